@@ -1,16 +1,16 @@
 """Builds fsdp_c._C: every C file under csrc/ in one abi3 extension module, with setuptools alone.
 
-torch is not needed here: its symbols are found when the module is imported. Where nvcc stands, the CUDA kernels become
-fsdp_c/_cuda.so, a library of its own that is loaded only where torch computes on CUDA. `setup.py build_cuda` makes it
-alone.
+torch is not needed here: its symbols are found when the module is imported. Where nvcc stands, the CUDA
+kernels become fsdp_c/_cuda.so, a library of its own that is loaded only where torch computes on CUDA.
+`setup.py build_cuda` makes it alone.
 
 Environment: FSDP_C_WERROR=1 makes warnings errors, FSDP_C_OPT="-O0 -g" replaces the optimisation flags,
-FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_CHECK=1 has it check its invariants, as instrumented
-ones do, FSDP_C_JOBS sets how many files compile at once.
-FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, and FSDP_C_LOCAL_VERSION="cu130" a version
-of that label: both are for wheels, see .ci/wheel.
-FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and fits the
-installed torch. FSDP_C_CUDA_ARCHS="90" replaces the architectures.
+FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_CHECK=1 has it check its invariants, as
+instrumented ones do, FSDP_C_JOBS sets how many files compile at once.
+FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, and FSDP_C_LOCAL_VERSION="cu130"
+a version of that label: both are for wheels, see .ci/wheel.
+FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and
+fits the installed torch. FSDP_C_CUDA_ARCHS="90" replaces the architectures.
 """
 
 import importlib.util
@@ -124,7 +124,8 @@ def forget_other_command(folder: Path, command: str) -> None:
 
 
 class IncrementalBuild(build_ext):
-    """build_ext that compiles only what changed, headers and flags included, several files at once; then build_cuda."""
+    """build_ext that compiles only what changed, headers and flags included, several files at once; then
+    build_cuda."""
 
     def run(self) -> None:
         """Build the extension, and the CUDA kernels beside it."""
@@ -137,7 +138,10 @@ class IncrementalBuild(build_ext):
         """Compile the stale sources of ``ext`` and link them when anything is newer than the module."""
         if "FSDP_C_OPT" not in os.environ and "FSDP_C_SANITIZE" not in os.environ:
             flags = link_time_flags(self.compiler.compiler_so)
-            ext.extra_compile_args, ext.extra_link_args = ext.extra_compile_args + flags, flags + ext.extra_link_args
+            ext.extra_compile_args, ext.extra_link_args = (
+                ext.extra_compile_args + flags,
+                flags + ext.extra_link_args,
+            )
         target = Path(self.get_ext_fullpath(ext.name))
         folder = Path(self.build_temp)
         command = [self.compiler.compiler_so, ext.define_macros, ext.extra_compile_args, ext.extra_link_args]
@@ -189,11 +193,14 @@ def find_nvcc() -> str | None:
 
 def ask_nvcc(nvcc: str, question: str, pattern: str) -> list[str]:
     """All that ``pattern`` finds in nvcc's answer."""
-    return re.findall(pattern, subprocess.run([nvcc, question], capture_output=True, text=True, check=True).stdout)
+    return re.findall(
+        pattern, subprocess.run([nvcc, question], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version of the installed torch, "" for one without, None where there is no torch: read, not imported.
+    """The CUDA version of the installed torch, "" for one without, None where there is no torch: read, not
+    imported.
 
     pip builds where the packages of the environment cannot be imported, and installs among them.
     """
@@ -221,7 +228,8 @@ def why_no_cuda(nvcc: str | None, demanded: bool) -> str | None:
 
 
 def cuda_arch_flags(nvcc: str) -> list[str]:
-    """Machine code for every architecture of the list that this nvcc knows, and PTX of the newest for those to come."""
+    """Machine code for every architecture of the list that this nvcc knows, and PTX of the newest for those
+    to come."""
     known = ask_nvcc(nvcc, "--list-gpu-code", r"sm_(\d+)\b")
     wanted = os.environ.get("FSDP_C_CUDA_ARCHS", "").split() or [arch for arch in CUDA_ARCHS if arch in known]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in wanted]
@@ -238,7 +246,10 @@ class BuildCuda(Command):
     """Compile csrc/kernels/*.cu into fsdp_c/_cuda.so, or say why not."""
 
     description = "build the CUDA kernels"
-    user_options = [("folder=", None, "where to put the library"), ("build-temp=", "t", "where to put the objects")]
+    user_options = [
+        ("folder=", None, "where to put the library"),
+        ("build-temp=", "t", "where to put the objects"),
+    ]
 
     def initialize_options(self) -> None:
         """Set the defaults: in place."""
@@ -267,14 +278,22 @@ class BuildCuda(Command):
         command = [nvcc, *CUDA_FLAGS, *warnings, *cuda_size_flags(nvcc), *cuda_arch_flags(nvcc)]
         folder = Path(self.build_temp)
         forget_other_command(folder, json.dumps(command))
-        objects = {source: folder / (source.stem + ".o") for source in sorted(Path("csrc/kernels").glob("*.cu"))}
+        objects = {
+            source: folder / (source.stem + ".o") for source in sorted(Path("csrc/kernels").glob("*.cu"))
+        }
         stale = [source for source, obj in objects.items() if object_is_stale(str(source), obj)]
         with ThreadPoolExecutor(int(os.environ.get("FSDP_C_JOBS", min(os.cpu_count() or 1, 8)))) as pool:
             list(pool.map(lambda source: self.compile_one(command, source, objects[source]), stale))
         target = Path(self.folder) / "_cuda.so"
         if stale or is_stale(target, [str(obj) for obj in objects.values()]):
             target.parent.mkdir(parents=True, exist_ok=True)
-            linking = [nvcc, "-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,-s", *map(str, objects.values())]
+            linking = [
+                nvcc,
+                "-shared",
+                "-cudart=static",
+                "-Xlinker=--exclude-libs,ALL,-s",
+                *map(str, objects.values()),
+            ]
             subprocess.run([*linking, "-o", str(target)], check=True)
 
     def compile_one(self, command: list[str], source: Path, obj: Path) -> None:

@@ -1,4 +1,5 @@
-"""What a save and a load of a large model cost the ranks besides data, for up to thousands of ranks, in one process.
+"""What a save and a load of a large model cost the ranks besides data, for up to thousands of ranks, in one
+process.
 
 python -m benchmarks.checkpoint_plans
 python -m benchmarks.checkpoint_plans --ranks 128 512 2048 16384 --markdown table.md
@@ -32,14 +33,33 @@ from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.checkpoint.writing import Planner
 
 H, F, E, D, X = 8192, 28672, 256, 7168, 2048
-DENSE = {"wq": (H, H), "wk": (1024, H), "wv": (1024, H), "wo": (H, H), "w1": (F, H), "w2": (H, F), "w3": (F, H)}
+DENSE = {
+    "wq": (H, H),
+    "wk": (1024, H),
+    "wv": (1024, H),
+    "wo": (H, H),
+    "w1": (F, H),
+    "w2": (H, F),
+    "w3": (F, H),
+}
 MOE = {"q": (1536, D), "kv": (576, D), "qb": (24576, 1536), "kvb": (32768, 512), "o": (D, 16384)}
 MODELS: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = {
     "70B": (80, DENSE | {"norm1": (H,), "norm2": (H,)}),
     "experts": (61, MOE | {"norm1": (D,), "norm2": (D,), "w1": (E, X, D), "w2": (E, D, X), "w3": (E, X, D)}),
 }
 STATES = ("exp_avg", "exp_avg_sq")
-HEADINGS = ["model", "ranks", "pieces", "plan B", "local ms", "rank 0 s", "table s", ".metadata s", "MB", "layout s"]
+HEADINGS = [
+    "model",
+    "ranks",
+    "pieces",
+    "plan B",
+    "local ms",
+    "rank 0 s",
+    "table s",
+    ".metadata s",
+    "MB",
+    "layout s",
+]
 HEADINGS += ["MB", "rank 0 +MB", "check s", "load ms", "load +MB"]
 TOKEN = "0" * 32
 COUNTED = """\
@@ -59,7 +79,8 @@ def resident_mb() -> float:
 def ranges(
     shapes: dict[str, tuple[int, ...]], ranks: int, rank: int
 ) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-    """Of a layer's parameters those of which a rank has elements, with where they start and how many they are."""
+    """Of a layer's parameters those of which a rank has elements, with where they start and how many they
+    are."""
     layout = _C.FlatLayout([math.prod(shape) for shape in shapes.values()], 8, ranks, rank, True)
     for (name, shape), (inside, _, numel, start) in zip(shapes.items(), layout.shard_ranges(), strict=True):
         if inside and numel:
@@ -86,7 +107,9 @@ def made_up(planner: Planner, plan: Any, rank: int) -> RankResult:
     for number, part in enumerate(plan):
         keys = planner.planned.kept[rank].get(number, part.paths)
         count = len(keys) * (len(part.held.boxes()) if part.held else 1)
-        records.append(b"".join(RECORD.pack(at * 1000, 400, at * 2654435761 % 2**32, rank) for at in range(count)))
+        records.append(
+            b"".join(RECORD.pack(at * 1000, 400, at * 2654435761 % 2**32, rank) for at in range(count))
+        )
     return RankResult(f"__{rank}_0.distcp", 2**40, 0, records)
 
 
@@ -126,7 +149,9 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
         times.append(time.process_time() - start)
     sizes = [content.size / 1e6 for content in contents.values()]
     of_metadata, of_layout = [(content.size, content.crc32) for content in contents.values()]
-    listed = checksums_content(of_metadata, {LAYOUT: of_layout, **{each.file: (2**40, 0) for each in results.values()}})
+    listed = checksums_content(
+        of_metadata, {LAYOUT: of_layout, **{each.file: (2**40, 0) for each in results.values()}}
+    )
     (folder / CHECKSUMS).write_bytes(listed)
     grown += top - before
     plan_nbytes = sum(map(len, sent)) // ranks
@@ -159,7 +184,9 @@ def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
                 entry = found.entries[each]
                 assert isinstance(entry, metadata.TensorEntry)
                 for offsets, sizes in _C.flat_range_boxes(shape, begin, begin + numel):
-                    items += read_items(each, entry, ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                    items += read_items(
+                        each, entry, ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    )
     took = time.process_time() - start
     assert sum(item.lengths.numel() for item in items) == layers * 3 * sum(numel for *_, numel in wanted)
     return took, resident_mb() - before

@@ -1,4 +1,5 @@
-"""Pieces the benchmarks share: implementations, a process group whose collectives do nothing, a tiny model."""
+"""Pieces the benchmarks share: implementations, a process group whose collectives do nothing, a tiny
+model."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
 class NoopGroup(dist.ProcessGroup):
     """Rank 0 of a group whose collectives go through torch's c10d dispatch and do nothing.
 
-    torch's fake backend has collectives without effect, but its gathers and scatters copy on the CPU, once per rank.
-    Here those are answered by its broadcast, which touches no data: the price of the dispatch stays, the copies go.
-    Outputs hold garbage.
+    torch's fake backend has collectives without effect, but its gathers and scatters copy on the CPU, once
+    per rank. Here those are answered by its broadcast, which touches no data: the price of the dispatch
+    stays, the copies go. Outputs hold garbage.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -40,7 +41,9 @@ class NoopGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.broadcast([input])
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
         return self.broadcast(inputs)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
@@ -49,7 +52,9 @@ class NoopGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.broadcast([output])
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
         return self.broadcast(outputs)
 
     # the names newer versions of torch give the same collectives
@@ -62,7 +67,9 @@ class NoopGroup(dist.ProcessGroup):
 def init_noop_group(world_size: int) -> None:
     """Make a NoopGroup the default process group."""
     if "NOOP" not in dist.Backend._plugins:
-        dist.Backend.register_backend("noop", lambda store, rank, size, timeout: NoopGroup(size), devices=["cpu"])
+        dist.Backend.register_backend(
+            "noop", lambda store, rank, size, timeout: NoopGroup(size), devices=["cpu"]
+        )
     dist.init_process_group("noop", rank=0, world_size=world_size, store=FakeStore())
 
 
@@ -129,7 +136,8 @@ def wrap(
 
 
 def give_fsdp1_its_cuda_gather() -> None:
-    """On the CPU torch's FSDP1 gathers into a list of world_size chunks, on CUDA into one tensor: measure the latter.
+    """On the CPU torch's FSDP1 gathers into a list of world_size chunks, on CUDA into one tensor: measure the
+    latter.
 
     The replacement makes the same checks and the same call as FSDP1's CUDA branch.
     """

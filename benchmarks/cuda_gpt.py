@@ -2,11 +2,11 @@
 
 python -m benchmarks.cuda_gpt [--trace folder] [--json out.json]
 
-One rank of an imagined --world: the collectives are torch's fake ones, which copy on the device and send nothing. What
-is measured: the time of a step and its peak memory; with --trace a profiler trace of a step, where gathers lie beside
-the computation; and, of a model so narrow that the device always waits for the host, by how much a forward and backward
-is longer per unit than without FSDP. Each implementation runs in a process of its own, one after the other, by one
-command. It needs a GPU, and has not run on one yet.
+One rank of an imagined --world: the collectives are torch's fake ones, which copy on the device and send
+nothing. What is measured: the time of a step and its peak memory; with --trace a profiler trace of a step,
+where gathers lie beside the computation; and, of a model so narrow that the device always waits for the host,
+by how much a forward and backward is longer per unit than without FSDP. Each implementation runs in a process
+of its own, one after the other, by one command. It needs a GPU, and has not run on one yet.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def wrap(implementation: str, model: nn.Module, device: torch.device) -> nn.Modu
 
 
 def seconds(step: Any, count: int, device: torch.device) -> float:
-    """Of one step, the host being as far ahead of the device as it likes: the median of some runs of ``count``."""
+    """Of one step, the host being as far ahead of the device as it likes: the median of some runs of
+    ``count``."""
     found = []
     for _ in range(REPEATS):
         synchronize(device)
@@ -181,12 +182,23 @@ def profile(step: Any, path: Path, device: torch.device) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line; the defaults are 1.3 billion parameters."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"layers": 24, "width": 2048, "heads": 16, "length": 1024, "batch": 4, "world": 8}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "layers": 24,
+        "width": 2048,
+        "heads": 16,
+        "length": 1024,
+        "batch": 4,
+        "world": 8,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script out")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script out"
+    )
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=(*common.IMPLEMENTATIONS, PLAIN), help=argparse.SUPPRESS)
@@ -226,7 +238,10 @@ def main() -> None:
         print(json.dumps(measure(arguments.only, arguments)))
         return
     found = rows(arguments)
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {arguments.layers} layers of {arguments.width}")
+    print(
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, {arguments.layers} layers of "
+        f"{arguments.width}"
+    )
     print(f"{'':14}" + "".join(f"{name:>18}" for name in SHOWN))
     for implementation, row in found.items():
         print(f"{implementation:14}" + "".join(f"{row.get(name, float('nan')):18.3f}" for name in SHOWN))

@@ -1,4 +1,5 @@
-"""Each CUDA kernel's share of the bandwidth that a copy reaches on the same GPU, beside torch's own operations.
+"""Each CUDA kernel's share of the bandwidth that a copy reaches on the same GPU, beside torch's own
+operations.
 
 python -m benchmarks.cuda_kernels [--json out.json]
 
@@ -98,7 +99,8 @@ def call(bodies: list[Callable[[], Any]]) -> None:
 
 
 def seconds(bodies: list[Callable[[], Any]]) -> float:
-    """The shortest time of one call of several in a row, each over memory that the others drove out of the cache.
+    """The shortest time of one call of several in a row, each over memory that the others drove out of the
+    cache.
 
     They are enqueued while the device sleeps, so that what the host takes for a call is not in it.
     """
@@ -127,7 +129,10 @@ def measure(mebibytes: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for same in zip(*copies, strict=True):
         nbytes = same[0].nbytes
-        ours, torchs = nbytes / seconds([case.ours for case in same]), nbytes / seconds([case.torchs for case in same])
+        ours, torchs = (
+            nbytes / seconds([case.ours for case in same]),
+            nbytes / seconds([case.torchs for case in same]),
+        )
         copy = rows[0]["copy GB/s"] * 1e9 if rows else ours  # the first case
         rows.append(
             {
@@ -143,7 +148,9 @@ def measure(mebibytes: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print the table, and write it as JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -153,7 +160,9 @@ def main() -> None:
     print(f"{'kernel':20}{'MiB':>6}{'copy GB/s':>12}{'ours':>8}{'torch':>8}")
     rows = [row for size in SIZES for row in measure(size)]
     for row in rows:
-        print(f"{row['kernel']:20}{row['MiB']:6}{row['copy GB/s']:12.0f}{row['ours']:8.0%}{row['torch']:8.0%}")
+        print(
+            f"{row['kernel']:20}{row['MiB']:6}{row['copy GB/s']:12.0f}{row['ours']:8.0%}{row['torch']:8.0%}"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps({"on": versions, "rows": rows}, indent=1))
 

@@ -1,8 +1,10 @@
-"""How the cost of each operation grows with parameters per unit, units, depth, buffers, ties, optional units and ranks.
+"""How the cost of each operation grows with parameters per unit, units, depth, buffers, ties, optional units
+and ranks.
 
 python -m benchmarks.growth
 python -m benchmarks.growth --only units depth --against torch.fsdp1 --markdown table.md --plot plot.png
-python -m benchmarks.growth --long  # also what memory grows by over 20,000 steps and 300 saves, loads and summons
+python -m benchmarks.growth --long  # also what memory grows by over 20,000 steps and 300 saves, loads and
+summons
 """
 
 from __future__ import annotations
@@ -74,12 +76,15 @@ class Leaf(nn.Module):
 
 
 class Unit(nn.Module):
-    """Leaves with ``params`` parameters, ``ties`` leaves with those of others, ``buffers``, and what is ``inner``.
+    """Leaves with ``params`` parameters, ``ties`` leaves with those of others, ``buffers``, and what is
+    ``inner``.
 
     It becomes a unit. In its last parameter the shard of rank 0 ends, which so has a part of each.
     """
 
-    def __init__(self, params: int, *, ties: int = 0, buffers: int = 0, inner: nn.Module | None = None) -> None:
+    def __init__(
+        self, params: int, *, ties: int = 0, buffers: int = 0, inner: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.leaves = nn.ModuleList(Leaf(2 * WIDTH, WIDTH) for _ in range(params // 2))
         for leaf in self.leaves[:ties]:
@@ -175,10 +180,15 @@ def trained(implementation: str, model: Any, once: Measure, several: Measure) ->
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
     optimizer.step()
     several("step", lambda: model(x).sum().backward())
-    several("clip", lambda: getattr(model, "clip_grad_norm_", partial(clip_grad_norm_, list(model.parameters())))(1.0))
+    several(
+        "clip",
+        lambda: getattr(model, "clip_grad_norm_", partial(clip_grad_norm_, list(model.parameters())))(1.0),
+    )
     several("zero_grad", model.zero_grad)
     several(".to()", lambda: model.to(torch.float32))
-    for kind in ("FULL", "SHARDED", "LOCAL")[: {"fsdp_c": 3, "torch.fsdp1": 2, "torch.fsdp2": 1}[implementation]]:
+    for kind in ("FULL", "SHARDED", "LOCAL")[
+        : {"fsdp_c": 3, "torch.fsdp1": 2, "torch.fsdp2": 1}[implementation]
+    ]:
         state_dicts(implementation, kind, model, optimizer, several)
     if implementation != "torch.fsdp2":
         several("summon", lambda: summon(implementation, model))
@@ -194,7 +204,9 @@ def summon(implementation: str, model: nn.Module) -> None:
         pass
 
 
-def state_dicts(implementation: str, kind: str, model: Any, optimizer: torch.optim.Optimizer, several: Measure) -> None:
+def state_dicts(
+    implementation: str, kind: str, model: Any, optimizer: torch.optim.Optimizer, several: Measure
+) -> None:
     if implementation == "torch.fsdp2":
         options = FSDP2_OPTIONS[kind]
         several(f"{kind} get", lambda: dcp_state.get_model_state_dict(model, options=options))
@@ -207,7 +219,9 @@ def state_dicts(implementation: str, kind: str, model: Any, optimizer: torch.opt
         several(f"{kind} load", lambda: model.load_state_dict(state))
         if kind != "LOCAL":
             optim = several(f"{kind} optimizer get", lambda: fsdp.optim_state_dict(model, optimizer))
-            several(f"{kind} optimizer to_load", lambda: fsdp.optim_state_dict_to_load(model, optimizer, optim))
+            several(
+                f"{kind} optimizer to_load", lambda: fsdp.optim_state_dict_to_load(model, optimizer, optim)
+            )
 
 
 def checkpoints(implementation: str, build: Callable[[], nn.Module], several: Measure) -> None:
@@ -261,7 +275,11 @@ def measure(implementation: str, name: str, repeats: int) -> list[dict[str, floa
     build, sizes, _ = DIMENSIONS[name]
     rows = []
     with group_of(2):
-        for size in (sizes[0], sizes[0], sizes[-1]):  # what is there once and for all comes with the first two
+        for size in (
+            sizes[0],
+            sizes[0],
+            sizes[-1],
+        ):  # what is there once and for all comes with the first two
             before = status("VmRSS")
             model = wrap(implementation, build(size))
             model(torch.ones(1, WIDTH)).sum().backward()
@@ -365,14 +383,22 @@ def plot(found: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(DIMENSIONS), default=list(DIMENSIONS))
-    parser.add_argument("--against", nargs="*", choices=common.IMPLEMENTATIONS[:2], default=common.IMPLEMENTATIONS[:2])
+    parser.add_argument(
+        "--against", nargs="*", choices=common.IMPLEMENTATIONS[:2], default=common.IMPLEMENTATIONS[:2]
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--long", action="store_true", help="memory over 20,000 steps, 300 saves, loads and summons")
+    parser.add_argument(
+        "--long", action="store_true", help="memory over 20,000 steps, 300 saves, loads and summons"
+    )
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # in a process of its own: implementation, dimension
+    parser.add_argument(
+        "--work", nargs=2, help=argparse.SUPPRESS
+    )  # in a process of its own: implementation, dimension
     args = parser.parse_args()
     if args.work:
         warnings.simplefilter("ignore")

@@ -111,7 +111,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=COUNTED,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--impl", nargs="+", default=list(common.IMPLEMENTATIONS), choices=common.IMPLEMENTATIONS)
+    parser.add_argument(
+        "--impl", nargs="+", default=list(common.IMPLEMENTATIONS), choices=common.IMPLEMENTATIONS
+    )
     parser.add_argument("--L", type=int, nargs="+", default=[8], help="blocks")
     parser.add_argument("--P", type=int, nargs="+", default=[2, 12, 48], help="parameters per block, even")
     parser.add_argument("--world", type=int, nargs="+", default=[8], help="imagined number of ranks")
@@ -131,10 +133,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--cpu-path", action="store_true", help="leave torch FSDP1's gather on CPU as it is")
     parser.add_argument(
-        "--instructions", type=int, nargs="?", const=2, default=0, metavar="STEPS", help="count under valgrind"
+        "--instructions",
+        type=int,
+        nargs="?",
+        const=2,
+        default=0,
+        metavar="STEPS",
+        help="count under valgrind",
     )
     parser.add_argument("--json", type=Path, help="write the rows here as well")
-    parser.add_argument("--counting", type=Path, help=argparse.SUPPRESS)  # set for the process that runs under valgrind
+    parser.add_argument(
+        "--counting", type=Path, help=argparse.SUPPRESS
+    )  # set for the process that runs under valgrind
     options = parser.parse_args(arguments)
     if any(params < 2 or params % 2 for params in options.P):
         parser.error("--P takes even numbers from 2: a layer has a weight and a bias")
@@ -149,7 +159,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) -> Callable[[], None]:
     """The measured step of a model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True) if extra == "optim" else None
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True) if extra == "optim" else None
+    )
 
     @contextlib.contextmanager
     def without_sync() -> Iterator[None]:
@@ -174,9 +186,11 @@ def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) ->
         else:
             model(x).sum().backward()
         if extra == "clip":
-            getattr(model, "clip_grad_norm_", lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm))(
-                1.0
-            )
+            getattr(
+                model,
+                "clip_grad_norm_",
+                lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm),
+            )(1.0)
         if optimizer is not None:
             optimizer.step()
         for parameter in model.parameters():
@@ -204,7 +218,9 @@ def build(config: Config, impl: str, orig: int | None, warmup: int) -> Candidate
 
 
 def configs(options: argparse.Namespace) -> Iterator[Config]:
-    for point in itertools.product(options.world, options.L, options.P, options.strategy, options.mp, options.extra):
+    for point in itertools.product(
+        options.world, options.L, options.P, options.strategy, options.mp, options.extra
+    ):
         world, blocks, params, strategy, precision, extra = point
         yield Config(blocks, params, world, strategy, precision, extra)
 
@@ -246,7 +262,11 @@ def time_steps(built: list[Candidate], steps: int) -> list[list[float]]:
 
 
 def rows_of(
-    config: Config, described: list[tuple[str, int | None, int]], costs: list[list[float]], unit: str, floor: float
+    config: Config,
+    described: list[tuple[str, int | None, int]],
+    costs: list[list[float]],
+    unit: str,
+    floor: float,
 ) -> list[Row]:
     """Costs per step, the plain model's first, to costs per unit and ratios."""
     plain_min, plain_med = min(costs[0]), statistics.median(costs[0])
@@ -293,7 +313,8 @@ def run_timed(options: argparse.Namespace) -> list[Row]:
 
 
 def switch_instrumentation(on: bool) -> None:
-    """Ask the callgrind this process runs under. Python spins meanwhile: valgrind answers only while code runs."""
+    """Ask the callgrind this process runs under. Python spins meanwhile: valgrind answers only while code
+    runs."""
     command = ["callgrind_control", "-i", "on" if on else "off", str(os.getpid())]
     control = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while control.poll() is None:
@@ -303,7 +324,8 @@ def switch_instrumentation(on: bool) -> None:
 
 
 def discard_counts() -> None:
-    """A dump of nothing: in the first one after a switch callgrind also takes off what it counted before the switch."""
+    """A dump of nothing: in the first one after a switch callgrind also takes off what it counted before the
+    switch."""
     torch._C._valgrind_toggle()
     torch._C._valgrind_toggle_and_dump_stats()
 
@@ -356,7 +378,15 @@ def run_counted(options: argparse.Namespace, arguments: list[str]) -> list[Row]:
             "--collect-atstart=no",
             f"--callgrind-out-file={folder}/cg",
         ]
-        command = [*tool, sys.executable, "-m", "benchmarks.host_overhead", *arguments, "--counting", str(described_at)]
+        command = [
+            *tool,
+            sys.executable,
+            "-m",
+            "benchmarks.host_overhead",
+            *arguments,
+            "--counting",
+            str(described_at),
+        ]
         done = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | {"ATEN_CPU_CAPABILITY": "default"}
         )

@@ -115,7 +115,10 @@ def packs(numel: int) -> Iterator[Case]:
                 out.div_(divisor)
 
         def by_us(
-            tensors: list[Tensor] = tensors, out: Tensor = out, divisor: float = divisor, offsets: list[int] = offsets
+            tensors: list[Tensor] = tensors,
+            out: Tensor = out,
+            divisor: float = divisor,
+            offsets: list[int] = offsets,
         ) -> None:
             OPS.pack_gradients(out, tensors, offsets, divisor)
 
@@ -212,7 +215,8 @@ def memcpy_of(moved: int) -> Callable[[], Any]:
 
 
 def measure(case: Case, tiny: Case, seconds: float) -> dict[str, float | None]:
-    """The times of a row. Both are in turn with memcpy alone: long vector code slows the clock for a while."""
+    """The times of a row. Both are in turn with memcpy alone: long vector code slows the clock for a
+    while."""
     copy, tiny_copy = memcpy_of(case.moved), memcpy_of(tiny.moved)
     theirs = least_times([case.torch, copy], seconds)[0] if case.torch is not None else None
     ours, memcpy = least_times([case.ours, copy], seconds)
@@ -246,13 +250,27 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-HEADINGS = ["kernel", "MB", "torch", "ours", "call", "memcpy", "torch / memcpy", "ours / memcpy", "torch / ours"]
+HEADINGS = [
+    "kernel",
+    "MB",
+    "torch",
+    "ours",
+    "call",
+    "memcpy",
+    "torch / memcpy",
+    "ours / memcpy",
+    "torch / ours",
+]
 WIDTHS = [32, 5, 9, 9, 6, 9, 15, 14, 13]
 
 
 def print_row(row: Row) -> None:
     named = f"{cells(row)[0]:32}"
-    print(named, *(f"{cell:>{width}}" for cell, width in zip(cells(row)[1:], WIDTHS[1:], strict=True)), flush=True)
+    print(
+        named,
+        *(f"{cell:>{width}}" for cell, width in zip(cells(row)[1:], WIDTHS[1:], strict=True)),
+        flush=True,
+    )
 
 
 def versions() -> str:
@@ -273,7 +291,10 @@ def markdown(rows: list[Row]) -> str:
         text += ["", f"## {capability}, {threads} thread{'s' * (threads > 1)}", ""]
         text += ["| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]
         found = [row for row in rows if (row.capability, row.threads) == (capability, threads)]
-        text += ["| " + " | ".join(cells(row)) + " |" for row in sorted(found, key=lambda row: (row.kernel, row.mb))]
+        text += [
+            "| " + " | ".join(cells(row)) + " |"
+            for row in sorted(found, key=lambda row: (row.kernel, row.mb))
+        ]
     return "\n".join(text) + "\n"
 
 
@@ -287,7 +308,9 @@ def draw(rows: list[Row], path: Path) -> None:
     names = list(dict.fromkeys(row.kernel for row in rows))
     columns = 5
     lines = -(-len(names) // columns)
-    figure, panels = pyplot.subplots(lines, columns, figsize=(3.2 * columns, 2.5 * lines), sharex=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        lines, columns, figsize=(3.2 * columns, 2.5 * lines), sharex=True, squeeze=False
+    )
     for panel in panels.flat[len(names) :]:
         panel.axis("off")
     for panel, name in zip(panels.flat, names, strict=False):
@@ -313,10 +336,16 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, nargs="+", default=[1, 4, 16, 64], help="sizes, as if all were fp32")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb", type=float, nargs="+", default=[1, 4, 16, 64], help="sizes, as if all were fp32"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--capability", nargs="+", default=[_C.cpu_capabilities()[0]], choices=_C.cpu_capabilities())
+    parser.add_argument(
+        "--capability", nargs="+", default=[_C.cpu_capabilities()[0]], choices=_C.cpu_capabilities()
+    )
     parser.add_argument("--only", nargs="*", default=[], help="words that the kernel's name has")
     parser.add_argument("--seconds", type=float, default=0.5, help="per kernel and size")
     parser.add_argument("--json", type=Path)
@@ -329,7 +358,10 @@ def main() -> None:
     args = parse()
     keep_freed_memory()
     print(versions(), f"load {os.getloadavg()[0]:.1f}", "", COUNTED, sep="\n")
-    print(f"{HEADINGS[0]:32}", *(f"{head:>{width}}" for head, width in zip(HEADINGS[1:], WIDTHS[1:], strict=True)))
+    print(
+        f"{HEADINGS[0]:32}",
+        *(f"{head:>{width}}" for head, width in zip(HEADINGS[1:], WIDTHS[1:], strict=True)),
+    )
     rows = []
     for row in measure_all(args):
         if not rows or (row.capability, row.threads) != (rows[-1].capability, rows[-1].threads):

@@ -1,4 +1,5 @@
-"""Adapters in a Llama whose own parameters are frozen: what a step of FSDP1, FSDP2 and fsdp_c sends and holds.
+"""Adapters in a Llama whose own parameters are frozen: what a step of FSDP1, FSDP2 and fsdp_c sends and
+holds.
 
 python -m benchmarks.lora                                    # 1.3 B parameters on 8 GPUs
 python -m benchmarks.lora --model 6.7B --markdown benchmarks/results/lora.md
@@ -165,7 +166,8 @@ def table(results: dict[str, dict[str, float]], model: str, world_size: int) -> 
     first = next(iter(results.values()))
     trained, parameters = first["trained"], first["parameters"]
     lines = [
-        f"**{model}** on {world_size} GPUs: {trained / 1e6:.1f} of {parameters / 1e6:.0f} million parameters trained",
+        f"**{model}** on {world_size} GPUs: {trained / 1e6:.1f} of {parameters / 1e6:.0f} million parameters "
+        "trained",
         "",
         "| | reductions | reduced MiB | / trained | gradients MiB | / trained | all-gathers | gathered MiB | "
         "peak allocated MiB | peak reserved MiB |",

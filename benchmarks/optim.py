@@ -30,7 +30,17 @@ and with `fused=True`, FlatAdamW, and memcpy on one thread for the bytes that a 
 (half read, half written). 'MB' is the size of all parameters. "bf16, fp32 state" is `state_dtype=torch.float32`, which
 torch has not.
 """
-HEADINGS = ["parameters", "tensors", "MB", "foreach", "fused", "FlatAdamW", "memcpy", "fused / ours", "ours / memcpy"]
+HEADINGS = [
+    "parameters",
+    "tensors",
+    "MB",
+    "foreach",
+    "fused",
+    "FlatAdamW",
+    "memcpy",
+    "fused / ours",
+    "ours / memcpy",
+]
 
 
 @dataclass(frozen=True)
@@ -88,13 +98,17 @@ def measure(setting: Setting, seconds: float) -> dict[str, float]:
 
 def cells(setting: Setting, times: dict[str, float]) -> list[str]:
     ours, fused = times["FlatAdamW"], times.get("fused")
-    shown = [f"{times[name]:.0f}" if name in times else "" for name in ("foreach", "fused", "FlatAdamW", "memcpy")]
+    shown = [
+        f"{times[name]:.0f}" if name in times else "" for name in ("foreach", "fused", "FlatAdamW", "memcpy")
+    ]
     ratios = [f"{fused / ours:.2f}" if fused else "", f"{ours / times['memcpy']:.2f}"]
     return [setting.name, str(setting.tensors), f"{setting.mb:g}", *shown, *ratios]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--seconds", type=float, default=1.0, help="per setting")

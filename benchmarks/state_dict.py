@@ -88,7 +88,9 @@ def build(implementation: str, args: argparse.Namespace) -> tuple[Any, torch.opt
 # ----------------------------------------------------------------- what is measured
 
 
-def operations(implementation: str, kind: str, model: Any, optimizer: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def operations(
+    implementation: str, kind: str, model: Any, optimizer: Any
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """In turn; a load loads what the get before it gave."""
     if implementation == "torch.fsdp2":
         options = FSDP2_OPTIONS[kind]
@@ -97,7 +99,10 @@ def operations(implementation: str, kind: str, model: Any, optimizer: Any) -> It
         yield "load", lambda: dcp.set_model_state_dict(model, state, options=options)
         optim = dcp.get_optimizer_state_dict(model, optimizer, options=options)
         yield "optimizer get", lambda: dcp.get_optimizer_state_dict(model, optimizer, options=options)
-        yield "optimizer to_load", lambda: dcp.set_optimizer_state_dict(model, optimizer, optim, options=options)
+        yield (
+            "optimizer to_load",
+            lambda: dcp.set_optimizer_state_dict(model, optimizer, optim, options=options),
+        )
         return
     fsdp = common.fsdp_class(implementation)
     with fsdp.state_dict_type(model, *FSDP1_CONFIGS[kind]):  # type: ignore[attr-defined]
@@ -158,7 +163,9 @@ def work(rank: int, args: argparse.Namespace, store: str, results: str) -> None:
 
 def table(found: dict[str, list[float]], args: argparse.Namespace) -> str:
     names = [*args.against, "fsdp_c"]
-    lines = ["| | " + " | ".join(names) + " | " + " | ".join(f"{name} / fsdp_c" for name in args.against) + " |"]
+    lines = [
+        "| | " + " | ".join(names) + " | " + " | ".join(f"{name} / fsdp_c" for name in args.against) + " |"
+    ]
     lines.append("|---" * (1 + len(names) + len(args.against)) + "|")
     for kind in args.types:
         for operation in OPERATIONS:
@@ -172,11 +179,15 @@ def table(found: dict[str, list[float]], args: argparse.Namespace) -> str:
 def describe(args: argparse.Namespace) -> str:
     what = f"{args.gib:g} GiB in 8 units" if args.gib else f"{args.units} units of {args.params} parameters"
     form = "flat parameters" if args.flat else "original parameters"
-    return f"{what}, {form}, {args.ranks} gloo ranks, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+    return (
+        f"{what}, {form}, {args.ranks} gloo ranks, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--units", type=int, default=200)
     parser.add_argument("--params", type=int, default=12, help="per unit")
     parser.add_argument("--width", type=int, default=64)
@@ -185,7 +196,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--types", nargs="+", choices=list(FSDP1_CONFIGS), default=list(FSDP1_CONFIGS))
-    parser.add_argument("--against", nargs="*", choices=common.IMPLEMENTATIONS[:2], default=common.IMPLEMENTATIONS[:2])
+    parser.add_argument(
+        "--against", nargs="*", choices=common.IMPLEMENTATIONS[:2], default=common.IMPLEMENTATIONS[:2]
+    )
     parser.add_argument("--markdown", type=Path, help="also write the table here")
     args = parser.parse_args()
     heading = describe(args)

@@ -1,4 +1,5 @@
-"""A training step of FSDP1, FSDP2 and fsdp_c on a machine that is not there: its time and its memory, by a model.
+"""A training step of FSDP1, FSDP2 and fsdp_c on a machine that is not there: its time and its memory, by a
+model.
 
 python -m benchmarks.timeline                                 # 6.7 B parameters on 8 GPUs
 python -m benchmarks.timeline --model 0.4B 1.3B --machine ib512 ethernet64
@@ -109,7 +110,9 @@ class Result:
     )  # but for the first gather, the last reduction
     of_wire: list[tuple[float, str, str]] = field(default_factory=list)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
-    idle: list[tuple[int, int, str]] = field(default_factory=list)  # the same of what is reserved and not used then
+    idle: list[tuple[int, int, str]] = field(
+        default_factory=list
+    )  # the same of what is reserved and not used then
 
 
 # ---- machines
@@ -167,7 +170,9 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     if row.free_host:
         timeline.host_is_free()
     model, parameters = build(row, shape, sequence, machine)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
+    )
     tokens = torch.zeros(row.batch, sequence, dtype=torch.long, device="cuda")
     for number in range(4):
         if number == 1:
@@ -247,7 +252,9 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
     if not lines:
         raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
     fields = json.loads(lines[-1])
-    lists = {name: [tuple(each) for each in value] for name, value in fields.items() if isinstance(value, list)}
+    lists = {
+        name: [tuple(each) for each in value] for name, value in fields.items() if isinstance(value, list)
+    }
     return Result(**fields | {"row": row} | lists)
 
 
@@ -275,14 +282,17 @@ def bound_of(alone: Result, results: list[Result]) -> Bound:
 
 
 def obstacle(result: Result, alone: Result, bound: Bound) -> str:
-    """Why the step is not at the bound: the longest of what keeps the computing stream, or the wire, from its work."""
+    """Why the step is not at the bound: the longest of what keeps the computing stream, or the wire, from its
+    work."""
     if result.step_ms <= NEAR * bound.ms:
         return ""
     if bound.communication_ms > bound.computation_ms:
         found = [(us / 1e3, f"{what} waits for {why}") for us, what, why in result.of_wire]
     else:
         found = [(us / 1e3, f"{what} waits for {why}") for us, what, why in result.avoidable]
-        found.append((result.compute_ms - result.optimizer_ms - alone.compute_ms, "kernels beside the model's own"))
+        found.append(
+            (result.compute_ms - result.optimizer_ms - alone.compute_ms, "kernels beside the model's own")
+        )
     ms, text = max(found)
     return f"{ms:.1f} ms: {text}"
 
@@ -293,22 +303,26 @@ def table(results: list[Result], alone: Result) -> str:
     machine = machine_of(row.machine)
     sequence = row.sequence or MODELS[row.model].sequence
     lines = [
-        f"**{row.model} on {row.machine}** ({machine['title']}), {row.strategy}, {row.batch} x {sequence} tokens per "
-        f"GPU: bound {bound:.1f} ms, the model alone {alone.compute_ms:.1f}",
+        f"**{row.model} on {row.machine}** ({machine['title']}), {row.strategy}, {row.batch} x {sequence} "
+        f"tokens per GPU: bound {bound:.1f} ms, the model alone {alone.compute_ms:.1f}",
         "",
-        "| | step ms | / bound | allocated MiB | reserved MiB | between steps | compute | communication | exposed "
-        "| host | at most |",
+        "| | step ms | / bound | allocated MiB | reserved MiB | between steps | compute | communication | "
+        "exposed | host | at most |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
         prefetches = each.row.forward_prefetch and each.row.implementation != "torch.fsdp2"
         name = each.row.implementation + (", forward_prefetch" if prefetches else "")
         name += ", to the node" if each.row.to_node and each.row.implementation != "torch.fsdp1" else ""
-        name += f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
+        name += (
+            f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
+        )
         times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
         lines.append(
             f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
-            f"{each.reserved_MiB:.0f} | {each.between_MiB:.0f} | " + " | ".join(f"{time:.1f}" for time in times) + " |"
+            f"{each.reserved_MiB:.0f} | {each.between_MiB:.0f} | "
+            + " | ".join(f"{time:.1f}" for time in times)
+            + " |"
         )
     return "\n".join(lines)
 
@@ -316,7 +330,11 @@ def table(results: list[Result], alone: Result) -> str:
 # ---- many of them, a line each
 
 STANDARD = [
-    *({"model": model, "machine": machine} for machine in ("nvlink8", "ib512", "ethernet64") for model in MODELS),
+    *(
+        {"model": model, "machine": machine}
+        for machine in ("nvlink8", "ib512", "ethernet64")
+        for model in MODELS
+    ),
     {"model": "0.4B", "machine": "nvlink8", "sequence": 256},
     {"model": "1.3B", "machine": "nvlink8", "batch": 8},
     {"model": "0.4B", "machine": "ib512", "sequence": 4096, "batch": 4},
@@ -326,7 +344,9 @@ STANDARD = [
     {"model": "1.3B", "machine": "ethernet64", "strategy": "HYBRID_SHARD"},
     {"model": "0.4B", "machine": "nvlink8", "offload": True},
 ]
-LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | what holds it up |\n|---|---|---|---|---|---|---|"
+LINES_HEAD = (
+    "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | what holds it up |\n|---|---|---|---|---|---|---|"
+)
 
 
 def line(results: list[Result], alone: Result) -> str:
@@ -357,7 +377,9 @@ def lines_of_standard() -> list[str]:
 
 
 def lines_of_blocks(blocks: list[tuple[int, int, str]]) -> list[str]:
-    return [f"{n * count / 2**20:9.1f} MiB  {count} x {n / 2**20:.2f} of {whose}" for n, count, whose in blocks]
+    return [
+        f"{n * count / 2**20:9.1f} MiB  {count} x {n / 2**20:.2f} of {whose}" for n, count, whose in blocks
+    ]
 
 
 def most_of(result: Result) -> str:
@@ -387,26 +409,40 @@ def arguments() -> argparse.Namespace:
     )
     known = sorted(path.stem for path in MACHINES.glob("*.json"))
     parser.add_argument("--model", nargs="+", default=["6.7B"], choices=list(MODELS))
-    parser.add_argument("--machine", nargs="+", default=["nvlink8"], help=f"{', '.join(known)}, or a file like these")
+    parser.add_argument(
+        "--machine", nargs="+", default=["nvlink8"], help=f"{', '.join(known)}, or a file like these"
+    )
     parser.add_argument("--impl", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--strategy", nargs="+", default=["FULL_SHARD"], choices=STRATEGIES)
-    parser.add_argument("--sequence", type=int, nargs="+", default=[0], help="tokens of one sample (the model's own)")
+    parser.add_argument(
+        "--sequence", type=int, nargs="+", default=[0], help="tokens of one sample (the model's own)"
+    )
     parser.add_argument("--batch", type=int, default=1, help="samples per GPU")
     parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
     parser.add_argument(
         "--ahead", type=int, default=1, metavar="N", help="units that fsdp_c gathers ahead, where it does (1)"
     )
     parser.add_argument(
-        "--to-node", action="store_true", help="after a forward fsdp_c and FSDP2 reshard to a node, not to all ranks"
+        "--to-node",
+        action="store_true",
+        help="after a forward fsdp_c and FSDP2 reshard to a node, not to all ranks",
     )
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(
-        "--standard", action="store_true", help="a fixed choice of rows, one line each, with what holds fsdp_c up"
+        "--standard",
+        action="store_true",
+        help="a fixed choice of rows, one line each, with what holds fsdp_c up",
     )
     parser.add_argument("--free-host", action="store_true", help="the host costs nothing")
-    parser.add_argument("--most", type=int, default=0, metavar="N", help="say the N longest waits, and most memory")
-    parser.add_argument("--picture", metavar="PNG", help="the streams of the last table's steps; needs matplotlib")
-    parser.add_argument("--trace", metavar="JSON", help="for ui.perfetto.dev: the last step of the last --impl")
+    parser.add_argument(
+        "--most", type=int, default=0, metavar="N", help="say the N longest waits, and most memory"
+    )
+    parser.add_argument(
+        "--picture", metavar="PNG", help="the streams of the last table's steps; needs matplotlib"
+    )
+    parser.add_argument(
+        "--trace", metavar="JSON", help="for ui.perfetto.dev: the last step of the last --impl"
+    )
     parser.add_argument("--markdown", metavar="FILE", help="write the tables there as well")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--row-trace", default="", help=argparse.SUPPRESS)

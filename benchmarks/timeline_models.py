@@ -1,4 +1,5 @@
-"""The models of benchmarks.timeline, and how each implementation wraps them. For a process of the simulated GPU."""
+"""The models of benchmarks.timeline, and how each implementation wraps them. For a process of the simulated
+GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Block(nn.Module):
         width, hidden = shape.width, shape.hidden
         self.heads = shape.heads
         self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 

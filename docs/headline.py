@@ -58,12 +58,16 @@ def bars(axes: Axes, title: str, groups: list[str], values: dict[str, list[float
 
 def main() -> None:
     widths = [1.15, 2.4, 2]
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(9.5, 3.4), width_ratios=widths, layout="constrained")
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(9.5, 3.4), width_ratios=widths, layout="constrained"
+    )
     bars(left, "Host work per unit\n(1,000 instructions a step)", ["12 parameters"], host_work(), ".0f")
     forms = ["FULL get", "FULL load", "SHARDED get", "SHARDED load"]
     bars(middle, "State dicts, 200 units\n(CPU milliseconds)", forms, state_dicts(forms), ".0f")
     machines = ["6.7B on nvlink8", "1.3B on ib512", "0.4B on nvlink8"]
-    bars(right, "A step, by a model of time\n(1: wire or computation alone)", machines, steps(machines), ".2f")
+    bars(
+        right, "A step, by a model of time\n(1: wire or computation alone)", machines, steps(machines), ".2f"
+    )
     middle.legend(frameon=False, fontsize=10, loc="upper center")
     figure.savefig(ROOT / "docs" / "headline.png", dpi=150)
 

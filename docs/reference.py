@@ -1,4 +1,5 @@
-"""Writes the API reference, from the docstrings, as a folder of HTML: ``make docs``. A warning is an error."""
+"""Writes the API reference, from the docstrings, as a folder of HTML: ``make docs``. A warning is an
+error."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ get_source = pdoc.doc_ast.get_source
 
 
 def source_of(thing: Any) -> str:
-    """Not of torch.Tensor: from Python 3.13 on that is looked for in the file of the module that it says it is in."""
+    """Not of torch.Tensor: from Python 3.13 on that is looked for in the file of the module that it says it
+    is in."""
     return "" if thing is torch.Tensor else get_source(thing)
 
 
@@ -36,7 +38,9 @@ def build(folder: Path) -> None:
     names = [name for name in dir(fsdp_c) if not name.startswith("_")]  # __all__ has torch's names alone
     with mock.patch.object(fsdp_c, "__all__", names), warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", r"Cannot determine where fsdp_c\.FlatParameter\._is_param")  # torch's
+        warnings.filterwarnings(
+            "ignore", r"Cannot determine where fsdp_c\.FlatParameter\._is_param"
+        )  # torch's
         pdoc.render.configure(docformat="google", show_source=False)
         with mock.patch.object(pdoc.doc_ast, "get_source", source_of):
             pdoc.pdoc("fsdp_c", *(f"!{name}" for name in NOT_AS_MODULES), output_directory=folder)

@@ -1,4 +1,5 @@
-"""What `mkdocs build` asks for the site: the README as its first page, the API reference, no links out of the site."""
+"""What `mkdocs build` asks for the site: the README as its first page, the API reference, no links out of the
+site."""
 
 from __future__ import annotations
 

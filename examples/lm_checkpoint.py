@@ -3,7 +3,8 @@
     OUT/run.json, loss.png, sample.txt
     OUT/step-000200/    a folder of fsdp_c.checkpoint: the shards of all ranks, with checksums
 
-A checkpoint is complete or not there, and loads on any number of ranks, with any strategy, into torch's FSDP as well.
+A checkpoint is complete or not there, and loads on any number of ranks, with any strategy, into torch's FSDP
+as well.
 """
 
 import os
@@ -36,8 +37,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def find_checkpoints(resume: str, out: Path) -> list[Path]:
-    """What ``--resume`` means, to be tried in this order: one checkpoint, the newest of a run, or with "auto" all in
-    ``out`` from the newest on, if any."""
+    """What ``--resume`` means, to be tried in this order: one checkpoint, the newest of a run, or with "auto"
+    all in ``out`` from the newest on, if any."""
     if resume == "auto":
         return checkpoints_in(out)[::-1]
     folder = Path(resume)
@@ -48,19 +49,23 @@ def find_checkpoints(resume: str, out: Path) -> list[Path]:
 
 
 def open_run_folder(out: Path, *, resumed: Path | None, resume: str | None, overwrite: bool) -> None:
-    """Make ``out``, or take it over where that was asked for: an earlier run to replace, or to continue from its newest
-    checkpoint. Called by one rank."""
+    """Make ``out``, or take it over where that was asked for: an earlier run to replace, or to continue from
+    its newest checkpoint. Called by one rank."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file")
     if out.exists() and any(out.iterdir()):
         is_run = (out / RUN_FILE).is_file()
         newest = [path.resolve() for path in checkpoints_in(out)[-1:]]
-        continues = is_run and (resume == "auto" or (resume and newest == ([resumed.resolve()] if resumed else [])))
+        continues = is_run and (
+            resume == "auto" or (resume and newest == ([resumed.resolve()] if resumed else []))
+        )
         if overwrite and is_run and not resume:
             remove_run(out)
         elif not continues:
             advice = "use --overwrite, --resume auto or another --out" if is_run else "choose another --out"
-            raise InputError(f"--out {out} exists and is {'a run' if is_run else 'not a run of this script'}: {advice}")
+            raise InputError(
+                f"--out {out} exists and is {'a run' if is_run else 'not a run of this script'}: {advice}"
+            )
     out.mkdir(parents=True, exist_ok=True)
 
 
@@ -103,8 +108,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load model and optimizer; returns ``extra``. Collective; InputError on all ranks for a checkpoint of another
-    model, or a damaged one."""
+    """Load model and optimizer; returns ``extra``. Collective; InputError on all ranks for a checkpoint of
+    another model, or a damaged one."""
     try:
         if isinstance(model, fsdp_c.FullyShardedDataParallel):
             return checkpoint.load(model, optimizer, path)

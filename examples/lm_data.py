@@ -35,7 +35,8 @@ class Text:
 
 
 def load_text(path: str | None, context: int) -> Text:
-    """The text of a file or a folder, by default of Python's own standard library. InputError if it is no use."""
+    """The text of a file or a folder, by default of Python's own standard library. InputError if it is no
+    use."""
     source, files = (str(path), files_of(Path(path))) if path else standard_library()
     content = read_all(files)
     needed = math.ceil((context + 2) / HELD_OUT_FRACTION)
@@ -61,7 +62,8 @@ def is_hidden(path: Path) -> bool:
 
 
 def standard_library() -> tuple[str, list[Path]]:
-    """The source files of the running Python's standard library, its tests and installed packages left out."""
+    """The source files of the running Python's standard library, its tests and installed packages left
+    out."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = [file for file in root.rglob("*.py") if not skipped.intersection(file.relative_to(root).parts)]

@@ -40,7 +40,11 @@ class Block(nn.Module):
         """Causal attention of all heads, before the output projection."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, time, width)
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, time, width)
+        )
 
 
 class GPT(nn.Module):
@@ -57,7 +61,8 @@ class GPT(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Unit variance through a block, less where it writes into the residual stream; logits that begin near zero."""
+        """Unit variance through a block, less where it writes into the residual stream; logits that begin
+        near zero."""
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.5)
         if isinstance(module, nn.Linear):

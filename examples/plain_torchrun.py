@@ -39,7 +39,9 @@ def wrap(model: nn.Module, device: torch.device, bf16: bool) -> FSDP:
         auto_wrap_policy=functools.partial(
             transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer}
         ),
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16) if bf16 else None,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        if bf16
+        else None,
         device_id=device,
         use_orig_params=True,
     )

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --data my_text/ --out runs/mine --mixed-precision bf16
     torchrun --nproc-per-node 2 examples/train_lm.py --out runs/mine --resume auto
 
-On GPUs with NCCL where there is one for each rank, else on the CPU with gloo. ``--impl torch`` trains with torch's own
-FSDP; ``--against torch`` trains a second time with it and prints the largest difference.
+On GPUs with NCCL where there is one for each rank, else on the CPU with gloo. ``--impl torch`` trains with
+torch's own FSDP; ``--against torch`` trains a second time with it and prints the largest difference.
 """
 
 import argparse
@@ -73,9 +73,15 @@ def positive_float(text: str) -> float:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--data", metavar="PATH", help="text to learn, a file or a folder (default: Python's standard library)")
+    add(
+        "--data",
+        metavar="PATH",
+        help="text to learn, a file or a folder (default: Python's standard library)",
+    )
     add(
         "--out",
         type=Path,
@@ -90,10 +96,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
 
     add("--impl", choices=IMPLEMENTATIONS, default="fsdp_c", help="whose FullyShardedDataParallel")
-    add("--against", choices=IMPLEMENTATIONS, help="train again with this one and print the largest difference")
+    add(
+        "--against",
+        choices=IMPLEMENTATIONS,
+        help="train again with this one and print the largest difference",
+    )
     add("--strategy", choices=STRATEGIES, default="full_shard")
     add("--mixed-precision", choices=PRECISIONS, default="none")
-    add("--use-orig-params", action="store_true", help="keep the original parameters visible to the optimizer")
+    add(
+        "--use-orig-params", action="store_true", help="keep the original parameters visible to the optimizer"
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
     add("--layers", type=positive, default=ModelConfig.layers)
@@ -162,7 +174,10 @@ class Ranks:
 
 def start_ranks(device_name: str) -> Ranks:
     """Join the ranks that torchrun started; without torchrun, be the only one."""
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank, local_world_size = (
+        int(os.environ.get("LOCAL_RANK", 0)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     use_cuda = device_name == "cuda" or (device_name == "auto" and gpus >= local_world_size)
     if use_cuda and gpus < local_world_size:
@@ -195,7 +210,9 @@ class Trainer:
         self.progress = Progress()
         torch.manual_seed(args.seed)  # the same initial weights on every rank
         self.model = self.wrap(GPT(self.config))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
+        )
 
     def wrap(self, model: GPT) -> Any:
         """One FSDP unit per block, and one for the rest."""
@@ -229,7 +246,9 @@ class Trainer:
             progress.step += 1
             tokens = args.accumulate * args.batch * args.context * self.ranks.world_size
             bar.set_postfix(
-                loss=f"{loss:.3f}", tokens_per_s=f"{tokens / (time.perf_counter() - started):.0f}", refresh=False
+                loss=f"{loss:.3f}",
+                tokens_per_s=f"{tokens / (time.perf_counter() - started):.0f}",
+                refresh=False,
             )
             bar.update()
             last = progress.step == args.steps
@@ -275,13 +294,16 @@ class Trainer:
     def evaluate(self) -> None:
         """Note and print the loss on the held-out text."""
         self.model.eval()
-        losses = [self.loss(inputs, targets) for inputs, targets in self.batches.evaluation(self.args.eval_batches)]
+        losses = [
+            self.loss(inputs, targets) for inputs, targets in self.batches.evaluation(self.args.eval_batches)
+        ]
         self.model.train()
         nats = self.mean_over_ranks(torch.stack(losses).mean())
         self.progress.evaluations.append((self.progress.step, nats))
         entropy = self.batches.text.unigram_entropy()
         self.ranks.say(
-            f"step {self.progress.step}: held-out loss {in_bits(nats)}; unigram entropy of the text {in_bits(entropy)}"
+            f"step {self.progress.step}: held-out loss {in_bits(nats)}; unigram entropy of the text "
+            f"{in_bits(entropy)}"
         )
 
     # State
@@ -297,7 +319,8 @@ class Trainer:
         save_checkpoint(out, self.progress.step, self.model, self.optimizer, extra, self.args.keep)
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint. Collective; InputError on all ranks if it is damaged or of another model."""
+        """Continue from a checkpoint. Collective; InputError on all ranks if it is damaged or of another
+        model."""
         extra = load_checkpoint(checkpoint, self.model, self.optimizer)
         try:
             evaluations = [(step, nats) for step, nats in extra["evaluations"]]
@@ -351,18 +374,21 @@ def write_sample(trainer: Trainer, parameters: dict[str, Tensor], out: Path) -> 
 
 def largest_difference(ours: Trainer, theirs: Trainer) -> float:
     """Print and return the largest difference of any loss or parameter of two runs. Collective."""
-    losses = max((abs(a - b) for a, b in zip(ours.progress.losses, theirs.progress.losses, strict=True)), default=0.0)
+    losses = max(
+        (abs(a - b) for a, b in zip(ours.progress.losses, theirs.progress.losses, strict=True)), default=0.0
+    )
     mine, other = ours.full_parameters(), theirs.full_parameters()
     parameters = max((mine[name] - other[name]).abs().max().item() for name in mine.keys() | other.keys())
     ours.ranks.say(
-        f"largest difference between {ours.implementation} and {theirs.implementation}, {ours.progress.step} steps: "
-        f"losses {losses:g}, parameters {parameters:g}"
+        f"largest difference between {ours.implementation} and {theirs.implementation}, {ours.progress.step} "
+        f"steps: losses {losses:g}, parameters {parameters:g}"
     )
     return max(losses, parameters) if math.isfinite(losses + parameters) else math.inf
 
 
 def prepare(args: argparse.Namespace, ranks: Ranks) -> tuple[Text, list[Path]]:
-    """The text and the checkpoints to try to start from. Collective; InputError on all ranks where either is no use."""
+    """The text and the checkpoints to try to start from. Collective; InputError on all ranks where either is
+    no use."""
     text = ranks.agree(lambda: load_text(args.data, args.context))
     checksums = [0] * ranks.world_size
     dist.all_gather_object(checksums, text.checksum)
@@ -376,8 +402,9 @@ def describe(trainer: Trainer) -> str:
     numel = sum(parameter.numel() for parameter in GPT(trainer.config).parameters())
     text, ranks = trainer.batches.text, trainer.ranks
     return (
-        f"{numel / 1e6:.2f} M parameters, {ranks.world_size} ranks on {ranks.device.type}, {trainer.args.strategy}; "
-        f"{len(text.train):,} bytes to learn and {len(text.held_out):,} held out of {text.source}"
+        f"{numel / 1e6:.2f} M parameters, {ranks.world_size} ranks on {ranks.device.type}, "
+        f"{trainer.args.strategy}; {len(text.train):,} bytes to learn and {len(text.held_out):,} held out of "
+        f"{text.source}"
     )
 
 
@@ -412,7 +439,9 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main() -> int:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch calls FSDP1's state dict selection deprecated
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # torch calls FSDP1's state dict selection deprecated
     args = parse_arguments()
     try:
         return run(args, start_ranks(args.device))

@@ -1,11 +1,12 @@
 """The typed contract of the C side: read it first.
 
-Three owners nest: a ``FlatLayout`` (immutable integers) in a ``Handle`` (one flat parameter: storage and two enums) in
-a ``Unit`` (one FullyShardedDataParallel instance), and the units of one tree in a ``Runtime`` (one per root). Python
-checks arguments once, names FQNs and holds context managers; every decision about sharding state is made here.
+Three owners nest: a ``FlatLayout`` (immutable integers) in a ``Handle`` (one flat parameter: storage and two
+enums) in a ``Unit`` (one FullyShardedDataParallel instance), and the units of one tree in a ``Runtime`` (one
+per root). Python checks arguments once, names FQNs and holds context managers; every decision about sharding
+state is made here.
 
-Attributes are read-only unless they are said to be writable. Modules and handles that are handed out are those that
-were given: a FullyShardedDataParallel, a FlatParamHandle.
+Attributes are read-only unless they are said to be writable. Modules and handles that are handed out are
+those that were given: a FullyShardedDataParallel, a FlatParamHandle.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -79,19 +80,21 @@ class FlatLayout:
     numels_with_padding: tuple[int, ...]
     is_padding_mask: tuple[bool, ...]
     def shard_ranges(self, rank: int | None = None) -> tuple[tuple[bool, int, int, int], ...]:
-        """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param); by default of this rank."""
+        """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param); by default of this
+        rank."""
 
 def partition_bounds(partition: tuple[int, int, int], rank: int, /) -> tuple[int, int]:
     """The (start, end) that ``rank`` holds of a partition (numel, step, offset); (0, 0) for nothing.
 
-    Rank r holds [r * step - offset, (r + 1) * step - offset), cut to [0, numel). ValueError unless step >= 1 and the
-    others >= 0.
+    Rank r holds [r * step - offset, (r + 1) * step - offset), cut to [0, numel). ValueError unless step >= 1
+    and the others >= 0.
     """
 
 def partition_overlaps(
     mine: tuple[int, int, int], theirs: tuple[int, int, int], rank: int, /
 ) -> tuple[tuple[int, int, int], ...]:
-    """What ``rank`` holds under ``mine``, cut by ``theirs``: (rank there, offset in what is held, numel), in order.
+    """What ``rank`` holds under ``mine``, cut by ``theirs``: (rank there, offset in what is held, numel), in
+    order.
 
     ValueError for partitions of different numels.
     """
@@ -103,31 +106,37 @@ def exchange_plan(
     gathered: bool,
     /,
 ) -> tuple[list[int], list[int], list[int], list[int], list[int], list[int], list[int]]:
-    """What ``rank`` sends and receives to bring tensors, each (source, target, element_nbytes), to other partitions.
+    """What ``rank`` sends and receives to bring tensors, each (source, target, element_nbytes), to other
+    partitions.
 
-    Returns (held, made, sent, sent_nbytes, received_nbytes, parts, part_counts), in bytes: this rank's piece of each
-    tensor before and after; the ranges that it sends, peer by peer, each (tensor, start, nbytes) of its piece; what
-    goes to each peer and comes from it; the ranges that its new pieces are joined of, each (source, start, nbytes), and
-    how many each has. Source 0 is what was received, peer by peer; source i + 1 this rank's piece of tensor i, which is
-    not sent. ``gathered``: every rank's piece is received, in rows as long as the longest, and none is sent. Ranges lie
-    one behind the other in one list, as ``fsdp_c::join_ranges`` takes them. ValueError for partitions of different
-    numels, and for elements behind the last rank.
+    Returns (held, made, sent, sent_nbytes, received_nbytes, parts, part_counts), in bytes: this rank's piece
+    of each tensor before and after; the ranges that it sends, peer by peer, each (tensor, start, nbytes) of
+    its piece; what goes to each peer and comes from it; the ranges that its new pieces are joined of, each
+    (source, start, nbytes), and how many each has. Source 0 is what was received, peer by peer; source i + 1
+    this rank's piece of tensor i, which is not sent. ``gathered``: every rank's piece is received, in rows as
+    long as the longest, and none is sent. Ranges lie one behind the other in one list, as
+    ``fsdp_c::join_ranges`` takes them. ValueError for partitions of different numels, and for elements behind
+    the last rank.
     """
 
 def prefer_large_pages(tensor: torch.Tensor, /) -> None:
-    """Ask the system for large pages under a fresh tensor on the CPU, before it is first written. Only a hint."""
+    """Ask the system for large pages under a fresh tensor on the CPU, before it is first written. Only a
+    hint."""
 
 def flat_range_boxes(
     shape: Sequence[int], start: int, end: int, /
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """The at most 2n - 1 boxes (offsets, sizes) of a contiguous n-D tensor that hold its elements [start, end).
+    """The at most 2n - 1 boxes (offsets, sizes) of a contiguous n-D tensor that hold its elements [start,
+    end).
 
-    In flat order: each box lies in one piece, behind the one before. ValueError for a range outside the tensor.
+    In flat order: each box lies in one piece, behind the one before. ValueError for a range outside the
+    tensor.
     """
 
 @disjoint_base
 class Handle:
-    """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of FlatParamHandle."""
+    """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of
+    FlatParamHandle."""
 
     def __init__(
         self,
@@ -141,14 +150,16 @@ class Handle:
         slots: list[tuple[int, nn.Module, str, int]],
         process_group: ProcessGroup,
         replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
-        node_group: ProcessGroup | None,  # a part of process_group within which backwards gather what forwards had
+        node_group: ProcessGroup
+        | None,  # a part of process_group within which backwards gather what forwards had
         device: torch.device,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         name: str,
         flat_param_owner: dict[str, nn.Parameter | None] | None,  # the ``_parameters`` where it is registered
         flat_param_name: str,  # by which it is registered there
-        wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,  # what the modules show for the views
+        wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+        | None,  # what the modules show for the views
         strategy: int,
         use_orig_params: bool,
         keep_low_precision_grads: bool,
@@ -160,7 +171,9 @@ class Handle:
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
-    optimizer_in_backward: bool  # writable: ``step_in_backward`` is called once the unit's gradients are reduced
+    optimizer_in_backward: (
+        bool  # writable: ``step_in_backward`` is called once the unit's gradients are reduced
+    )
     op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
     flat_param: nn.Parameter
     layout: FlatLayout
@@ -168,72 +181,89 @@ class Handle:
     training_state: int
     shows_sharded: bool  # a layer that is called now computes with sharded parameters
     unsharded_nbytes: int  # bytes of unsharded parameter storage alive now
-    local_shard: Tensor | None  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
-    padded_unsharded_flat_param: Tensor | None  # 1-D, compute dtype; its storage is there only while unsharded
-    sharded_grad: Tensor | None  # what the optimizer will see: the reduced shard in a backward, else flat_param.grad
+    local_shard: (
+        Tensor | None
+    )  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
+    padded_unsharded_flat_param: (
+        Tensor | None
+    )  # 1-D, compute dtype; its storage is there only while unsharded
+    sharded_grad: (
+        Tensor | None
+    )  # what the optimizer will see: the reduced shard in a backward, else flat_param.grad
     def publish(self) -> None:
-        """Give ``flat_param`` torch's names of what storage there is (``_local_shard``, ``_full_param_padded``,
-        ``_full_prec_full_param_padded``, ``_mp_shard``), from now on also when that changes."""
+        """Give ``flat_param`` torch's names of what storage there is (``_local_shard``,
+        ``_full_param_padded``, ``_full_prec_full_param_padded``, ``_mp_shard``), from now on also when that
+        changes."""
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """``flat_param.data`` becomes what ``flat_param.data.to(*args, **kwargs)`` returns, and all that shows it
-        follows. Away from the device that computes, gathering raises AssertionError until it is moved back.
-        AssertionError amid a step or in summon_full_params. On an error nothing has moved."""
+        """``flat_param.data`` becomes what ``flat_param.data.to(*args, **kwargs)`` returns, and all that
+        shows it follows. Away from the device that computes, gathering raises AssertionError until it is
+        moved back. AssertionError amid a step or in summon_full_params. On an error nothing has moved."""
     def leave_shard(self) -> None:
-        """Before ``.to()`` and its kin replace the data of ``flat_param`` and its ``.grad``: between steps it shows the
-        shard then, and what the user did to gradients is taken over."""
+        """Before ``.to()`` and its kin replace the data of ``flat_param`` and its ``.grad``: between steps it
+        shows the shard then, and what the user did to gradients is taken over."""
     def show_sharded(self) -> None:
-        """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at construction, and
-        after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound. Gradients follow."""
+        """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at
+        construction, and after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound.
+        Gradients follow."""
     def set_layer_calls(self, calls: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
         """Have layers, each given by its ``__dict__``, make these calls while they would compute with sharded
         parameters. A layer that the user has compiled is left alone. TypeError when called twice."""
     def call_layers_directly(self) -> None:
         """Until the parameters are sharded the next time layers are called as they would without a unit."""
     def writeback(self) -> None:
-        """Take over parameters and data that the user replaced. RuntimeError for one that does not fit the shard,
-        NotImplementedError for an untied shared parameter."""
+        """Take over parameters and data that the user replaced. RuntimeError for one that does not fit the
+        shard, NotImplementedError for an untied shared parameter."""
     def hide_views(self) -> None:
-        """Original parameters that a forward has left whole for its backward are shown sharded from now on; what was
-        written to them in place goes into the shard. A no-op else, and amid a step."""
+        """Original parameters that a forward has left whole for its backward are shown sharded from now on;
+        what was written to them in place goes into the shard. A no-op else, and amid a step."""
     def unshard(self) -> None:
-        """Gather the parameters in compute dtype and wait; a no-op unless sharded. Collective. The modules' parameters
-        stay as they are."""
+        """Gather the parameters in compute dtype and wait; a no-op unless sharded. Collective. The modules'
+        parameters stay as they are."""
     def needs_unshard(self) -> bool:
         """Whether the strategy shards, and nothing is gathered or being gathered."""
     def _alloc_padded_unsharded_flat_param(self) -> Tensor:
-        """First step of an ``unshard`` that outside code does itself: take over the user's edits, allocate."""
+        """First step of an ``unshard`` that outside code does itself: take over the user's edits,
+        allocate."""
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
         """Second: gather into what the first has returned. Collective. ValueError for another tensor."""
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
-        """Third: wait, and let ``flat_param`` show the whole. A no-op when it does. Under NO_SHARD the only step."""
+        """Third: wait, and let ``flat_param`` show the whole. A no-op when it does. Under NO_SHARD the only
+        step."""
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """``flat_param`` shows the shard again, and the unsharded storage is freed if wanted. A no-op when sharded."""
+        """``flat_param`` shows the shard again, and the unsharded storage is freed if wanted. A no-op when
+        sharded."""
     def set_comm_hook(
         self, function: Callable[..., None], state: object, low_precision_dtype: torch.dtype | None, /
     ) -> None:
-        """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state, gradient)``.
-        With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group
-        and factors of ``state``, without a call. RuntimeError for a second hook, or inside a backward."""
+        """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state,
+        gradient)``. With a dtype, which says that ``function`` is torch's low-precision hook for it: in that
+        dtype, with the group and factors of ``state``, without a call. RuntimeError for a second hook, or
+        inside a backward."""
     def fake_all_gather(self, group: ProcessGroup, node_group: ProcessGroup | None, /) -> None:
         """Send the all-gathers to ``group``, of the same rank and size, which does not send them."""
     def fake_reduce_scatter(self, group: ProcessGroup, /) -> None:
         """The same for reduce-scatters; all-reduces stay."""
     def summon_enter(self, writeback: bool, /) -> None:
-        """IDLE -> SUMMON_FULL_PARAMS: take over the user's edits, gather in full precision, and put full-shape
-        Parameters on the modules. Collective over the unit's group. AssertionError when the handle is not IDLE."""
+        """IDLE -> SUMMON_FULL_PARAMS: take over the user's edits, gather in full precision, and put
+        full-shape Parameters on the modules. Collective over the unit's group. AssertionError when the handle
+        is not IDLE."""
     def summon_exit(self) -> None:
-        """Copy this rank's part back if ``writeback`` was asked for; restore sharded views and storage state."""
+        """Copy this rank's part back if ``writeback`` was asked for; restore sharded views and storage
+        state."""
     def summon_free(self) -> None:
         """Inside summon: free the full parameters; the caller shows copies of them in their place."""
     def summon_hide(self) -> None:
-        """Inside summon: free the full parameters and show sharded ones (ranks other than 0 under rank0_only)."""
+        """Inside summon: free the full parameters and show sharded ones (ranks other than 0 under
+        rank0_only)."""
     def summon_grads(self) -> None:
-        """Inside summon: gather the gradients and put full-shape ones on the parameters. Collective. use_orig_params
-        only."""
+        """Inside summon: gather the gradients and put full-shape ones on the parameters. Collective.
+        use_orig_params only."""
     def summon_grads_exit(self, writeback: bool, /) -> None:
-        """Copy this rank's part of the gradients back if ``writeback``; the parameters show sharded gradients again."""
+        """Copy this rank's part of the gradients back if ``writeback``; the parameters show sharded gradients
+        again."""
     def sharded_grads(self) -> list[Tensor]:
-        """Gradients of this rank's shard that clip_grad_norm_ counts: the flat one, or one per original parameter."""
+        """Gradients of this rank's shard that clip_grad_norm_ counts: the flat one, or one per original
+        parameter."""
     def collect_user_grads(self) -> None:
         """Take over gradients that the user zeroed, replaced or set to None between steps."""
 
@@ -254,7 +284,9 @@ class Unit:
         forward_prefetch: bool,
         limit_all_gathers: bool,
         full_precision_in_eval: bool,  # forward calls cast_buffers_for_mode() when it is the root
-        segments: tuple[Unit, ...],  # of further flat parameters of ``module``; ValueError for units that can be none
+        segments: tuple[
+            Unit, ...
+        ],  # of further flat parameters of ``module``; ValueError for units that can be none
     ) -> None:
         """RuntimeError when called twice on one object."""
     handle: Handle | None
@@ -264,56 +296,65 @@ class Unit:
     recorder_index: int  # writable; of the unit's name in the flight recorder, -1 where it has none
     sync_gradients: bool  # writable: no_sync() sets it
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
-        """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and
-        propagates. Inside summon_full_params ``wrapped`` alone, on what is shown; RuntimeError unless gradients are
-        disabled."""
+        """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the
+        unit and propagates. Inside summon_full_params ``wrapped`` alone, on what is shown; RuntimeError
+        unless gradients are disabled."""
     def unshard(self) -> None:
-        """Start the all-gather ahead of the forward that will use it, and show the whole parameters. Collective. A
-        no-op before lazy init; RuntimeError inside summon_full_params."""
+        """Start the all-gather ahead of the forward that will use it, and show the whole parameters.
+        Collective. A no-op before lazy init; RuntimeError inside summon_full_params."""
     def wait_unsharded(self) -> None:
         """Wait for ``unshard``."""
     def post_backward_reshard(self) -> None:
-        """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code that
-        takes the place of ``_runtime_utils._post_backward_reshard``."""
+        """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code
+        that takes the place of ``_runtime_utils._post_backward_reshard``."""
     def register_pre_backward_hooks(self, outputs: object, /) -> None:
         """After a forward: gather again when a gradient comes to a tensor in ``outputs``."""
     def register_post_backward_hook(self) -> None:
-        """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs one."""
+        """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs
+        one."""
     def handle_to_prefetch(self, training_state: int, /) -> Handle | None:
         """The handle that is gathered ahead while this unit's is in ``training_state``, or None."""
     def set_summoning(self, summoning: bool, /) -> None:
-        """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
+        """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it
+        otherwise."""
 
 @final
 class Runtime:
-    """One root and its units, in traversal order, the root first: execution order, prefetch, final callback."""
+    """One root and its units, in traversal order, the root first: execution order, prefetch, final
+    callback."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """Bind the units: units[0] becomes the root, every handle gets its lazy attributes."""
     units: tuple[Unit, ...]
     iteration: int
     callback_queued: bool  # a backward is running, or has raised
-    unchecked: bool  # writable: check_backward is called at the end of the next backward, which sets it to False
+    unchecked: (
+        bool  # writable: check_backward is called at the end of the next backward, which sets it to False
+    )
     handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
-    _backward_prefetch_limit: int  # writable, for the clients that write them: units gathered ahead of the current one
+    _backward_prefetch_limit: (
+        int  # writable, for the clients that write them: units gathered ahead of the current one
+    )
     _forward_prefetch_limit: int
     def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
-        """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's parameters.
-        In the first iteration across ranks (RuntimeError), later against the first (UserWarning, once)."""
+        """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's
+        parameters. In the first iteration across ranks (RuntimeError), later against the first (UserWarning,
+        once)."""
     def set_optional(self, pairs: list[tuple[Unit, Unit]], /) -> None:
-        """Units that a rank need not run in a step, each with the unit around it, which every rank runs and with which
-        it is gathered and reduced; both are of this root. In traversal order, once, before the first step."""
+        """Units that a rank need not run in a step, each with the unit around it, which every rank runs and
+        with which it is gathered and reduced; both are of this root. In traversal order, once, before the
+        first step."""
     def final_callback(self) -> None:
-        """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any time on a
-        root."""
+        """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any
+        time on a root."""
     def release(self) -> None:
         """Reshard and unbind the units, as before lazy init. RuntimeError amid a forward or backward."""
     def recover(self) -> None:
-        """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first. RuntimeError
-        where another thread is amid a step or a state dict."""
+        """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first.
+        RuntimeError where another thread is amid a step or a state dict."""
     def hold(self) -> bool:
-        """Until ``let_go`` no other thread begins a step. False within another ``hold`` of this thread. RuntimeError as
-        of ``recover``."""
+        """Until ``let_go`` no other thread begins a step. False within another ``hold`` of this thread.
+        RuntimeError as of ``recover``."""
     def let_go(self) -> None: ...
     def await_failed_backward(self) -> None:
         """On a GPU, where a backward has raised: wait until autograd's thread has let go of it, and with that
@@ -321,9 +362,9 @@ class Runtime:
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
 
-# what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may take;
-# memory that is taken in one piece and given back at once, of which that of units is cut; an all-gather of what the
-# ranks of a node keep; what a rank does keep for it, and lets go of
+# what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may
+# take; memory that is taken in one piece and given back at once, of which that of units is cut; an all-gather
+# of what the ranks of a node keep; what a rank does keep for it, and lets go of
 DRY_RUN_GATHER: int
 DRY_RUN_TAKE: int
 DRY_RUN_GIVE_BACK: int
@@ -332,10 +373,10 @@ DRY_RUN_GATHER_IN_NODE: int
 DRY_RUN_KEEP: int
 DRY_RUN_FORGET: int
 
-# (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 under
-# NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it has parameters,
-# any of them is trained, and, where that is given, it is a segment, and optional; bytes of what its reduction reads,
-# and that a rank keeps for a backward that gathers within the node)
+# (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0
+# under NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it
+# has parameters, any of them is trained, and, where that is given, it is a segment, and optional; bytes of
+# what its reduction reads, and that a rank keeps for a backward that gathers within the node)
 _DryRunUnit: TypeAlias = (
     tuple[int, int, int, int, bool, bool, bool]
     | tuple[int, int, int, int, bool, bool, bool, bool]
@@ -353,12 +394,13 @@ def dry_run(
     has_streams: bool,  # computes on a GPU
     inputs_require_grad: bool,
 ) -> list[list[tuple[int, int, int]]]:
-    """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit, bytes).
+    """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit,
+    bytes).
 
-    One list for what is reserved before the first step, then three for each step: its forward, its backward, its end.
-    Each unit runs once, computes with its own parameters, then runs the units inside, and returns what the last of them
-    returned; nothing is recomputed. An all-gather that takes no memory goes into that which was held back for its unit.
-    ValueError where units are not in that order.
+    One list for what is reserved before the first step, then three for each step: its forward, its backward,
+    its end. Each unit runs once, computes with its own parameters, then runs the units inside, and returns
+    what the last of them returned; nothing is recomputed. An all-gather that takes no memory goes into that
+    which was held back for its unit. ValueError where units are not in that order.
     """
 
 def bind_callbacks(
@@ -380,32 +422,36 @@ def bind_callbacks(
     explain_error: Callable[[BaseException, Any], None],
     explain_failed_collective: Callable[[BaseException, int, int, Any, bool], None],
 ) -> None:
-    """All that C asks of fsdp_c, from now on. ``Any`` is the Unit's module, and the handle of ``step_in_backward`` and
-    ``explain_failed_collective``.
+    """All that C asks of fsdp_c, from now on. ``Any`` is the Unit's module, and the handle of
+    ``step_in_backward`` and ``explain_failed_collective``.
 
-    Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime; ``convert_inputs`` where
-    inputs are not on the device or not of the dtype, and leaves be what is None; ``hook_inputs`` for a frozen unit: the
-    hook is called once all inputs that require a gradient have theirs; ``tensors_of`` for outputs that are no tensor,
-    list, tuple or dict; ``cast_buffers_for_mode`` with full_precision_in_eval, before a forward of the root;
-    ``is_in_reentrant_checkpoint`` after one that ran without gradients; ``explain_error`` with what one has raised.
+    Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime;
+    ``convert_inputs`` where inputs are not on the device or not of the dtype, and leaves be what is None;
+    ``hook_inputs`` for a frozen unit: the hook is called once all inputs that require a gradient have theirs;
+    ``tensors_of`` for outputs that are no tensor, list, tuple or dict; ``cast_buffers_for_mode`` with
+    full_precision_in_eval, before a forward of the root; ``is_in_reentrant_checkpoint`` after one that ran
+    without gradients; ``explain_error`` with what one has raised.
 
-    Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where ``optimizer_in_backward`` is
-    set; ``log_post_backward`` when they have come, where the handle is ``verbose``. The names of units that no gradient
-    can reach, or to which none has come, are told once. ``check_backward`` at its end, where the Runtime is unchecked.
+    Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where
+    ``optimizer_in_backward`` is set; ``log_post_backward`` when they have come, where the handle is
+    ``verbose``. The names of units that no gradient can reach, or to which none has come, are told once.
+    ``check_backward`` at its end, where the Runtime is unchecked.
 
-    ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has raised, after
-    or while being enqueued; ``phase`` is the flight recorder's.
+    ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has
+    raised, after or while being enqueued; ``phase`` is the flight recorder's.
     """
 
 def replace(name: str, function: Callable[..., Any] | None, /) -> None:
-    """Call ``function`` on the way of a step in the place of ``FlatParamHandle.unshard`` (name "unshard"), or of what
-    ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is not called."""
+    """Call ``function`` on the way of a step in the place of ``FlatParamHandle.unshard`` (name "unshard"), or
+    of what ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is
+    not called."""
 
 def let_groups_go() -> None:
-    """At the end of a process: no unit refers to its process groups any longer, and its collectives raise RuntimeError.
+    """At the end of a process: no unit refers to its process groups any longer, and its collectives raise
+    RuntimeError.
 
-    A group with collectives that have not ended well, or of the process that this one was forked from, is never freed:
-    its destructor would wait for them."""
+    A group with collectives that have not ended well, or of the process that this one was forked from, is
+    never freed: its destructor would wait for them."""
 
 def live_unsharded_nbytes() -> int:
     """Bytes of unsharded parameter storage alive in this process, over all handles."""
@@ -414,21 +460,23 @@ def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
 
 def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], object] | None, /) -> None:
-    """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None per
-    parameter) with each contribution, None before its reduction, which all ranks of its groups reach. None: nobody."""
+    """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None
+    per parameter) with each contribution, None before its reduction, which all ranks of its groups reach.
+    None: nobody."""
 
 def open_flight_recorder(path: str, rank: int, world_size: int, /) -> None:
     """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
 
-    On SIGUSR1 the same goes to stderr, unless that signal is handled already. A forked child leaves the file alone.
-    OSError, and no file, where it cannot be made or the disk has no room for all of it.
+    On SIGUSR1 the same goes to stderr, unless that signal is handled already. A forked child leaves the file
+    alone. OSError, and no file, where it cannot be made or the disk has no room for all of it.
     """
 
 def read_flight_recorder(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str]:
-    """(rank, world size, process, step, phase, unit, failed, host) of a rank's file; see tools.flight_recorder.Entry.
+    """(rank, world size, process, step, phase, unit, failed, host) of a rank's file; see
+    tools.flight_recorder.Entry.
 
-    Where the rank is between steps after a collective has failed, phase and unit are those of the failure. OSError
-    where the file cannot be read, ValueError for another kind of file or a rank that cannot be.
+    Where the rank is between steps after a collective has failed, phase and unit are those of the failure.
+    OSError where the file cannot be read, ValueError for another kind of file or a rank that cannot be.
     """
 
 def close_flight_recorder() -> None:
@@ -444,16 +492,20 @@ def leave_recorder_phase(place: int, /) -> None:
     """Be back where ``enter_recorder_phase`` was called."""
 
 def note_recorder_failure() -> None:
-    """A collective failed where this rank is now; the flight record keeps that until the end of the next step."""
+    """A collective failed where this rank is now; the flight record keeps that until the end of the next
+    step."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
-    """Why torch's operators run on devices of this type in place of fsdp_c's kernels, or None, as for "cpu"."""
+    """Why torch's operators run on devices of this type in place of fsdp_c's kernels, or None, as for
+    "cpu"."""
 
 def bind_operator_kernels(module: ModuleType, /) -> None:
-    """From now on these functions are called where torch's operators run: those of ``fsdp_c/operator_kernels.py``."""
+    """From now on these functions are called where torch's operators run: those of
+    ``fsdp_c/operator_kernels.py``."""
 
 def cpu_capabilities() -> tuple[str, ...]:
-    """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""
+    """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2",
+    "default"."""
 
 def use_cpu_capability(name: str | None, /) -> None:
     """Run the kernels of another instruction set from now on; None is the widest, as at import.

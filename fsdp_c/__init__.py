@@ -1,4 +1,5 @@
-"""PyTorch's FullyShardedDataParallel (FSDP1) with its runtime in C: the names of torch.distributed.fsdp, from here."""
+"""PyTorch's FullyShardedDataParallel (FSDP1) with its runtime in C: the names of torch.distributed.fsdp, from
+here."""
 
 __version__ = "0.1.0"
 
@@ -11,8 +12,9 @@ import torch  # isort: skip  # noqa: F401  # first: the C side finds libtorch's 
 
 if importlib.util.find_spec("fsdp_c._C") is None:
     raise ImportError(
-        f"fsdp_c is imported from {__path__[0]}, where its extension module is not built: run `make build` or "
-        "`pip install -e .` there, or start Python in another folder, from which an installed fsdp_c is found"
+        f"fsdp_c is imported from {__path__[0]}, where its extension module is not built: run `make build` "
+        "or `pip install -e .` there, or start Python in another folder, from which an installed fsdp_c is "
+        "found"
     )
 
 from fsdp_c import _C  # noqa: F401  # its ImportError says what is missing
@@ -79,8 +81,8 @@ __all__ = [
 ]
 
 _BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
-    "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall optional "
-    "plan summary api checkpoint debug optim wrap"
+    "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall "
+    "optional plan summary api checkpoint debug optim wrap"
 ).split()
 
 _ALIASES = {  # second names of modules, which libraries, pickles and programs use

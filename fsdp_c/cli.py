@@ -1,5 +1,5 @@
-"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1, plan how a model would be wrapped, or say
-what is installed."""
+"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1, plan how a model would be
+wrapped, or say what is installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[argv[0]](argv[1:])
     if argv and Path(argv[0]).is_file():
         return run(argv)
-    parser = _parser("", description=__doc__, epilog=EPILOG, usage="%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]")
+    parser = _parser(
+        "", description=__doc__, epilog=EPILOG, usage="%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]"
+    )
     if argv and not argv[0].startswith("-"):
         parser.error(f"{argv[0]!r} is neither a command ({', '.join(COMMANDS)}) nor a file that can be run")
     parser.parse_args(argv)
@@ -75,7 +77,9 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv[:own])
     if args.script is None and args.module is None:
         parser.error("name a SCRIPT, or -m MODULE")
-    start, name = (interop.run_script, args.script) if args.module is None else (interop.run_module, args.module)
+    start, name = (
+        (interop.run_script, args.script) if args.module is None else (interop.run_module, args.module)
+    )
     try:
         start(name, list(argv[own:]))
     except (FileNotFoundError, ModuleNotFoundError) as error:
@@ -115,21 +119,33 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _plan_parser() -> argparse.ArgumentParser:
-    parser = _parser("plan", description="Show what FullyShardedDataParallel would make of a model on so many ranks.")
-    parser.add_argument("model", metavar="MODULE:CALLABLE", help="called without arguments, on the meta device")
+    parser = _parser(
+        "plan", description="Show what FullyShardedDataParallel would make of a model on so many ranks."
+    )
+    parser.add_argument(
+        "model", metavar="MODULE:CALLABLE", help="called without arguments, on the meta device"
+    )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--strategy", choices=STRATEGIES, type=str.lower, default="full_shard", help=DEFAULT)
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="hybrid strategies: ranks that shard together (no default)"
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="hybrid strategies: ranks that shard together (no default)",
     )
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument(
-        "--wrap", action="append", metavar="CLASS", help="a unit for each module of this class name (default: one unit)"
+        "--wrap",
+        action="append",
+        metavar="CLASS",
+        help="a unit for each module of this class name (default: one unit)",
     )
     policy.add_argument(
         "--min-numel", type=int, metavar="N", help="units of at least so many elements (default: one unit)"
     )
-    parser.add_argument("--param-dtype", choices=DTYPES, help="computes in another dtype (default: the parameters')")
+    parser.add_argument(
+        "--param-dtype", choices=DTYPES, help="computes in another dtype (default: the parameters')"
+    )
     parser.add_argument(
         "--reduce-dtype", choices=DTYPES, help="reduces gradients in another dtype (default: what computes)"
     )
@@ -143,10 +159,15 @@ def _plan_parser() -> argparse.ArgumentParser:
         "--forward-prefetch-limit", type=int, default=1, metavar="N", help=f"units gathered ahead {DEFAULT}"
     )
     parser.add_argument(
-        "--reshard-after-forward", type=int, metavar="N", help="backwards gather within so many ranks, those of a node"
+        "--reshard-after-forward",
+        type=int,
+        metavar="N",
+        help="backwards gather within so many ranks, those of a node",
     )
     parser.add_argument("--cpu-offload", action="store_true", help="shards are in CPU memory")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of a rank's batch: say which units wait for the host")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="of a rank's batch: say which units wait for the host"
+    )
     parser.add_argument("--tflops", type=float, metavar="N", help="that a device really does, for --tokens")
     parser.add_argument(
         "--host-us",
@@ -155,7 +176,9 @@ def _plan_parser() -> argparse.ArgumentParser:
         metavar=("UNIT", "PARAMETER"),
         help="what each takes of the host in a step, as python -m fsdp_c.host_cost says (default: measured here)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the ranks will compute (default: as here)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where the ranks will compute (default: as here)"
+    )
     return parser
 
 
@@ -175,7 +198,9 @@ def _callable(text: str, parser: argparse.ArgumentParser) -> Callable[[], Any]:
 
 
 def _plan(module: nn.Module, args: argparse.Namespace) -> Summary:
-    precision = MixedPrecision(param_dtype=DTYPES.get(args.param_dtype), reduce_dtype=DTYPES.get(args.reduce_dtype))
+    precision = MixedPrecision(
+        param_dtype=DTYPES.get(args.param_dtype), reduce_dtype=DTYPES.get(args.reduce_dtype)
+    )
     return plan_of(
         module,
         world_size=args.world_size,
@@ -219,9 +244,9 @@ def _policy(module: nn.Module, names: Sequence[str] | None, min_numel: int | Non
 
 def env(argv: Sequence[str]) -> int:
     """Print the versions and devices that fsdp_c finds."""
-    _parser("env", description="Show versions, what was found, and which kernels are used: for reports.").parse_args(
-        argv
-    )
+    _parser(
+        "env", description="Show versions, what was found, and which kernels are used: for reports."
+    ).parse_args(argv)
     print(environment.report())
     return 0
 
@@ -230,11 +255,14 @@ def env(argv: Sequence[str]) -> int:
 
 
 def selftest(argv: Sequence[str]) -> int:
-    """Try what fsdp_c promises, on this rank of torchrun, or on ranks that are started here. 1 if anything failed."""
+    """Try what fsdp_c promises, on this rank of torchrun, or on ranks that are started here. 1 if anything
+    failed."""
     parser = _parser(
         "selftest", description="Try fsdp_c on this machine, beside torch's FSDP1 and FSDP2: some minutes."
     )
-    parser.add_argument("--device", metavar="TYPE", help="as in cuda or cpu (default: the accelerator that is here)")
+    parser.add_argument(
+        "--device", metavar="TYPE", help="as in cuda or cpu (default: the accelerator that is here)"
+    )
     parser.add_argument("--width", type=int, default=512, metavar="N", help=f"of the model {DEFAULT}")
     args = parser.parse_args(argv)
     from fsdp_c import selftest  # it brings optimizers and checkpoints with it
@@ -242,4 +270,9 @@ def selftest(argv: Sequence[str]) -> int:
     return selftest.main(args.device, args.width)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan, "env": env, "selftest": selftest}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "plan": plan,
+    "env": env,
+    "selftest": selftest,
+}

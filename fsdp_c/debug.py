@@ -1,4 +1,5 @@
-"""Looking for the rank where numbers go wrong: gradients that are not finite, replicas that have drifted apart."""
+"""Looking for the rank where numbers go wrong: gradients that are not finite, replicas that have drifted
+apart."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ _NOTHING = torch.iinfo(torch.int64).max
 
 
 class _Detector:
-    """Notes per unit the first parameter that received NaN or inf here, and asks the other ranks at the reduction.
+    """Notes per unit the first parameter that received NaN or inf here, and asks the other ranks at the
+    reduction.
 
-    First is the last in the unit's order: backward passes from the last to the first, and so does what goes wrong.
+    First is the last in the unit's order: backward passes from the last to the first, and so does what goes
+    wrong.
     """
 
     def __init__(self) -> None:
@@ -53,8 +56,8 @@ class _Detector:
         rank, rest = divmod(int(first), 2 * len(fqns))
         raise FloatingPointError(
             f"rank {rank}, unit {handle.name}: the gradient of {clean_name(fqns[rest // 2])} holds "
-            f"{'NaN' if rest % 2 else 'inf'}, before it was reduced with those of other ranks. Look at what this "
-            f"parameter's module computes from rank {rank}'s batch, for instance under "
+            f"{'NaN' if rest % 2 else 'inf'}, before it was reduced with those of other ranks. Look at what "
+            f"this parameter's module computes from rank {rank}'s batch, for instance under "
             "torch.autograd.detect_anomaly()."
         )
 
@@ -63,12 +66,12 @@ class _Detector:
 def detect_anomalies() -> Iterator[None]:
     """In the body, every backward raises when a gradient is NaN or inf, before the reduction spreads it.
 
-    FloatingPointError on every rank of the unit's groups, naming the lowest rank that has one, the unit and its
-    parameter: the first unit in the order of the backward, and in it the parameter that was registered last, which
-    backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8 bytes per unit, and waits
-    for both: for looking, not for training. Collective: all ranks are in the body, or none. Gradients of ``no_sync``
-    are noted, and raise at the reduction. Losses of a grad scaler overflow on purpose: leave the scaler out.
-    RuntimeError inside another ``detect_anomalies``.
+    FloatingPointError on every rank of the unit's groups, naming the lowest rank that has one, the unit and
+    its parameter: the first unit in the order of the backward, and in it the parameter that was registered
+    last, which backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8
+    bytes per unit, and waits for both: for looking, not for training. Collective: all ranks are in the body,
+    or none. Gradients of ``no_sync`` are noted, and raise at the reduction. Losses of a grad scaler overflow
+    on purpose: leave the scaler out. RuntimeError inside another ``detect_anomalies``.
     """
     global _watching
     if _watching:
@@ -89,19 +92,22 @@ _watching = False
 
 
 def checksum(model: nn.Module, *, buffers: bool = True) -> None:
-    """Raise unless replicas hold the same bits: parameters of NO_SHARD and hybrid units, and the model's buffers.
+    """Raise unless replicas hold the same bits: parameters of NO_SHARD and hybrid units, and the model's
+    buffers.
 
-    RuntimeError on every rank, naming the first parameter or buffer that differs and which ranks agree with each
-    other. Sharded parameters have no replicas. Buffers that ranks compute from their own batch, like the running
-    statistics of a batch norm, differ by right: ``buffers=False`` leaves them out. Collective over the groups of all
-    units, between steps; sends 8 bytes per parameter and buffer.
+    RuntimeError on every rank, naming the first parameter or buffer that differs and which ranks agree with
+    each other. Sharded parameters have no replicas. Buffers that ranks compute from their own batch, like the
+    running statistics of a batch norm, differ by right: ``buffers=False`` leaves them out. Collective over
+    the groups of all units, between steps; sends 8 bytes per parameter and buffer.
     """
     modules = units_with_paths(model)
     found: list[tuple[int, str]] = []
     groups: dict[dist.ProcessGroup, None] = {}
     for order, (path, module) in enumerate(modules):
         handle = module._handle
-        groups |= dict.fromkeys(group for group in (module.process_group, module._replicate_group) if group is not None)
+        groups |= dict.fromkeys(
+            group for group in (module.process_group, module._replicate_group) if group is not None
+        )
         group = None if handle is None else _group_of_replicas(handle)
         if handle is not None and group is not None:
             found += _drift(order, _parameters(path, handle), group, module.compute_device)
@@ -141,7 +147,9 @@ def _drift(
         return []
     device = next(iter(tensors.values())).device
     where = device if _C.why_no_kernels(device.type) is None else "cpu"
-    own = torch.ops.fsdp_c.checksums([tensor.detach().to(where).contiguous() for tensor in tensors.values()]).to(sender)
+    own = torch.ops.fsdp_c.checksums(
+        [tensor.detach().to(where).contiguous() for tensor in tensors.values()]
+    ).to(sender)
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everyone, own, group=group)
     sums = torch.stack(everyone).tolist()
@@ -159,6 +167,6 @@ def _raise_first(found: list[tuple[int, str]], groups: list[dist.ProcessGroup]) 
         found = sorted({one for part in tell(found, group) for one in part})[:1]
     if found:
         raise RuntimeError(
-            f"replicas have drifted apart: {found[0][1]}. Load a checkpoint, or broadcast what is right; look for code "
-            "that changes parameters or buffers on some ranks only."
+            f"replicas have drifted apart: {found[0][1]}. Load a checkpoint, or broadcast what is right; "
+            "look for code that changes parameters or buffers on some ranks only."
         )

@@ -1,4 +1,5 @@
-"""The public class: checks its arguments, builds one flat parameter, and hands every step to the unit in C."""
+"""The public class: checks its arguments, builds one flat parameter, and hands every step to the unit in
+C."""
 
 import contextlib
 import logging
@@ -131,44 +132,47 @@ class UnshardWork:
 
 
 class FullyShardedDataParallel(ShardedModule):
-    """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over the ranks of a group.
+    """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over the ranks of a
+    group.
 
-    The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the same
-    share. A forward gathers the whole, computes and frees it; a backward gathers it again and leaves each rank the
-    average gradient of its own share. ``module`` is changed in place. Build the optimizer after wrapping, over
-    ``parameters()`` of the result.
+    The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the
+    same share. A forward gathers the whole, computes and frees it; a backward gathers it again and leaves
+    each rank the average gradient of its own share. ``module`` is changed in place. Build the optimizer after
+    wrapping, over ``parameters()`` of the result.
 
-    Construction, forward, backward and the methods that say so are collective: all ranks of the group call them in the
-    same order.
+    Construction, forward, backward and the methods that say so are collective: all ranks of the group call
+    them in the same order.
 
     Args:
-        module: the module to wrap; its parameters are floating and of one dtype, and without ``use_orig_params``
-            all frozen or all trainable.
-        process_group: the group to shard over, by default all ranks; for a hybrid strategy a pair (shard group,
-            replicate group).
+        module: the module to wrap; its parameters are floating and of one dtype, and without
+            ``use_orig_params`` all frozen or all trainable.
+        process_group: the group to shard over, by default all ranks; for a hybrid strategy a pair (shard
+            group, replicate group).
         sharding_strategy: FULL_SHARD by default; NO_SHARD is what a group of one rank gets.
         cpu_offload: keeps shards and their gradients in CPU memory, where the optimizer then runs.
-        auto_wrap_policy: which submodules become units of their own, with the same arguments: a policy object of
-            ``fsdp_c.wrap``, or a callable ``(module, recurse, nonwrapped_numel) -> bool``.
-        backward_prefetch: gather the next unit before this one's gradients are computed (BACKWARD_PRE), after it
-            (BACKWARD_POST), or not ahead of time (None).
-        mixed_precision: dtypes of computation, reduction and buffers; shards and checkpoints keep the parameters' own.
+        auto_wrap_policy: which submodules become units of their own, with the same arguments: a policy object
+            of ``fsdp_c.wrap``, or a callable ``(module, recurse, nonwrapped_numel) -> bool``.
+        backward_prefetch: gather the next unit before this one's gradients are computed (BACKWARD_PRE), after
+            it (BACKWARD_POST), or not ahead of time (None).
+        mixed_precision: dtypes of computation, reduction and buffers; shards and checkpoints keep the
+        parameters' own.
         ignored_modules: modules whose subtrees are left alone. Excludes ``ignored_states``.
-        param_init_fn: called on every submodule of a module on the meta device, to allocate and initialise it; without
-            it ``reset_parameters()`` is called.
-        device_id: the device to move the module to and to compute on. Without it: where the parameters are, else the
-            current accelerator, else the CPU.
+        param_init_fn: called on every submodule of a module on the meta device, to allocate and initialise
+            it; without it ``reset_parameters()`` is called.
+        device_id: the device to move the module to and to compute on. Without it: where the parameters are,
+            else the current accelerator, else the CPU.
         sync_module_states: broadcast parameters and buffers from the group's rank 0 first.
         forward_prefetch: gather the next unit, in the order of the first forward, while this one computes.
         limit_all_gathers: let at most two units be gathered ahead of the device.
         use_orig_params: show the original parameters (as 1-D parts of the shard) instead of the flat one.
         ignored_states: all modules or all parameters to leave alone.
-        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid strategy. With
-            a slice of a larger mesh (``mesh["dp"]``), parameters may be DTensors on another dimension of that
-            (``parallelize_module(module, mesh["tp"], plan)``): their local parts are sharded, and shown as DTensors.
+        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid
+            strategy. With a slice of a larger mesh (``mesh["dp"]``), parameters may be DTensors on another
+            dimension of that (``parallelize_module(module, mesh["tp"], plan)``): their local parts are
+            sharded, and shown as DTensors.
 
-    Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for parameters on
-    more than one device. A unit cannot be copied or pickled.
+    Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for
+    parameters on more than one device. A unit cannot be copied or pickled.
     """
 
     _exec_order_data: ExecutionOrder  # from lazy initialisation on, it is the root's
@@ -238,7 +242,12 @@ class FullyShardedDataParallel(ShardedModule):
             }
             with construction.sharing(ignored.params):
                 homes = auto_wrap(
-                    tree, auto_wrap_policy, ignored.modules, ignored.params, root_kwargs, FullyShardedDataParallel
+                    tree,
+                    auto_wrap_policy,
+                    ignored.modules,
+                    ignored.params,
+                    root_kwargs,
+                    FullyShardedDataParallel,
                 )
             tree = Subtree(module, homes=homes)
         self._init_groups(groups)
@@ -326,7 +335,9 @@ class FullyShardedDataParallel(ShardedModule):
         params = construction.own_params(tree, ignored_params)
         construction.check_params(tree, params, name)
         construction.check_single_device(tree, params, device_id, name, self.rank)
-        tree, params = materialization.materialize(tree, params, ignored_modules, ignored_params, param_init_fn, device)
+        tree, params = materialization.materialize(
+            tree, params, ignored_modules, ignored_params, param_init_fn, device
+        )
         if device_id is not None:
             materialization.move_to_device(tree, params, ignored_modules, device)
         else:
@@ -340,7 +351,8 @@ class FullyShardedDataParallel(ShardedModule):
     def _flatten(
         self, tree: Subtree, name: str, params: list[nn.Parameter], process_groups: construction.ProcessGroups
     ) -> list[Segment]:
-        """Flatten ``params`` and keep this rank's share, in as many flat parameters as they need. Returns segments."""
+        """Flatten ``params`` and keep this rank's share, in as many flat parameters as they need. Returns
+        segments."""
         own, *further = grouping.groups_of(params, self._use_orig_params) or [[]]
         found = [Segment(self, number) for number in range(1, len(further) + 1)]
         handles = [
@@ -386,7 +398,8 @@ class FullyShardedDataParallel(ShardedModule):
     def _unit_for(
         self, part: ShardedModule, handle: FlatParamHandle | None, name: str, inner: tuple[_C.Unit, ...]
     ) -> _C.Unit:
-        """The unit in C of ``part``, this module or a segment; ``inner`` are those of this module's segments."""
+        """The unit in C of ``part``, this module or a segment; ``inner`` are those of this module's
+        segments."""
         return _C.Unit(
             part,
             handle,
@@ -404,22 +417,25 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- the step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module returns.
+        """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module
+        returns.
 
-        An exception leaves nothing gathered, and goes on. Raises RuntimeError inside this unit's own forward, and
-        inside ``summon_full_params`` with gradients enabled.
+        An exception leaves nothing gathered, and goes on. Raises RuntimeError inside this unit's own forward,
+        and inside ``summon_full_params`` with gradients enabled.
         """
         return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)  # type: ignore[arg-type]  # never None
 
     def _lazy_init(self, alone: bool = False) -> None:
-        """Make this unit the root of its tree unless that has one. The unit in C calls it in the first forward.
+        """Make this unit the root of its tree unless that has one. The unit in C calls it in the first
+        forward.
 
-        Collective, unless the rank is ``alone`` in calling it: the ranks make sure that they wrap the same model.
-        Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the units do not fit each
-        other, have moved from their device, or are others than on other ranks.
+        Collective, unless the rank is ``alone`` in calling it: the ranks make sure that they wrap the same
+        model. Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the
+        units do not fit each other, have moved from their device, or are others than on other ranks.
         """
         if self._unit.runtime is None:
-            # tensors that later steps write must not be inference tensors, whatever the first forward runs under
+            # tensors that later steps write must not be inference tensors, whatever the first forward runs
+            # under
             with torch.inference_mode(False), torch.no_grad():
                 compiling.eager(FullyShardedDataParallel._init_tree)(self, alone)
 
@@ -448,7 +464,9 @@ class FullyShardedDataParallel(ShardedModule):
         optimizer_steps.watch(self)
         misuse_checks.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:
-            runtime.check_order([_param_names(*module) for module in modules], self.process_group, self.compute_device)
+            runtime.check_order(
+                [_param_names(*module) for module in modules], self.process_group, self.compute_device
+            )
         for path, module in modules:
             module._exec_order_data = self._exec_order_data
             if module._debug_level == dist.DebugLevel.INFO:
@@ -477,14 +495,15 @@ class FullyShardedDataParallel(ShardedModule):
         training_warnings.warn_of_units_cut_off(self.rank, names)
 
     def _warn_of_units_left_out(self, names: list[str]) -> None:
-        """The runtime in C calls it once, in the forward after a backward that did not pass through these units."""
+        """The runtime in C calls it once, in the forward after a backward that did not pass through these
+        units."""
         training_warnings.warn_of_units_left_out(self.rank, names)
 
     def _unshard(self, async_op: bool = False) -> UnshardWork | None:
         """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
 
-        With ``async_op`` returns what to wait for before they are read. The next optimizer step must come after that
-        forward: what is gathered here is not gathered again.
+        With ``async_op`` returns what to wait for before they are read. The next optimizer step must come
+        after that forward: what is gathered here is not gathered again.
         """
         root = self._enclosing_unit or self
         (root if self._unit.runtime is None else self)._lazy_init()
@@ -499,11 +518,11 @@ class FullyShardedDataParallel(ShardedModule):
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients locally in the body; the first backward after it reduces their sum.
 
-        Sends nothing itself; all ranks use it for the same backwards. Takes the memory of unsharded gradients, in the
-        dtype of computation, from its first backward to that reduction.
+        Sends nothing itself; all ranks use it for the same backwards. Takes the memory of unsharded
+        gradients, in the dtype of computation, from its first backward to that reduction.
 
-        Raises RuntimeError on an instance that is not the root, ValueError inside a step, AssertionError if somebody
-        switched synchronisation on again inside the body.
+        Raises RuntimeError on an instance that is not the root, ValueError inside a step, AssertionError if
+        somebody switched synchronisation on again inside the body.
         """
         if not self.check_is_root():
             raise RuntimeError(
@@ -523,30 +542,34 @@ class FullyShardedDataParallel(ShardedModule):
                 unit.sync_gradients = flag
             if switched_on:
                 raise AssertionError(
-                    "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context manager: "
-                    f"set it on no unit in {unit_name(self.module)} (rank {self.rank})"
+                    "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context "
+                    f"manager: set it on no unit in {unit_name(self.module)} (rank {self.rank})"
                 )
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``.
 
-        ``norm_type``: the order of the norm, ``math.inf`` for the largest magnitude. Collective: every rank calls it.
-        Returns the 0-dim total norm before clipping, in the dtype that the gradients' dtypes promote to, on the device
-        that computes, or on the CPU with CPU offload. Warns on a rank without gradients and returns it in fp32 or
-        wider there. Raises RuntimeError on an instance that is not the root, ValueError inside a step.
+        ``norm_type``: the order of the norm, ``math.inf`` for the largest magnitude. Collective: every rank
+        calls it. Returns the 0-dim total norm before clipping, in the dtype that the gradients' dtypes
+        promote to, on the device that computes, or on the CPU with CPU offload. Warns on a rank without
+        gradients and returns it in fp32 or wider there. Raises RuntimeError on an instance that is not the
+        root, ValueError inside a step.
         """
         if not self.check_is_root():  # asked first: initialising an inner unit would make it a root
-            raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
+            raise RuntimeError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one"
+            )
         return grad_clipping.clip_grad_norm_(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """Reduce the gradients of all units of this tree by ``hook`` from now on.
 
-        A sharded unit calls ``hook(state, gradient, shard)`` with its whole padded gradient and an empty tensor for
-        this rank's shard of the result, a NO_SHARD unit ``hook(state, gradient)`` to reduce in place; averaging is the
-        hook's business. torch's fp16_compress_hook and bf16_compress_hook are run natively, on the CPU too.
-        Raises AssertionError on a unit that is not the root, for hybrid strategies, and where there is a hook already;
-        ValueError for a hook that cannot be called; RuntimeError inside a backward.
+        A sharded unit calls ``hook(state, gradient, shard)`` with its whole padded gradient and an empty
+        tensor for this rank's shard of the result, a NO_SHARD unit ``hook(state, gradient)`` to reduce in
+        place; averaging is the hook's business. torch's fp16_compress_hook and bf16_compress_hook are run
+        natively, on the CPU too. Raises AssertionError on a unit that is not the root, for hybrid strategies,
+        and where there is a hook already; ValueError for a hook that cannot be called; RuntimeError inside a
+        backward.
         """
         if not self.check_is_root():
             raise with_note(
@@ -557,8 +580,8 @@ class FullyShardedDataParallel(ShardedModule):
         for module in modules:
             if module.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
                 raise AssertionError(
-                    f"Communication hook is not supported for hybrid strategies: {module.sharding_strategy} of "
-                    f"{unit_name(module.module)}"
+                    f"Communication hook is not supported for hybrid strategies: {module.sharding_strategy} "
+                    f"of {unit_name(module.module)}"
                 )
             if module._comm_hook is not None:
                 raise with_note(
@@ -629,7 +652,10 @@ class FullyShardedDataParallel(ShardedModule):
             except AttributeError:
                 left_out.explain("FullyShardedDataParallel", name)
                 raise
-            is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
+            is_own_method = type(found) is types.MethodType and found.__self__ in (
+                wrapped,
+                unwrapped(wrapped),
+            )
             return sharded_errors.explaining(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
@@ -654,10 +680,11 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _refuse_copy(self) -> NoReturn:
         raise TypeError(
-            f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the plain module "
-            "and wrap the copy, as for a frozen teacher; to save a model, save its state_dict(). An average of the "
-            "weights, as of AveragedModel, needs no copy: keep one tensor for each of parameters(), which are this "
-            "rank's shards, and after a step torch._foreach_lerp_(average, list(model.parameters()), 1 - decay)"
+            f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the "
+            "plain module and wrap the copy, as for a frozen teacher; to save a model, save its "
+            "state_dict(). An average of the weights, as of AveragedModel, needs no copy: keep one tensor "
+            "for each of parameters(), which are this rank's shards, and after a step "
+            "torch._foreach_lerp_(average, list(model.parameters()), 1 - decay)"
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -670,7 +697,8 @@ class FullyShardedDataParallel(ShardedModule):
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in nn.Module; also after a forward, where modules may show views in the place of parameters (C-091)."""
+        """As in nn.Module; also after a forward, where modules may show views in the place of parameters
+        (C-091)."""
         for param in self._own_parameters():
             if set_to_none:
                 param.grad = None
@@ -678,7 +706,8 @@ class FullyShardedDataParallel(ShardedModule):
                 (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Self":
-        """As in nn.Module; also after a forward, where modules may show views in the place of parameters (C-091)."""
+        """As in nn.Module; also after a forward, where modules may show views in the place of parameters
+        (C-091)."""
         for param in self._own_parameters():
             param.requires_grad_(requires_grad)
         return self
@@ -702,7 +731,8 @@ class FullyShardedDataParallel(ShardedModule):
             yield (name.replace(WRAPPED_PREFIX, "") if clean else name), tensor
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "Self":
-        """Call ``fn`` on every submodule and itself, with full parameters; what ``fn`` writes is kept. Collective.
+        """Call ``fn`` on every submodule and itself, with full parameters; what ``fn`` writes is kept.
+        Collective.
 
         Raises ValueError inside a step.
         """
@@ -728,26 +758,31 @@ class FullyShardedDataParallel(ShardedModule):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in a context.
+        """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in
+        a context.
 
-        Collective on entry. Inside, forwards use what is shown and gather nothing; they run under ``torch.no_grad()``,
-        and no backward may. On exit this rank's share of what was written is kept, unless ``writeback`` is False. With
-        ``rank0_only`` (and then ``writeback=False``) the other ranks see their shards; ``offload_to_cpu`` shows copies
-        in CPU memory; ``with_grads`` shows whole gradients, with use_orig_params only.
+        Collective on entry. Inside, forwards use what is shown and gather nothing; they run under
+        ``torch.no_grad()``, and no backward may. On exit this rank's share of what was written is kept,
+        unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
+        their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients,
+        with use_orig_params only.
 
-        Raises AssertionError inside a forward, a backward or another ``summon_full_params``, NotImplementedError for
-        ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and ``with_grads`` without
-        use_orig_params or with ``offload_to_cpu``.
+        Raises AssertionError inside a forward, a backward or another ``summon_full_params``,
+        NotImplementedError for ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and
+        ``with_grads`` without use_orig_params or with ``offload_to_cpu``.
         """
-        return unshard_params.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+        return unshard_params.summon_full_params(
+            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:  # type: ignore[override]  # of two forms in torch, one deprecated
         """The state dict of the selected type, with the names of the unwrapped module. Collective.
 
-        Arguments are those of ``nn.Module.state_dict``. FULL_STATE_DICT holds whole tensors, SHARDED_STATE_DICT this
-        rank's rows of each as ShardedTensor, or DTensor where the model has a device mesh, LOCAL_STATE_DICT the flat
-        parameters. Values are in the parameters' own dtype; those of FULL and SHARDED state dicts are copies, that of
-        a LOCAL one is a view of the shard unless it is moved. Raises AssertionError inside a forward or backward.
+        Arguments are those of ``nn.Module.state_dict``. FULL_STATE_DICT holds whole tensors,
+        SHARDED_STATE_DICT this rank's rows of each as ShardedTensor, or DTensor where the model has a device
+        mesh, LOCAL_STATE_DICT the flat parameters. Values are in the parameters' own dtype; those of FULL and
+        SHARDED state dicts are copies, that of a LOCAL one is a view of the shard unless it is moved. Raises
+        AssertionError inside a forward or backward.
         """
         with flight_recorder.phase(_C.RECORDER_STATE_DICT), state_dict.saving(self):
             return super().state_dict(*args, **kwargs)
@@ -755,7 +790,8 @@ class FullyShardedDataParallel(ShardedModule):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
         """Load a state dict of the selected type, with the names of the unwrapped module.
 
-        Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no unit open.
+        Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no
+        unit open.
         """
         with (
             flight_recorder.phase(_C.RECORDER_LOAD_STATE_DICT),
@@ -772,12 +808,16 @@ class FullyShardedDataParallel(ShardedModule):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns: deprecated.
+        """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns:
+        deprecated.
 
-        Not collective; all ranks set the same. The configurations default to those of the type. Raises RuntimeError
-        for a configuration of another type's class, AssertionError where the units disagreed before.
+        Not collective; all ranks set the same. The configurations default to those of the type. Raises
+        RuntimeError for a configuration of another type's class, AssertionError where the units disagreed
+        before.
         """
-        return state_dict.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return state_dict.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
 
     @staticmethod
     def state_dict_type(
@@ -786,7 +826,8 @@ class FullyShardedDataParallel(ShardedModule):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context with the settings of set_state_dict_type(); leaving it, also by an exception, restores the old."""
+        """A context with the settings of set_state_dict_type(); leaving it, also by an exception, restores
+        the old."""
         return state_dict.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -804,14 +845,16 @@ class FullyShardedDataParallel(ShardedModule):
         optim_state_dict: StateDict | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type. Collective.
+        """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type.
+        Collective.
 
-        ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole tensors, on
-        rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as ShardedTensor or,
-        where the model has a mesh, DTensor. No tensor is shared with the optimizer.
+        ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole
+        tensors, on rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as
+        ShardedTensor or, where the model has a mesh, DTensor. No tensor is shared with the optimizer.
 
-        Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should have,
-        ValueError for state that is not of its parameter's shape, AssertionError where scalars differ between ranks.
+        Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should
+        have, ValueError for state that is not of its parameter's shape, AssertionError where scalars differ
+        between ranks.
         """
         return optim_states.optim_state_dict(model, optim, optim_state_dict, group)
 
@@ -824,10 +867,12 @@ class FullyShardedDataParallel(ShardedModule):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()`` returns it.
+        """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()``
+        returns it.
 
-        It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With ``rank0_only``
-        only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays as it is. Collective.
+        It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With
+        ``rank0_only`` only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays
+        as it is. Collective.
 
         Raises ValueError for a dict without "state" or values that do not fit their parameters.
         """
@@ -843,7 +888,8 @@ class FullyShardedDataParallel(ShardedModule):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is. Collective."""
+        """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is.
+        Collective."""
         return optim_states.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
 
     @staticmethod
@@ -867,7 +913,8 @@ class FullyShardedDataParallel(ShardedModule):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
     ) -> StateDict:
-        """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated. Collective."""
+        """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated.
+        Collective."""
         return optim_states.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
 
     @staticmethod
@@ -878,9 +925,11 @@ class FullyShardedDataParallel(ShardedModule):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None. Deprecated.
-        Collective."""
-        return optim_states.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
+        """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None.
+        Deprecated. Collective."""
+        return optim_states.scatter_full_optim_state_dict(
+            full_optim_state_dict, model, optim_input, optim, group
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -890,12 +939,15 @@ class FullyShardedDataParallel(ShardedModule):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a plain model.
+        """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a
+        plain model.
 
-        The same object where the keys are of that type already. Raises ValueError for keys of mixed types, RuntimeError
-        for a parameter with several names.
+        The same object where the keys are of that type already. Raises ValueError for keys of mixed types,
+        RuntimeError for a parameter with several names.
         """
-        return optim_states.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+        return optim_states.rekey_optim_state_dict(
+            optim_state_dict, optim_state_key_type, model, optim_input, optim
+        )
 
 
 # ---- communication
@@ -918,8 +970,9 @@ def _refuse_fake_mode(modules: list[FullyShardedDataParallel]) -> None:
     for module in modules:
         if module._handle is not None and not is_fake(module._handle.flat_param):
             raise RuntimeError(
-                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, and its first forward "
-                "is under FakeTensorMode: make the model under that mode as well, or run a real forward before"
+                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, and its "
+                "first forward is under FakeTensorMode: make the model under that mode as well, or run a "
+                "real forward before"
             )
 
 
@@ -943,8 +996,8 @@ def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> 
     where = f"FSDP unit {name!r} on rank {module.rank}"
     if not is_root and module._decided_is_root:
         raise AssertionError(
-            f"Non-root FSDP instance's `_is_root` should not have been set yet: {where} is already the root of a tree "
-            "of its own. Run the outermost unit first, or wrap before the first forward"
+            f"Non-root FSDP instance's `_is_root` should not have been set yet: {where} is already the root "
+            "of a tree of its own. Run the outermost unit first, or wrap before the first forward"
         )
     module._assert_state(TrainingState.IDLE)
     handle = module._handle
@@ -952,29 +1005,33 @@ def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> 
         return
     if not module._device_handle.is_available():
         raise RuntimeError(
-            f"FSDP does not support CPU only execution of a module for {module.compute_device}, which is not available "
-            f"here: {where}"
+            f"FSDP does not support CPU only execution of a module for {module.compute_device}, which is not "
+            f"available here: {where}"
         )
     flat_param = handle.flat_param
     if hasattr(flat_param, "_in_backward_optimizers"):
-        raise RuntimeError(f"FSDP optimizer in backward only supported with use_orig_params=True! {where} has one")
+        raise RuntimeError(
+            f"FSDP optimizer in backward only supported with use_orig_params=True! {where} has one"
+        )
     if module.cpu_offload.offload_params and flat_param.device.type != "cpu":
         raise RuntimeError(
-            f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {flat_param.device}. Make "
-            f"sure to not move the module from CPU when offloading parameters: {where}"
+            "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+            f"{flat_param.device}. Make sure to not move the module from CPU when offloading parameters: "
+            f"{where}"
         )
     if not module.cpu_offload.offload_params and flat_param.device != module.compute_device:
         raise RuntimeError(
-            f"An FSDP-managed module unexpectedly has parameters on {flat_param.device}. Make sure to move the module "
-            f"to {module.compute_device} before training: {where}"
+            f"An FSDP-managed module unexpectedly has parameters on {flat_param.device}. Make sure to move "
+            f"the module to {module.compute_device} before training: {where}"
         )
 
 
 def _check_required(root: FullyShardedDataParallel) -> None:
     if is_marked(root.module):
         raise ValueError(
-            f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by fsdp_c.optional(): "
-            "there is no unit around it with which it could be gathered; mark modules inside it instead"
+            f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by "
+            "fsdp_c.optional(): there is no unit around it with which it could be gathered; mark modules "
+            "inside it instead"
         )
 
 
@@ -995,7 +1052,8 @@ def _param_names(path: str, module: ShardedModule) -> list[str]:
 
 
 def _register_flat_param(module: ShardedModule) -> None:
-    """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the name."""
+    """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the
+    name."""
     if module._flat_param is not None:
         module.module._parameters[module._flat_param_name] = module._flat_param
 
@@ -1004,9 +1062,9 @@ def _refuse_new_parameters(module: ShardedModule) -> None:
     for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
         if getattr(torch.__future__, f"get_{flag}")():
             raise RuntimeError(
-                f"rank {module.rank}, unit {unit_name(module.module)}: torch.__future__.set_{flag}(True) would have a "
-                "conversion put other parameters in the place of those that are sharded. Convert the module before "
-                "it is wrapped, or set the flag to False meanwhile"
+                f"rank {module.rank}, unit {unit_name(module.module)}: torch.__future__.set_{flag}(True) "
+                "would have a conversion put other parameters in the place of those that are sharded. "
+                "Convert the module before it is wrapped, or set the flag to False meanwhile"
             )
 
 
@@ -1021,7 +1079,8 @@ def _flat_params_shown(module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
-    """Show the flat parameter for the original ones; afterwards follow it to its new dtype, device or storage."""
+    """Show the flat parameter for the original ones; afterwards follow it to its new dtype, device or
+    storage."""
     handle = handle_of(module)
     flat_param = handle.flat_param
     with torch.no_grad():

@@ -2,10 +2,10 @@
 
 python -m fsdp_c.host_cost
 
-Units of tiny linear layers are stepped on the CPU, for two depths and two numbers of parameters. What is timed is all
-that the host does for a unit: its work in fsdp_c, and the operators of its layers, forward and backward. These stand
-for the launches of a GPU's kernels, which may take the host more or less. Collectives cost what passing through torch
-costs: nothing is sent.
+Units of tiny linear layers are stepped on the CPU, for two depths and two numbers of parameters. What is
+timed is all that the host does for a unit: its work in fsdp_c, and the operators of its layers, forward and
+backward. These stand for the launches of a GPU's kernels, which may take the host more or less. Collectives
+cost what passing through torch costs: nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ PARAMS = 2  # of a layer
 
 
 def measure() -> HostCost:
-    """Run ``python -m fsdp_c.host_cost`` in a process of its own, some seconds. RuntimeError where that fails."""
+    """Run ``python -m fsdp_c.host_cost`` in a process of its own, some seconds. RuntimeError where that
+    fails."""
     command = [sys.executable, "-m", "fsdp_c.host_cost", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -87,7 +88,9 @@ def _measure_here() -> HostCost:
 
 def main() -> None:
     """Print what is measured, as JSON for ``measure`` or as a line to read."""
-    parser = argparse.ArgumentParser("python -m fsdp_c.host_cost", description="Measure a unit's cost, some seconds.")
+    parser = argparse.ArgumentParser(
+        "python -m fsdp_c.host_cost", description="Measure a unit's cost, some seconds."
+    )
     parser.add_argument("--json", action="store_true", help="print numbers alone (default: a line to read)")
     as_json = parser.parse_args().json
     warnings.simplefilter("ignore")
@@ -95,7 +98,10 @@ def main() -> None:
     if as_json:
         print(json.dumps(cost))
     else:
-        print(f"a unit takes {cost.unit_us:.0f} us of the host in a step, and {cost.param_us:.1f} us per parameter")
+        print(
+            f"a unit takes {cost.unit_us:.0f} us of the host in a step, and {cost.param_us:.1f} us per "
+            "parameter"
+        )
         print(f"as an argument of python -m fsdp_c plan: --host-us {cost.unit_us:.0f} {cost.param_us:.1f}")
 
 

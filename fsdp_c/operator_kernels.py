@@ -1,7 +1,8 @@
 """The kernels as operators of torch, for devices that have none of ours. kernels.h says what each computes.
 
-``csrc/torch/operator_kernels.c`` calls them with tensors over the memory that the kernels of C are given, on the
-current stream. What parameters and gradients go through has the bits of those kernels, and of torch's FSDP1.
+``csrc/torch/operator_kernels.c`` calls them with tensors over the memory that the kernels of C are given, on
+the current stream. What parameters and gradients go through has the bits of those kernels, and of torch's
+FSDP1.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _WORDS = 1 << 22
 
 
-def pack(output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float) -> None:
-    """Cast, flatten and divide: ``targets`` are parts of ``output``, as ``gaps`` are, between which nothing is left."""
+def pack(
+    output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float
+) -> None:
+    """Cast, flatten and divide: ``targets`` are parts of ``output``, as ``gaps`` are, between which nothing
+    is left."""
     if gaps:
         torch._foreach_zero_(gaps)
     if targets:
@@ -29,7 +33,9 @@ def pack(output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: lis
         output.div_(divisor)
 
 
-def pack_add(output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float) -> None:
+def pack_add(
+    output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float
+) -> None:
     if targets:
         torch._foreach_add_(targets, [source.to(output.dtype) for source in sources])
 

@@ -22,28 +22,31 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class FlatAdamW(torch.optim.Optimizer):
-    """AdamW in one native call per group, on the CPU and CUDA, for flat, sharded, offloaded or ordinary parameters.
+    """AdamW in one native call per group, on the CPU and CUDA, for flat, sharded, offloaded or ordinary
+    parameters.
 
     The arguments and the state ("step", "exp_avg", "exp_avg_sq", with amsgrad "max_exp_avg_sq") are those of
-    ``torch.optim.AdamW``, and state dicts are exchanged with it and through ``FSDP.optim_state_dict``. Results are
-    bitwise those of its fused implementation on a CPU with AVX2, but for a tensor's last elements that fill no vector
-    (numel modulo 16, for 16-bit dtypes 32), which differ in their last bits; without AVX2, torch itself differs so
-    far everywhere. Ours are the same on every CPU and with any number of threads, and on CUDA but for the last bit of
-    the powers of ``betas`` in float64; there torch's fused implementation, which rounds in another order, differs from
-    them in the last bits of each step. On CUDA "step" lies on the parameter's device, the host waits for nothing, and a
-    step may be captured in a CUDA graph, with ``lr`` as a tensor on the device to change it between replays.
+    ``torch.optim.AdamW``, and state dicts are exchanged with it and through ``FSDP.optim_state_dict``.
+    Results are bitwise those of its fused implementation on a CPU with AVX2, but for a tensor's last elements
+    that fill no vector (numel modulo 16, for 16-bit dtypes 32), which differ in their last bits; without
+    AVX2, torch itself differs so far everywhere. Ours are the same on every CPU and with any number of
+    threads, and on CUDA but for the last bit of the powers of ``betas`` in float64; there torch's fused
+    implementation, which rounds in another order, differs from them in the last bits of each step. On CUDA
+    "step" lies on the parameter's device, the host waits for nothing, and a step may be captured in a CUDA
+    graph, with ``lr`` as a tensor on the device to change it between replays.
 
     Args:
-        params: parameters of dtype float32, float64, bfloat16 or float16, as dicts of groups or as an iterable. What is
-            float64 is computed in float64, all else in float32 with one rounding at the end.
+        params: parameters of dtype float32, float64, bfloat16 or float16, as dicts of groups or as an
+            iterable. What is float64 is computed in float64, all else in float32 with one rounding at the
+            end.
         lr: learning rate, a float or a tensor of one element.
         betas: coefficients of the running averages of the gradient and its square.
         eps: added to the denominator.
         weight_decay: decoupled, times ``lr``.
         amsgrad: divide by the largest running average of the square so far.
         maximize: step along the gradient instead of against it.
-        state_dtype: dtype of the state, by default each parameter's. ``torch.float32`` keeps exact averages for
-            parameters in 16 bits; loading a state dict keeps them exact as well.
+        state_dtype: dtype of the state, by default each parameter's. ``torch.float32`` keeps exact averages
+            for parameters in 16 bits; loading a state dict keeps them exact as well.
 
     Raises ValueError for numbers out of their domain, TypeError for parameters of other dtypes.
     """
@@ -81,16 +84,17 @@ class FlatAdamW(torch.optim.Optimizer):
                 group = len(self.param_groups) - 1
                 del self.param_groups[-1]
                 raise TypeError(
-                    f"FlatAdamW steps over float32, float64, bfloat16 and float16, but parameter {index} of group "
-                    f"{group} is {param.dtype}: give it to another optimizer"
+                    f"FlatAdamW steps over float32, float64, bfloat16 and float16, but parameter {index} of "
+                    f"group {group} is {param.dtype}: give it to another optimizer"
                 )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient. Returns what ``closure``, called with gradients enabled, returns.
+        """Update the parameters that have a gradient. Returns what ``closure``, called with gradients
+        enabled, returns.
 
-        Raises RuntimeError for a sparse gradient and NotImplementedError for a parameter on a device that has no
-        kernels, or with its gradient on another one, before any parameter is changed.
+        Raises RuntimeError for a sparse gradient and NotImplementedError for a parameter on a device that has
+        no kernels, or with its gradient on another one, before any parameter is changed.
         """
         loss = None
         if closure is not None:
@@ -145,7 +149,8 @@ class FlatAdamW(torch.optim.Optimizer):
     # ---- loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype`` stays this optimizer's.
+        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype`` stays this
+        optimizer's.
 
         Raises ValueError where the groups do not fit.
         """
@@ -162,7 +167,8 @@ class FlatAdamW(torch.optim.Optimizer):
                 hook.remove()
 
     def _restore(self, dtypes: list[torch.dtype | None], loaded: dict[str, Any]) -> None:
-        """Take the averages again, as they were before the base class rounded them to the parameters' dtypes."""
+        """Take the averages again, as they were before the base class rounded them to the parameters'
+        dtypes."""
         for group, dtype, saved in zip(self.param_groups, dtypes, loaded["param_groups"], strict=True):
             group["state_dtype"] = dtype
             for param, key in zip(group["params"], saved["params"], strict=True):
@@ -172,14 +178,17 @@ class FlatAdamW(torch.optim.Optimizer):
                         self.state[param][name] = state[name].to(dtype=dtype, device=param.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain numbers."""
+        """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain
+        numbers."""
         super().__setstate__(state)
         for group in self.param_groups:
             for option, value in (("amsgrad", False), ("maximize", False), ("state_dtype", None)):
                 group.setdefault(option, value)
         for param, param_state in self.state.items():
             if isinstance(param_state, dict) and "step" in param_state:
-                param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
+                param_state["step"] = torch.as_tensor(
+                    param_state["step"], dtype=torch.float32, device=param.device
+                )
 
 
 def _averages(amsgrad: bool) -> tuple[str, ...]:
@@ -211,13 +220,13 @@ def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tenso
             )
         if param.device != grad.device:
             raise NotImplementedError(
-                f"FlatAdamW steps where both are, but parameter {index} (of those with a gradient) of group {group} is "
-                f"on {param.device}, its gradient on {grad.device}: move the gradient there"
+                f"FlatAdamW steps where both are, but parameter {index} (of those with a gradient) of group "
+                f"{group} is on {param.device}, its gradient on {grad.device}: move the gradient there"
             )
         if param.device.type == "meta":
             raise NotImplementedError(
-                f"FlatAdamW cannot step over parameter {index} (of those with a gradient) of group {group} on "
-                f"{param.device}: it has no values; materialize it first"
+                f"FlatAdamW cannot step over parameter {index} (of those with a gradient) of group {group} "
+                f"on {param.device}: it has no values; materialize it first"
             )
     return found
 
@@ -226,11 +235,12 @@ def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tenso
 
 
 def param_groups(model: nn.Module, rule: Callable[[str, torch.Size], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parameters of a wrapped ``model`` for any optimizer, grouped by the options that ``rule`` gives each.
+    """The parameters of a wrapped ``model`` for any optimizer, grouped by the options that ``rule`` gives
+    each.
 
-    ``rule(name, shape)`` is asked with name and whole shape of each parameter as the model before wrapping had it (what
-    a rank shows of one is 1-D): ``lambda name, shape: {"weight_decay": 0.0} if len(shape) < 2 else {}``. Not
-    collective; groups, and the names in them, are the same on all ranks.
+    ``rule(name, shape)`` is asked with name and whole shape of each parameter as the model before wrapping
+    had it (what a rank shows of one is 1-D): ``lambda name, shape: {"weight_decay": 0.0} if len(shape) < 2
+    else {}``. Not collective; groups, and the names in them, are the same on all ranks.
 
     Raises ValueError where ``rule`` divides a unit without ``use_orig_params``: it has one flat parameter.
     """
@@ -241,8 +251,8 @@ def param_groups(model: nn.Module, rule: Callable[[str, torch.Size], dict[str, A
         if others := [name for name, other in options if other != chosen]:
             raise ValueError(
                 f"the rule gives {first!r} other options than {first_names(others)} of unit "
-                f"{unit_name(known.owner.module)}, which has one flat parameter for all of them: wrap the model with "
-                "use_orig_params=True, or wrap what differs as units of their own"
+                f"{unit_name(known.owner.module)}, which has one flat parameter for all of them: wrap the "
+                "model with use_orig_params=True, or wrap what differs as units of their own"
             )
         params = next((params for found, params in groups if found == chosen), None)
         if params is None:

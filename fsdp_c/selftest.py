@@ -1,6 +1,8 @@
-"""python -m fsdp_c selftest: does fsdp_c keep its promises on this machine? Values, memory and time beside torch's.
+"""python -m fsdp_c selftest: does fsdp_c keep its promises on this machine? Values, memory and time beside
+torch's.
 
-Its parts stand in the order in which things fail first: loading, kernels, one rank, all ranks, hybrid groups, files.
+Its parts stand in the order in which things fail first: loading, kernels, one rank, all ranks, hybrid groups,
+files.
 """
 
 from __future__ import annotations
@@ -46,7 +48,14 @@ def main(device: str | None, width: int) -> int:
         device = "cpu" if accelerator is None else accelerator.type
     if "RANK" not in os.environ:
         count = 2 if device == "cpu" else torch.get_device_module(device).device_count()
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(count),
+        ]
         options = ["-m", "fsdp_c", "selftest", "--device", device, "--width", str(width)]
         return subprocess.run([*torchrun, *options], check=False).returncode
     here = torch.device("cpu")
@@ -93,7 +102,12 @@ CASES = {
     "NO_SHARD": Case({"sharding_strategy": ShardingStrategy.NO_SHARD}),
     "bfloat16": Case({"mixed_precision": BF16}),
     "bfloat16, original parameters, prefetched": Case(
-        {"mixed_precision": BF16, "use_orig_params": True, "forward_prefetch": True, "limit_all_gathers": False}
+        {
+            "mixed_precision": BF16,
+            "use_orig_params": True,
+            "forward_prefetch": True,
+            "limit_all_gathers": False,
+        }
     ),
     "accumulated under no_sync, clipped": Case({"use_orig_params": True}, accumulates=True, clips=True),
     "CPU offload": Case({"cpu_offload": CPUOffload(offload_params=True)}),
@@ -101,7 +115,8 @@ CASES = {
 
 
 class _Report:
-    """Runs the parts, and keeps what they say. Each part is run by all ranks, and failed where it failed on one."""
+    """Runs the parts, and keeps what they say. Each part is run by all ranks, and failed where it failed on
+    one."""
 
     def __init__(self, device: torch.device, width: int) -> None:
         self.device, self.width = device, width
@@ -119,7 +134,9 @@ class _Report:
             if dist.get_world_size() > 1:
                 self._part(name, lambda case=case: self._case(case))  # type: ignore[misc]
         if (ranks := dist.get_world_size()) >= 4 and ranks % 2 == 0:
-            self._part("HYBRID_SHARD", lambda: self._case(Case({"process_group": _hybrid_groups(), **HYBRID})))
+            self._part(
+                "HYBRID_SHARD", lambda: self._case(Case({"process_group": _hybrid_groups(), **HYBRID}))
+            )
         self._part("memory and time", self._costs)
         self._part("a checkpoint", self._checkpoint)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all is well"
@@ -157,7 +174,9 @@ class _Report:
 
     def _model(self, implementation: Any, case: Case) -> nn.Module:
         torch.manual_seed(3)
-        net = nn.Sequential(nn.Linear(7, self.width), *(Block(self.width) for _ in range(3)), nn.Linear(self.width, 3))
+        net = nn.Sequential(
+            nn.Linear(7, self.width), *(Block(self.width) for _ in range(3)), nn.Linear(self.width, 3)
+        )
         arguments = {"device_id": self.device, "auto_wrap_policy": ModuleWrapPolicy({Block})} | case.arguments
         model: nn.Module = implementation(net, **arguments)
         return model
@@ -333,4 +352,6 @@ def _same(what: str, actual: Tensor, expected: Tensor) -> None:
     if count := int(differs.sum()):
         first = int(differs.flatten().nonzero()[0])
         one, other = actual.flatten()[first].item(), expected.flatten()[first].item()
-        raise AssertionError(f"{what}: element {first} is {one!r}, not {other!r}; {count} of {actual.numel()} differ")
+        raise AssertionError(
+            f"{what}: element {first} is {one!r}, not {other!r}; {count} of {actual.numel()} differ"
+        )

@@ -33,9 +33,10 @@ def _check_numbers(**values: object) -> None:
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose finding of inf or NaN is that of all ranks of ``process_group``.
 
-    Used as its base is: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients may be fp16 and may
-    be on the CPU. ``unscale_`` and, where that was not called, ``step`` are collective: a rank whose shard holds no
-    gradient takes part. That holds for fused optimizers as well, which look at the finding in their own kernel.
+    Used as its base is: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients may be fp16
+    and may be on the CPU. ``unscale_`` and, where that was not called, ``step`` are collective: a rank whose
+    shard holds no gradient takes part. That holds for fused optimizers as well, which look at the finding in
+    their own kernel.
 
     Args:
         device: the type of the device that computes; with "cuda" and none at hand the scaler disables itself.
@@ -60,7 +61,9 @@ class ShardedGradScaler(GradScaler):
         check_switches(enabled=enabled)
         check_places(process_group, None, None)
         if not isinstance(device, (str, torch.device)):
-            raise TypeError(f"device must be the type of one, as 'cuda', not {type(device).__name__} {device!r}")
+            raise TypeError(
+                f"device must be the type of one, as 'cuda', not {type(device).__name__} {device!r}"
+            )
         if not isinstance(growth_interval, numbers.Integral):
             raise TypeError(f"growth_interval must be a number of steps, not {growth_interval!r}")
         _check_numbers(
@@ -85,22 +88,26 @@ class ShardedGradScaler(GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or all tensors in nested lists, tuples and iterables, by the scale.
 
-        Each tensor keeps its dtype, lists and tuples their type. Raises ValueError for anything else, AssertionError
-        for a tensor on a device that is not supported.
+        Each tensor keeps its dtype, lists and tuples their type. Raises ValueError for anything else,
+        AssertionError for a tensor on a device that is not supported.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
             return self._scaled(outputs)
         if not isinstance(outputs, abc.Iterable) or isinstance(outputs, (str, bytes)):
-            raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, but got {type(outputs).__name__}")
+            raise ValueError(
+                f"outputs must be a Tensor or an iterable of Tensors, but got {type(outputs).__name__}"
+            )
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def _scaled(self, output: Tensor) -> Tensor:
         supported = (*_DEVICE_TYPES, torch._C._get_privateuse1_backend_name())
         if output.device.type not in supported:
-            raise AssertionError(f"Expected supported device, got {output.device}: pass one of {', '.join(supported)}")
+            raise AssertionError(
+                f"Expected supported device, got {output.device}: pass one of {', '.join(supported)}"
+            )
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         assert self._scale is not None
@@ -111,7 +118,8 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients of this rank; returns per device whether any rank found one that is not finite.
+        """Unscale the gradients of this rank; returns per device whether any rank found one that is not
+        finite.
 
         Every look at gradients in the base class comes through here, so that none misses the other ranks. One
         reduction whatever devices a rank's gradients are on: the ranks need not have the same.
@@ -138,10 +146,11 @@ class ShardedGradScaler(GradScaler):
     # ---- the next scale
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after a skipped step, raise it after ``growth_interval`` good ones, or set ``new_scale``.
+        """Lower the scale after a skipped step, raise it after ``growth_interval`` good ones, or set
+        ``new_scale``.
 
-        Raises AssertionError when no gradients were looked at since the last update, or for a ``new_scale`` that is not
-        one element without gradient on the scaler's device.
+        Raises AssertionError when no gradients were looked at since the last update, or for a ``new_scale``
+        that is not one element without gradient on the scaler's device.
         """
         if not self._enabled:
             return
@@ -152,7 +161,9 @@ class ShardedGradScaler(GradScaler):
             super().update(new_scale)
             return
         findings = [
-            found for state in self._per_optimizer_states.values() for found in state["found_inf_per_device"].values()
+            found
+            for state in self._per_optimizer_states.values()
+            for found in state["found_inf_per_device"].values()
         ]
         if not findings:
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -160,7 +171,8 @@ class ShardedGradScaler(GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _update_on_cpu(self, scale: Tensor, growth_tracker: Tensor, overflowed: bool) -> None:
-        """In fp32 as torch's FSDP1 does it here; torch's own CPU kernel multiplies in fp64 and rounds otherwise."""
+        """In fp32 as torch's FSDP1 does it here; torch's own CPU kernel multiplies in fp64 and rounds
+        otherwise."""
         if overflowed:
             scale *= self._backoff_factor
             growth_tracker.zero_()

@@ -1,4 +1,5 @@
-"""python -m fsdp_c.where FOLDER: where each rank is, by the flight recorder that FSDP_C_LEDGER=FOLDER started."""
+"""python -m fsdp_c.where FOLDER: where each rank is, by the flight recorder that FSDP_C_LEDGER=FOLDER
+started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints one after the other, each of one number throughout: what tests that kill the saver read back."""
+"""Checkpoints one after the other, each of one number throughout: what tests that kill the saver read
+back."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> No
             value.fill_(version)
 
 
-def save_versions(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int) -> None:
+def save_versions(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int
+) -> None:
     """One save after the other, telling before and after each through the file descriptor ``report``."""
     for version in range(first, first + 1000):
         fill(model, optimizer, version)
@@ -34,12 +37,24 @@ def save_versions(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
         os.write(report, f"done {version}\n".encode())
 
 
-_CALLS = {"open", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "pwrite", "flush", "close", "flock", "scandir"}
+_CALLS = {
+    "open",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+    "pwrite",
+    "flush",
+    "close",
+    "flock",
+    "scandir",
+}
 
 
 def killed_at(call: int, work: Callable[[], object]) -> bool:
-    """Do ``work`` in a forked process that kills itself before its ``call``th call that changes what is on disk or
-    locked there, or lists it; whether it came so far."""
+    """Do ``work`` in a forked process that kills itself before its ``call``th call that changes what is on
+    disk or locked there, or lists it; whether it came so far."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
         child = os.fork()

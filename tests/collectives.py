@@ -22,7 +22,8 @@ REDUCE_SCATTERS = ["reduce_scatter_single", "reduce_scatter_tensor"] if _NEW els
 
 
 def init_fake_group(rank: int, world_size: int) -> None:
-    """One rank of a group without others: it gathers its own shard alone, and its chunk is reduced with nothing."""
+    """One rank of a group without others: it gathers its own shard alone, and its chunk is reduced with
+    nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     if torch_version() < (2, 13):  # where the output of a reduction stays as it was allocated
         dist.ProcessGroup._reduce_scatter_base = _take_own_chunk

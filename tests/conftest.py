@@ -1,4 +1,5 @@
-"""Makes the tests importable by name, chooses tests and their device, and ends the rank processes with the session."""
+"""Makes the tests importable by name, chooses tests and their device, and ends the rank processes with the
+session."""
 
 from __future__ import annotations
 
@@ -37,8 +38,12 @@ def units_left_by_others_unseen() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp_c")
-    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the models of rank tests are")
-    group.addoption("--part", type=int, default=1, metavar="N", help="of each file one test in N, always the same ones")
+    group.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the models of rank tests are"
+    )
+    group.addoption(
+        "--part", type=int, default=1, metavar="N", help="of each file one test in N, always the same ones"
+    )
     group.addoption("--rest", type=int, metavar="N", help="what --part N leaves out")
 
 

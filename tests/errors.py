@@ -1,7 +1,7 @@
 """What torch's FSDP1 and fsdp_c say when the same thing goes wrong.
 
-A row names an error or warning by its id, the phrase by which torch's is known, and a body that provokes it in either
-implementation. Torch's message holds the phrase, ours begins with it: the check reads both.
+A row names an error or warning by its id, the phrase by which torch's is known, and a body that provokes it
+in either implementation. Torch's message holds the phrase, ours begins with it: the check reads both.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Implementation(NamedTuple):
 TORCHS = Implementation(
     TorchFSDP, TorchFlatParameter, torch_flat_param, TorchScaler, "torch.distributed.fsdp", torch_wrap
 )
-OURS = Implementation(FullyShardedDataParallel, FlatParameter, flat_param, ShardedGradScaler, "fsdp_c", standins_wrap)
+OURS = Implementation(
+    FullyShardedDataParallel, FlatParameter, flat_param, ShardedGradScaler, "fsdp_c", standins_wrap
+)
 
 
 class Net(nn.Module):
@@ -118,7 +120,9 @@ class Row(NamedTuple):
     also: str = ""  # a regular expression for what programs match besides
     ours: str = ""  # a regular expression for what our message says of its own
     whole: bool = False  # there is no more in torch's than programs match: what is ours stands in a note
-    torchs: tuple[type[BaseException], str] | None = None  # where the installed torch raises or says something else
+    torchs: tuple[type[BaseException], str] | None = (
+        None  # where the installed torch raises or says something else
+    )
 
 
 class Said(NamedTuple):
@@ -137,11 +141,14 @@ def check(row: Row) -> None:
     assert ours.text.startswith(row.phrase), both
     assert re.search(row.also, torchs.text) and re.search(row.also, ours.text), both
     assert re.search(row.ours, f"{ours.text}\n{ours.notes}", re.DOTALL), both
-    assert (ours.text.splitlines()[0] == torchs.text) == row.whole, both  # before Python 3.11 a note is in the message
+    assert (ours.text.splitlines()[0] == torchs.text) == row.whole, (
+        both
+    )  # before Python 3.11 a note is in the message
 
 
 def said(implementation: Implementation, row: Row) -> Said:
-    """What the body of ``row`` makes ``implementation`` say: its exception, or the first warning with the phrase."""
+    """What the body of ``row`` makes ``implementation`` say: its exception, or the first warning with the
+    phrase."""
     error = None
     with collected(implementation.logger) as collection:
         try:
@@ -159,7 +166,8 @@ def said(implementation: Implementation, row: Row) -> Said:
 
 
 def forget_torchs_units() -> None:
-    """Those that ran are never collected; as plain modules they are in no one's way who asks for living units."""
+    """Those that ran are never collected; as plain modules they are in no one's way who asks for living
+    units."""
     for found in gc.get_objects():
         if type(found) is TorchFSDP:
             found.__class__ = nn.Module

@@ -1,8 +1,9 @@
-"""Torch's FSDP1 hidden from import, as a torch would be that has it no more. ``hide()`` comes before any other import.
+"""Torch's FSDP1 hidden from import, as a torch would be that has it no more. ``hide()`` comes before any
+other import.
 
 "refused": every module of FSDP1 raises when it is imported, and nothing else of torch knows.
-"removed": as in a torch that has removed it: the package holds FSDP2's names alone, and torch's own modules do without.
-"gone": the package is refused as a whole, FSDP2 with it.
+"removed": as in a torch that has removed it: the package holds FSDP2's names alone, and torch's own modules
+do without. "gone": the package is refused as a whole, FSDP2 with it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class _Hider:
     def __init__(self, way: str) -> None:
         self._way = way
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if is_of_fsdp1(name) or (self._way == "gone" and f"{name}.".startswith(FSDP + ".")):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if self._way == "refused" or not name.startswith("torch.distributed"):
@@ -56,8 +59,12 @@ class _Hider:
         return self._without_fsdp1(name, path, target)
 
     def _without_fsdp1(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
-        others = [finder for finder in sys.meta_path if finder is not self and finder.__class__.__name__ != "Finder"]
-        spec = next((found for one in others if (found := one.find_spec(name, path, target)) is not None), None)
+        others = [
+            finder for finder in sys.meta_path if finder is not self and finder.__class__.__name__ != "Finder"
+        ]
+        spec = next(
+            (found for one in others if (found := one.find_spec(name, path, target)) is not None), None
+        )
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
@@ -78,7 +85,8 @@ class _Loader(SourceFileLoader):
 
 
 class _WithoutImports(ast.NodeTransformer):
-    """Classes that nothing is an instance of take the place of imported names; the package itself does without."""
+    """Classes that nothing is an instance of take the place of imported names; the package itself does
+    without."""
 
     def __init__(self, name: str, package: str) -> None:
         self._name, self._package = name, package

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = int(os.environ.get("FSDP_C_TEST_WIDTH", "5"))  # 640: units above 1 MiB, which on a GPU lie in the pool's piece
+WIDTH = int(
+    os.environ.get("FSDP_C_TEST_WIDTH", "5")
+)  # 640: units above 1 MiB, which on a GPU lie in the pool's piece
 HIDDEN = WIDTH + 2
 
 
@@ -20,7 +22,9 @@ class Block(nn.Module):
     ``checkpoint_mode`` recomputes the MLP in backward: "reentrant" or "nonreentrant".
     """
 
-    def __init__(self, *, tied: bool = False, extra: bool = False, checkpoint_mode: str | None = None) -> None:
+    def __init__(
+        self, *, tied: bool = False, extra: bool = False, checkpoint_mode: str | None = None
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
@@ -49,9 +53,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """First layer, blocks, head. Options turn on what the scenarios need.
 
-    ``skip`` names blocks that forward leaves out. ``float_between`` returns to fp32 after each block, so that a block
-    casts its own inputs. ``around`` checkpoints whole blocks. ``tied_head`` shares the first layer's weight with the
-    last.
+    ``skip`` names blocks that forward leaves out. ``float_between`` returns to fp32 after each block, so that
+    a block casts its own inputs. ``around`` checkpoints whole blocks. ``tied_head`` shares the first layer's
+    weight with the last.
     """
 
     def __init__(
@@ -78,7 +82,11 @@ class Net(nn.Module):
         for index, block in enumerate(self.blocks):
             if index in self.skip:
                 continue
-            x = block(x) if self.around is None else checkpoint(block, x, use_reentrant=self.around == "reentrant")
+            x = (
+                block(x)
+                if self.around is None
+                else checkpoint(block, x, use_reentrant=self.around == "reentrant")
+            )
             if self.float_between:
                 x = x.float()
         return self.head(x.to(self.head.weight.dtype) if self.float_between else x)

@@ -1,9 +1,9 @@
 """Test bodies on ranks: processes that stay alive between tests, one gloo group per world size.
 
-``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test. The body is shipped by
-import path with its pickled arguments and runs on every rank. An exception on a rank fails the test with that rank's
-traceback; a rank that dies or outlives the timeout is named, with its stack. After any failure the processes are
-replaced, since nobody knows what their group still holds.
+``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test. The body is
+shipped by import path with its pickled arguments and runs on every rank. An exception on a rank fails the
+test with that rank's traceback; a rank that dies or outlives the timeout is named, with its stack. After any
+failure the processes are replaced, since nobody knows what their group still holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ GRACE_S = 3.0  # what the other ranks get to finish once one has failed
 STACK_WAIT_S = 2.0
 LOG_TAIL_CHARS = 4000
 DEVICE_SETTING = "FSDP_C_TEST_DEVICE"  # pytest --device
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "pytest"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "pytest",
+]
 
 
 def device_type() -> str:
@@ -46,10 +51,13 @@ def device_type() -> str:
 
 
 def device() -> Any:
-    """The torch.device of this rank, where what is made without a device is. Ranks take the host's GPUs in turn."""
+    """The torch.device of this rank, where what is made without a device is. Ranks take the host's GPUs in
+    turn."""
     import torch
 
-    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+    )
 
 
 class RankFailure(AssertionError):
@@ -82,7 +90,9 @@ class Rank:
     def describe_exit(self) -> str:
         code = self.process.exitcode
         return (
-            f"died with {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+            f"died with {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exited with code {code}"
         )
 
     def log_tail(self) -> str:
@@ -99,11 +109,14 @@ def _body(module: str, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _nothing_unraisable() -> Iterator[None]:
-    """Raises AssertionError if an exception could only be printed meanwhile, as those of what garbage calls are."""
+    """Raises AssertionError if an exception could only be printed meanwhile, as those of what garbage calls
+    are."""
     said: list[str] = []
 
     def hear(one: Any) -> None:
-        if not inspect.isgenerator(one.object):  # torch's profiling of its FSDP1 raises where it is closed late
+        if not inspect.isgenerator(
+            one.object
+        ):  # torch's profiling of its FSDP1 raises where it is closed late
             said.append(f"{one.err_msg or 'Exception ignored in'} {one.object!r}: {one.exc_value!r}")
 
     before, sys.unraisablehook = sys.unraisablehook, hear
@@ -118,7 +131,9 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
     import torch
 
     torch.manual_seed(0)
-    torch.set_default_device(device() if device_type() == "cuda" else None)  # whatever the body before has left
+    torch.set_default_device(
+        device() if device_type() == "cuda" else None
+    )  # whatever the body before has left
     try:
         with races.none_found(), _nothing_unraisable():
             return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
@@ -141,7 +156,9 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     faulthandler.enable(file=descriptor)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=False)
     sys.path[:] = path
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR", RANK=str(index), WORLD_SIZE=str(world_size))
+    os.environ.update(
+        GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR", RANK=str(index), WORLD_SIZE=str(world_size)
+    )
     import torch
     import torch.distributed as dist
     from _pytest.config import _prepareconfig
@@ -150,12 +167,16 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S))
+    store = dist.TCPStore(
+        "127.0.0.1", port, world_size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S)
+    )
     backend = "gloo"
     if device_type() == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(index % torch.cuda.device_count())
-    dist.init_process_group(backend, store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30))
+    dist.init_process_group(
+        backend, store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30)
+    )
     connection.send(Outcome())
     while True:
         try:
@@ -166,7 +187,9 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
         try:
             connection.send(outcome)
         except Exception:
-            connection.send(Outcome(error=traceback.format_exc(), headline="the body's result cannot be pickled"))
+            connection.send(
+                Outcome(error=traceback.format_exc(), headline="the body's result cannot be pickled")
+            )
 
 
 # ----------------------------------------------------------------- pytest's side
@@ -215,11 +238,16 @@ class RankPool:
         self._store = None
 
     def run(
-        self, module: str, name: str, kwargs: dict[str, Any] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        module: str,
+        name: str,
+        kwargs: dict[str, Any] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Any]:
         """Run ``module.name(rank, world_size, **kwargs)`` on all ranks; the values by rank.
 
-        Raises RankFailure when a rank raised, RankHang when one died or did not finish in ``timeout_s`` seconds.
+        Raises RankFailure when a rank raised, RankHang when one died or did not finish in ``timeout_s``
+        seconds.
         """
         try:
             if not self.ranks:
@@ -227,7 +255,9 @@ class RankPool:
             for rank in self.ranks:
                 rank.connection.send((module, name, kwargs or {}))
             outcomes = self._collect(f"{module}.{name}", timeout_s)
-        except BaseException:  # also an interrupt: answers that are still under way must not meet the next body
+        except (
+            BaseException
+        ):  # also an interrupt: answers that are still under way must not meet the next body
             self.close()
             raise
         reasons = {outcome.skipped for outcome in outcomes}
@@ -264,11 +294,16 @@ class RankPool:
             return rank.connection.recv()
         except (EOFError, ConnectionResetError):
             rank.process.join(STACK_WAIT_S)
-            return Outcome(error=rank.log_tail() or "nothing logged", headline=f"the process {rank.describe_exit()}")
+            return Outcome(
+                error=rank.log_tail() or "nothing logged", headline=f"the process {rank.describe_exit()}"
+            )
 
     def _failure_text(self, what: str, outcomes: dict[int, Outcome], missing: list[Rank]) -> str:
         failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}
-        parts = [f"{what} failed on rank {index} of {self.world_size}: {one.headline}" for index, one in failed.items()]
+        parts = [
+            f"{what} failed on rank {index} of {self.world_size}: {one.headline}"
+            for index, one in failed.items()
+        ]
         parts += [f"--- rank {index}\n{one.error}" for index, one in failed.items()]
         if missing:
             parts.append(self._hang_text(what, GRACE_S, missing))

@@ -26,7 +26,8 @@ def settled_nbytes() -> int:
 
 
 def live_nbytes_after_a_failure(*expected: int, timeout_s: float = 10.0) -> int:
-    """What is live once autograd has let go of a backward that raised: on a GPU its own thread does, a little later."""
+    """What is live once autograd has let go of a backward that raised: on a GPU its own thread does, a little
+    later."""
     deadline = time.monotonic() + timeout_s
     while live_nbytes() not in expected and time.monotonic() < deadline:
         time.sleep(0.01)

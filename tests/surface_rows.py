@@ -1,7 +1,8 @@
-"""Writes surface_rows.md: which test covers which row of docs/behaviour.md. Run as ``python -m tests.surface_rows``.
+"""Writes surface_rows.md: which test covers which row of docs/behaviour.md. Run as ``python -m
+tests.surface_rows``.
 
-A row is covered by the tests that name its id (in a comment or docstring of the test, or in the module's docstring), by
-a test that is named here, or has a reason here. What has neither is written as open.
+A row is covered by the tests that name its id (in a comment or docstring of the test, or in the module's
+docstring), by a test that is named here, or has a reason here. What has neither is written as open.
 """
 
 from __future__ import annotations
@@ -329,7 +330,9 @@ def by_hand() -> dict[str, list[str] | str]:
         if rest.startswith("reason: "):
             entries[one] = rest.removeprefix("reason: ")
             continue
-        entries[one] = [f"{SHORT[test.partition('::')[0]]}::{test.partition('::')[2]}" for test in rest.split()]
+        entries[one] = [
+            f"{SHORT[test.partition('::')[0]]}::{test.partition('::')[2]}" for test in rest.split()
+        ]
     return entries
 
 
@@ -337,7 +340,9 @@ def entry(one: str, found: dict[str, list[str]], hand: dict[str, list[str] | str
     given = hand.get(one, [])
     tests = list(dict.fromkeys(found.get(one, []) + (given if isinstance(given, list) else [])))
     if tests:
-        return ", ".join(f"`{test}`" for test in tests[:3]) + (f" and {len(tests) - 3} more" if len(tests) > 3 else "")
+        return ", ".join(f"`{test}`" for test in tests[:3]) + (
+            f" and {len(tests) - 3} more" if len(tests) > 3 else ""
+        )
     return f"{given}" if isinstance(given, str) else "open"
 
 
@@ -346,7 +351,8 @@ def page() -> str:
     lines = [
         "# Rows of the surface, and the tests that cover them",
         "",
-        "Written by `python -m tests.surface_rows`: a row of [docs/behaviour.md](../docs/behaviour.md) has tests that",
+        "Written by `python -m tests.surface_rows`: a row of [docs/behaviour.md](../docs/behaviour.md) has "
+        "tests that",
         "cover it, or the reason why this design has nothing of the kind. `open`: no test yet.",
         "",
     ]

@@ -62,7 +62,8 @@ class Language(nn.Module):
 
 @functools.cache
 def mesh() -> DeviceMesh:
-    """The mesh of this process: data parallel by tensor parallel. Made once: groups live as long as the ranks."""
+    """The mesh of this process: data parallel by tensor parallel. Made once: groups live as long as the
+    ranks."""
     return init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
@@ -73,7 +74,8 @@ def hybrid_mesh() -> DeviceMesh:
 
 
 def parallelized(model: Language, plan: str) -> Language:
-    """``model`` with the plan "mlp" (layers only) or "sequence" (all of it; activations sharded between the layers)."""
+    """``model`` with the plan "mlp" (layers only) or "sequence" (all of it; activations sharded between the
+    layers)."""
     return parallelize_module(model, mesh()["tp"], mlp_plan() if plan == "mlp" else sequence_plan())
 
 

@@ -24,23 +24,43 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("training",),
     ("state",),
     ("checkpoint",),
-    ("api", "debug", "fully_sharded_data_parallel", "host_cost", "optim", "sharded_grad_scaler", "where", "wrap"),
+    (
+        "api",
+        "debug",
+        "fully_sharded_data_parallel",
+        "host_cost",
+        "optim",
+        "sharded_grad_scaler",
+        "where",
+        "wrap",
+    ),
     ("interop",),
     ("__init__", "__main__", "cli", "selftest"),
 )
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 160,
     "csrc/layout": 560,
-    "csrc/kernels": 3_750,
-    "csrc/torch": 3_650,
-    "csrc/collective": 350,
-    "csrc/handle": 5_300,
-    "csrc/runtime": 5_850,
+    "csrc/kernels": 3_830,
+    "csrc/torch": 3_720,
+    "csrc/collective": 360,
+    "csrc/handle": 5_460,
+    "csrc/runtime": 6_030,
     "csrc/python": 1_850,
-    "fsdp_c": 21_200,
+    "fsdp_c": 22_520,
 }
 LONGEST_FILE = 500
-TENSOR_FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}
+TENSOR_FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+}
 STATEFUL = ("handle", "runtime")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
 STATE_OWNERS = {
@@ -105,14 +125,19 @@ def reachable_includes(name: str, files: dict[str, str]) -> set[str]:
     reached: set[str] = set()
     waiting = [name]
     while waiting:
-        new = [other for other in project_includes(waiting.pop(), files) if other in files and other not in reached]
+        new = [
+            other
+            for other in project_includes(waiting.pop(), files)
+            if other in files and other not in reached
+        ]
         reached.update(new)
         waiting += new
     return reached
 
 
 def libtorch_violations(root: Path) -> list[str]:
-    """Names of libtorch before the torch layer, and after it in a file that includes none of that layer's headers."""
+    """Names of libtorch before the torch layer, and after it in a file that includes none of that layer's
+    headers."""
     files = c_files(root)
     found = []
     for name, text in files.items():
@@ -187,7 +212,11 @@ def declaration_violations(root: Path) -> list[str]:
     """Functions that are neither static nor declared in one header, and what two headers declare."""
     files = c_files(root)
     headers = headers_of(files)
-    found = [f"{declared} is declared in {', '.join(names)}" for declared, names in headers.items() if len(names) > 1]
+    found = [
+        f"{declared} is declared in {', '.join(names)}"
+        for declared, names in headers.items()
+        if len(names) > 1
+    ]
     for name, text in files.items():
         for head, function, _ in definitions_of(without_preprocessor(text)) if name.endswith(".c") else []:
             if not re.search(r"\bstatic\b|\bPyMODINIT_FUNC\b", head) and function not in headers:
@@ -196,7 +225,8 @@ def declaration_violations(root: Path) -> list[str]:
 
 
 def prefix_violations(root: Path) -> list[str]:
-    """Functions of the stateful layers that are called neither after their file nor after their component's header."""
+    """Functions of the stateful layers that are called neither after their file nor after their component's
+    header."""
     files = c_files(root)
     headers = headers_of(files)
     return [
@@ -205,12 +235,15 @@ def prefix_violations(root: Path) -> list[str]:
         for head, function, _ in definitions_of(without_preprocessor(text))
         if name.split("/")[0] in STATEFUL
         and not re.search(r"\bstatic\b(?!\s+inline)", head)
-        and not any(f"{function}_".startswith(f"{stem_of(one)}_") for one in (name, *headers.get(function, [])))
+        and not any(
+            f"{function}_".startswith(f"{stem_of(one)}_") for one in (name, *headers.get(function, []))
+        )
     ]
 
 
 def ring_violations(root: Path) -> list[str]:
-    """Files of a stateful layer that call each other in a ring; a header's inline functions are a file of their own."""
+    """Files of a stateful layer that call each other in a ring; a header's inline functions are a file of
+    their own."""
     found = []
     files = {name: without_preprocessor(text) for name, text in c_files(root).items()}
     for layer in STATEFUL:
@@ -226,7 +259,9 @@ def ring_violations(root: Path) -> list[str]:
             if name.endswith(".h") or not re.search(r"\bstatic\b", head)
         }
         waiting = {
-            name: {homes[word] for *_, body in definitions for word in re.findall(r"\w+", body) if word in homes}
+            name: {
+                homes[word] for *_, body in definitions for word in re.findall(r"\w+", body) if word in homes
+            }
             - {name}
             for name, definitions in bodies.items()
         }
@@ -262,7 +297,8 @@ def owners_of(files: dict[str, str], headers: dict[str, list[str]]) -> dict[str,
 
 
 def written_struct(path: str, variables: dict[str, str], fields: dict[str, dict[str, str]]) -> str | None:
-    """The struct whose field an assignment to ``path`` writes; None where that is not known, or it is a local one."""
+    """The struct whose field an assignment to ``path`` writes; None where that is not known, or it is a local
+    one."""
     base, *steps = re.split(r"->|\.", re.sub(r"\[[^\]]*\]", "", path))
     struct = variables.get(base.partition("(")[0]) if "->" in path else None
     for step in steps[:-1]:
@@ -286,7 +322,9 @@ def ownership_violations(root: Path) -> list[str]:
     for name, text in files.items():
         returned = {function: struct for struct, function in re.findall(r"\bstruct (\w+) \*(\w+)\(", text)}
         for head, function, body in definitions_of(without_preprocessor(text)):
-            pointers = {variable: struct for struct, variable in re.findall(r"\bstruct (\w+) \*(\w+)\b", head + body)}
+            pointers = {
+                variable: struct for struct, variable in re.findall(r"\bstruct (\w+) \*(\w+)\b", head + body)
+            }
             for groups in WRITE.findall(body):
                 path = next(filter(None, groups))
                 struct = written_struct(path, returned | pointers, fields)
@@ -297,7 +335,8 @@ def ownership_violations(root: Path) -> list[str]:
 
 
 def state_violations(root: Path) -> list[str]:
-    """State enums that are not assigned in exactly one function of the layer that owns them, or in any other layer."""
+    """State enums that are not assigned in exactly one function of the layer that owns them, or in any other
+    layer."""
     found = []
     for field, owner in STATE_OWNERS.items():
         writers: dict[str, set[str]] = {owner: set()}
@@ -328,7 +367,8 @@ def lookup_violations(root: Path) -> list[str]:
 
 
 def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
-    """The modules of the package that one imports, anywhere in it; what is no module of it counts as its own top."""
+    """The modules of the package that one imports, anywhere in it; what is no module of it counts as its own
+    top."""
 
     def module(dotted: str) -> str | None:
         rest = dotted.removeprefix("fsdp_c").lstrip(".")
@@ -342,7 +382,9 @@ def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), f"fsdp_c.{name}".rpartition(".")[0])
             if source.partition(".")[0] == "fsdp_c":
-                found.update(module(f"{source}.{one.name}") or module(source) or "__init__" for one in node.names)
+                found.update(
+                    module(f"{source}.{one.name}") or module(source) or "__init__" for one in node.names
+                )
     return found
 
 
@@ -366,13 +408,16 @@ def python_layer_violations(root: Path) -> list[str]:
     modules = python_modules(root)
     found = [f"fsdp_c.{name} is in no layer" for name in modules if python_layer_of(name) < 0]
     for name in modules:
-        later = [one for one in imported_modules(name, modules) if python_layer_of(one) > python_layer_of(name)]
+        later = [
+            one for one in imported_modules(name, modules) if python_layer_of(one) > python_layer_of(name)
+        ]
         found += [f"fsdp_c.{name} imports fsdp_c.{one} of a later layer" for one in sorted(later)]
     return found
 
 
 def trace_violations(root: Path) -> list[str]:
-    """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own phases."""
+    """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own
+    phases."""
     itself = re.compile(r"runtime/(trace|flight_recorder)\.[ch]|torch/profile\.[ch]|python/module\.c")
     opening = re.compile(r"\b(profile_(?:begin\w*|end)|flight_recorder_(?:enter|leave|end_step))\(")
     return [
@@ -401,11 +446,17 @@ def budget_violations(root: Path) -> list[str]:
     """Folders that have outgrown their budget of lines, and sources of C too long for one reading."""
     found = []
     for folder, budget in BUDGET.items():
-        files = [path for path in (root / folder).rglob("*") if path.suffix in (".c", ".h", ".cu", ".py", ".pyi")]
+        files = [
+            path for path in (root / folder).rglob("*") if path.suffix in (".c", ".h", ".cu", ".py", ".pyi")
+        ]
         lines = {path: len(path.read_text().splitlines()) for path in files}
         if sum(lines.values()) > budget:
             found.append(f"{folder} has {sum(lines.values())} lines of {budget}")
-        found += [f"{path.name} has {n} lines" for path, n in lines.items() if n > LONGEST_FILE and path.suffix == ".c"]
+        found += [
+            f"{path.name} has {n} lines"
+            for path, n in lines.items()
+            if n > LONGEST_FILE and path.suffix == ".c"
+        ]
     return found
 
 
@@ -437,7 +488,9 @@ def test_every_layer_of_the_list_is_there() -> None:
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
     assert folders == set(LAYERS)
     assert all(any((ROOT / "csrc" / layer).glob("*.[ch]")) for layer in LAYERS)
-    assert {name.split(".")[0] for name in python_modules(ROOT)} == {name for layer in PYTHON_LAYERS for name in layer}
+    assert {name.split(".")[0] for name in python_modules(ROOT)} == {
+        name for layer in PYTHON_LAYERS for name in layer
+    }
 
 
 def test_the_page_lists_the_layers_in_their_order() -> None:
@@ -519,7 +572,11 @@ PLANTED = [
     (declaration_violations, "csrc/base/second.c", "int memory_stray(void) { return 0; }"),
     (prefix_violations, "csrc/handle/second.c", "int handle_verb(void) { return 0; }"),
     (prefix_violations, "csrc/handle/lower.h", LOWER_H + "static inline int other_verb(void) { return 0; }"),
-    (ring_violations, "csrc/handle/lower.c", "int lower_verb(struct lower *lower) { handle_use(0, 0); return 1; }"),
+    (
+        ring_violations,
+        "csrc/handle/lower.c",
+        "int lower_verb(struct lower *lower) { handle_use(0, 0); return 1; }",
+    ),
     (ownership_violations, "csrc/python/type.c", "void sneak(struct handle *h) { h->training_state = 0; }"),
     (
         ownership_violations,
@@ -539,7 +596,8 @@ PLANTED = [
     (
         ownership_violations,
         "csrc/python/type.c",
-        "struct handle *inside(PyObject *o) { return 0; }\nvoid sneak(PyObject *o) { inside(o)->lower.count |= 1; }",
+        "struct handle *inside(PyObject *o) { return 0; }\nvoid sneak(PyObject *o) { inside(o)->lower.count "
+        "|= 1; }",
     ),
     (
         lookup_violations,
@@ -558,7 +616,11 @@ PLANTED = [
     (python_layer_violations, "fsdp_c/state/values.py", "from ..checkpoint import folder\n"),
     (python_layer_violations, "fsdp_c/state/values.py", "def late():\n    import fsdp_c.checkpoint.folder\n"),
     (python_layer_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c import A\n"),
-    (default_device_violations, "fsdp_c/state/values.py", "import torch\nx = torch.zeros(3, dtype=torch.int64)\n"),
+    (
+        default_device_violations,
+        "fsdp_c/state/values.py",
+        "import torch\nx = torch.zeros(3, dtype=torch.int64)\n",
+    ),
 ]
 
 
@@ -575,7 +637,9 @@ def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_pa
 
 
 @pytest.mark.parametrize(("lower", "upper"), list(pairwise(PYTHON_LAYERS)), ids=lambda layer: layer[0])
-def test_an_import_of_the_next_layer_is_found(lower: tuple[str, ...], upper: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_import_of_the_next_layer_is_found(
+    lower: tuple[str, ...], upper: tuple[str, ...], tmp_path: Path
+) -> None:
     """Whichever module of whichever layer it is in."""
     for name in lower:
         for other in upper:
@@ -588,6 +652,7 @@ def test_an_import_of_the_next_layer_is_found(lower: tuple[str, ...], upper: tup
 def test_comments_are_no_violations(tmp_path: Path) -> None:
     plant(
         tmp_path,
-        SOUND | {"csrc/kernels/fill.c": '/* #include <Python.h>\n aoti_torch_zero_ */\n// #include "torch/x.h"\n'},
+        SOUND
+        | {"csrc/kernels/fill.c": '/* #include <Python.h>\n aoti_torch_zero_ */\n// #include "torch/x.h"\n'},
     )
     assert [violation for check in CHECKS for violation in check(tmp_path)] == []

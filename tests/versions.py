@@ -1,12 +1,12 @@
 """The suite on other versions of torch and Python: ``python -m tests.versions 2.10.0 2.15.0@3.12``.
 
-A version is one of torch, with one of Python after "@", or each of ``--pythons``, or else this one. Each gets an
-environment of its own, made with ``pip install torch==VERSION``: 5 to 7 GB where PyPI's build is for CUDA.
+A version is one of torch, with one of Python after "@", or each of ``--pythons``, or else this one. Each gets
+an environment of its own, made with ``pip install torch==VERSION``: 5 to 7 GB where PyPI's build is for CUDA.
 
-What is tested is the last commit, in a checkout of its own with one extension for all versions, so that one may go on
-editing meanwhile. The suite runs in parts, and what a part came to is kept. A call that is interrupted or repeated goes
-on with the parts that have no result of this commit; with ``--again`` those that have one of an earlier commit run only
-what failed then. Tests that fail are run once more, each alone.
+What is tested is the last commit, in a checkout of its own with one extension for all versions, so that one
+may go on editing meanwhile. The suite runs in parts, and what a part came to is kept. A call that is
+interrupted or repeated goes on with the parts that have no result of this commit; with ``--again`` those that
+have one of an earlier commit run only what failed then. Tests that fail are run once more, each alone.
 
 At the end, and with ``--report`` alone, one table shows all that the folder has results of.
 """
@@ -70,7 +70,8 @@ class Result:
 
 @dataclass
 class Version:
-    """One version of torch and Python: where its environment and its results are, and what it is called in full."""
+    """One version of torch and Python: where its environment and its results are, and what it is called in
+    full."""
 
     spec: str
     folder: Path
@@ -104,13 +105,15 @@ class Version:
 
 
 def git(*arguments: str, folder: Path | None = None) -> str:
-    """What git prints, of this repository or of that in ``folder``. CalledProcessError where there is none."""
+    """What git prints, of this repository or of that in ``folder``. CalledProcessError where there is
+    none."""
     command = ["git", "-C", str(folder or ROOT), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def checkout(folder: Path) -> tuple[Path, str]:
-    """A checkout of the last commit with its extension built, and the commit. Later calls compile what has changed."""
+    """A checkout of the last commit with its extension built, and the commit. Later calls compile what has
+    changed."""
     tree, commit = folder / "tree", git("rev-parse", "HEAD")
     if not tree.exists():
         git("clone", "-q", "--shared", "--no-checkout", str(ROOT), str(tree))
@@ -126,14 +129,21 @@ def checkout(folder: Path) -> tuple[Path, str]:
 
 
 def interpreter(version: str) -> str:
-    """A Python of ``version``, as "3.12", from the path or from pyenv, or the one at a path. SystemExit if none."""
+    """A Python of ``version``, as "3.12", from the path or from pyenv, or the one at a path. SystemExit if
+    none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates = [version, f"python{version}", *map(str, sorted(pyenv.glob(f"{version}.*/bin/python{version}")))]
+    candidates = [
+        version,
+        f"python{version}",
+        *map(str, sorted(pyenv.glob(f"{version}.*/bin/python{version}"))),
+    ]
     for candidate in candidates:
         found = shutil.which(candidate)  # perhaps a shim of pyenv, which may refuse to run
         if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
             return found
-    raise SystemExit(f"no Python {version} found: put python{version} on the path, or write its path after the @")
+    raise SystemExit(
+        f"no Python {version} found: put python{version} on the path, or write its path after the @"
+    )
 
 
 def requirements() -> list[str]:
@@ -143,7 +153,8 @@ def requirements() -> list[str]:
 
 
 def make_environment(version: Version, tree: Path) -> None:
-    """Make what does not stand yet, with ``tree`` on its path. CalledProcessError if there is no such torch."""
+    """Make what does not stand yet, with ``tree`` on its path. CalledProcessError if there is no such
+    torch."""
     torch_version, _, python_version = version.spec.partition("@")
     if not version.python.exists():
         maker = interpreter(python_version) if python_version else sys.executable
@@ -161,7 +172,9 @@ def make_environment(version: Version, tree: Path) -> None:
     for packages in version.home.glob("lib/python*/site-packages"):
         (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
     ask = "import platform, torch; print(torch.__version__, platform.python_version())"
-    answer = subprocess.run([version.python, "-c", ask], check=True, capture_output=True, text=True).stdout.split()
+    answer = subprocess.run(
+        [version.python, "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.split()
     version.write("names", dict(zip(("torch", "python"), answer, strict=True)))
 
 
@@ -173,11 +186,14 @@ def pytest(python: Path, arguments: Iterable[str], tree: Path, report: Path) -> 
     variables = {"OMP_NUM_THREADS": "1"} | os.environ
     options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={report}"]
     report.unlink(missing_ok=True)
-    return subprocess.run([str(python), "-m", "pytest", *options, *arguments], cwd=tree, env=variables).returncode
+    return subprocess.run(
+        [str(python), "-m", "pytest", *options, *arguments], cwd=tree, env=variables
+    ).returncode
 
 
 def test_name(case: ElementTree.Element) -> str:
-    """The name by which pytest runs a test again: modules in folders, no classes. Modules that fail are named alone."""
+    """The name by which pytest runs a test again: modules in folders, no classes. Modules that fail are named
+    alone."""
     module, name = case.attrib["classname"], case.attrib["name"]
     return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py"
 
@@ -225,15 +241,22 @@ def run_failures(version: Version, result: Result, tree: Path) -> Result:
         return result
     ran = {test_name(case) for case in ElementTree.parse(again).iter("testcase")}
     skipped, stays = dict(outcomes(again, "skipped")), dict(outcomes(again, "failure", "error"))
-    failed = {name: stays.get(name, why) for name, why in result.failed.items() if name not in ran or name in stays}
+    failed = {
+        name: stays.get(name, why) for name, why in result.failed.items() if name not in ran or name in stays
+    }
     mended = [name for name in result.failed if name not in failed and name not in skipped]
     return replace(result, failed=failed, skipped=result.skipped | skipped, mended=result.mended + mended)
 
 
 def unfinished(version: Version, parts: Iterable[str], commit: str, again: bool) -> list[str]:
-    """The parts without a result of this commit; with ``again``, without any, or with failures of an earlier one."""
+    """The parts without a result of this commit; with ``again``, without any, or with failures of an earlier
+    one."""
     kept = {part: version.read(part) for part in parts}
-    return [part for part, one in kept.items() if not one or one["commit"] != commit and (one["failed"] or not again)]
+    return [
+        part
+        for part, one in kept.items()
+        if not one or one["commit"] != commit and (one["failed"] or not again)
+    ]
 
 
 def run_suite(version: Version, parts: Iterable[str], tree: Path, commit: str, again: bool) -> None:
@@ -305,7 +328,8 @@ def rows(folder: Path) -> list[Row]:
 
 
 def table(found: Iterable[Row]) -> str:
-    """The results in Markdown: the counts, then by version what failed, what passed alone, and why tests skip."""
+    """The results in Markdown: the counts, then by version what failed, what passed alone, and why tests
+    skip."""
     lines = [HEADER]
     lines += ["| " + " | ".join(map(str, row.cells())) + " |" for row in found]
     for row in found:
@@ -332,11 +356,19 @@ what did not, and "mended" what passed after a change. Not part of it:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__.partition("\n")[0])
-    parser.add_argument("versions", nargs="*", metavar="TORCH[@PYTHON]", help="as 2.10.0, 2.15.0@3.12, 2.15.0@/path")
-    parser.add_argument("--pythons", nargs="*", default=[], help="of versions without an @: all of these, as 3.10 3.12")
+    parser.add_argument(
+        "versions", nargs="*", metavar="TORCH[@PYTHON]", help="as 2.10.0, 2.15.0@3.12, 2.15.0@/path"
+    )
+    parser.add_argument(
+        "--pythons", nargs="*", default=[], help="of versions without an @: all of these, as 3.10 3.12"
+    )
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="of the suite")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/versions", help="of environments and results")
-    parser.add_argument("--again", action="store_true", help="of parts with an earlier commit's result, only failures")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build/versions", help="of environments and results"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="of parts with an earlier commit's result, only failures"
+    )
     parser.add_argument("--discard", action="store_true", help="remove each environment after its tests")
     parser.add_argument("--report", action="store_true", help="only show the results of earlier runs")
     parser.add_argument("--out", type=Path, help="a file for the table")

@@ -1,7 +1,8 @@
 """python -m tests.without_fsdp1 WAY RANK WORLD_SIZE FOLDER: one rank of a training with all that it saves.
 
-WAY is "present" or one of ``tests.hidden_fsdp1.WAYS``. Writes digests of everything that must be the same in each way
-to FOLDER/WAY/RANK.json, and what others must load beside it; then loads what the ways before it have left in FOLDER.
+WAY is "present" or one of ``tests.hidden_fsdp1.WAYS``. Writes digests of everything that must be the same in
+each way to FOLDER/WAY/RANK.json, and what others must load beside it; then loads what the ways before it have
+left in FOLDER.
 """
 
 from __future__ import annotations
@@ -60,13 +61,18 @@ def configurations() -> dict[str, dict[str, Any]]:
         "sizes": {
             "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=60),
             "mixed_precision": MixedPrecision(
-                torch.bfloat16, torch.float32, cast_forward_inputs=True, _module_classes_to_ignore=(LayerNorm,)
+                torch.bfloat16,
+                torch.float32,
+                cast_forward_inputs=True,
+                _module_classes_to_ignore=(LayerNorm,),
             ),
             "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
         },
         "custom": {
             "auto_wrap_policy": CustomPolicy(
-                lambda module: {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, Block) else False
+                lambda module: (
+                    {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, Block) else False
+                )
             ),
             "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
         },
@@ -100,7 +106,10 @@ def train(name: str, kwargs: dict[str, Any], own: Path) -> dict[str, str]:
         losses += [loss.item(), model.clip_grad_norm_(0.5).item()]
         optimizer.step()
         optimizer.zero_grad()
-    found = {"losses": digest(repr(losses).encode()), "units": digest(repr(list(dict(model.named_modules()))).encode())}
+    found = {
+        "losses": digest(repr(losses).encode()),
+        "units": digest(repr(list(dict(model.named_modules()))).encode()),
+    }
     for kind in ("FULL", "SHARDED", "LOCAL"):
         found[kind] = digest(saved(model, optimizer, kind, own / f"{dist.get_rank()}.{name}.{kind}"))
     if name == "classes":

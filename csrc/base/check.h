@@ -1,5 +1,6 @@
-/* Invariants that are asserted where FSDP_C_CHECK is defined: with FSDP_C_CHECK=1 or FSDP_C_SANITIZE in the environment of setup.py, and
- * in the native tests. Elsewhere they cost nothing. One that does not hold is a bug of this library's, so the process ends, with the place and the condition. */
+/* Invariants that are asserted where FSDP_C_CHECK is defined: with FSDP_C_CHECK=1 or FSDP_C_SANITIZE in the
+ * environment of setup.py, and in the native tests. Elsewhere they cost nothing. One that does not hold is a
+ * bug of this library's, so the process ends, with the place and the condition. */
 #ifndef FSDP_BASE_CHECK_H
 #define FSDP_BASE_CHECK_H
 
@@ -7,12 +8,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define INVARIANT(condition)                                                                                           \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s: broken invariant: %s\n", __FILE__, __LINE__, __func__, #condition);            \
-            abort();                                                                                                   \
-        }                                                                                                              \
+#define INVARIANT(condition)                                                                                 \
+    do {                                                                                                     \
+        if (!(condition)) {                                                                                  \
+            fprintf(stderr, "%s:%d: %s: broken invariant: %s\n", __FILE__, __LINE__, __func__, #condition);  \
+            abort();                                                                                         \
+        }                                                                                                    \
     } while (0)
 #define CHECKED(check) check /* a call of a component's `..._check()` */
 #else

@@ -1,12 +1,12 @@
-/* Checked allocation: every array below the Python layers comes from here, so that each allocation can be made to fail once.
- * Invariant: a product of sizes never wraps; a failure is NULL, never an exit. */
+/* Checked allocation: every array below the Python layers comes from here, so that each allocation can be
+ * made to fail once. Invariant: a product of sizes never wraps; a failure is NULL, never an exit. */
 #ifndef FSDP_BASE_MEMORY_H
 #define FSDP_BASE_MEMORY_H
 
 #include <stddef.h>
 
-/* A zeroed array of `count` elements of `size` bytes, to be freed with mem_free. NULL when there is no memory or when
- * count * size overflows. A count of 0 gives a valid, unusable pointer: NULL always means failure. */
+/* A zeroed array of `count` elements of `size` bytes, to be freed with mem_free. NULL when there is no memory
+ * or when count * size overflows. A count of 0 gives a valid, unusable pointer: NULL always means failure. */
 void *mem_new_array(size_t count, size_t size);
 void mem_free(void *memory); /* NULL is legal */
 

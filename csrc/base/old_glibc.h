@@ -1,6 +1,7 @@
-/* For wheels, which run with an older C library than that of the machine that builds them: included before every source by
- * FSDP_C_OLD_GLIBC=1. These functions have newer versions since glibc 2.29 and 2.34, which differ in where they live and how
- * they report errors; the first ones are in every glibc for the processor. */
+/* For wheels, which run with an older C library than that of the machine that builds them: included before
+ * every source by FSDP_C_OLD_GLIBC=1. These functions have newer versions since glibc 2.29 and 2.34, which
+ * differ in where they live and how they report errors; the first ones are in every glibc for the
+ * processor. */
 
 #pragma once
 

@@ -9,21 +9,25 @@
 struct public_name {
     const char *name;
     PyObject *interned; /* owned */
-    PyObject *original; /* owned; NULL where this torch does not have the name, or it was replaced before fsdp_c came */
+    /* owned; NULL where this torch does not have the name, or it was replaced before fsdp_c came */
+    PyObject *original;
 };
 
-static struct public_name gather_names[] = {{"all_gather_single", NULL, NULL}, {"all_gather_into_tensor", NULL, NULL}};
+static struct public_name gather_names[] = {{"all_gather_single", NULL, NULL},
+                                            {"all_gather_into_tensor", NULL, NULL}};
 static struct public_name scatter_names[] = {{"reduce_scatter_single", NULL, NULL},
                                              {"reduce_scatter_tensor", NULL, NULL}};
 static struct public_name reduce_names[] = {{"all_reduce", NULL, NULL}};
 static PyObject *public_functions; /* owned; the dict of torch.distributed */
 
-/* Owned for ever. Nobody asks for a handle to wait for later: so NCCL runs on the stream that is current, and keeps no tensor. */
+/* Owned for ever. Nobody asks for a handle to wait for later: so NCCL runs on the stream that is current, and
+ * keeps no tensor. */
 static PyObject *gather_options, *scatter_options, *reduce_options;
 
 /* Was the function defined where torch defines its collectives, or where it decorates them? */
 static bool is_torchs_own(PyObject *function) {
-    static const char *const modules[] = {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"};
+    static const char *const modules[] = {"torch.distributed.distributed_c10d",
+                                          "torch.distributed.c10d_logger"};
     PyObject *globals = PyObject_GetAttrString(function, "__globals__");
     PyObject *module = globals ? PyMapping_GetItemString(globals, "__name__") : NULL;
     bool result = false;
@@ -80,7 +84,8 @@ int collective_init(void) {
     return 0;
 }
 
-/* The function that stands under a public name and is not the one torch put there, borrowed; NULL when nothing was replaced. */
+/* The function that stands under a public name and is not the one torch put there, borrowed; NULL when
+ * nothing was replaced. */
 static PyObject *replacement(const struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
         PyObject *now = PyDict_GetItemWithError(public_functions, names[i].interned);
@@ -102,7 +107,8 @@ static PyObject *refuse_missing(PyObject *what, PyObject *args) {
 
 static PyMethodDef refuse_missing_def = {"refuse_missing", refuse_missing, METH_VARARGS, NULL};
 
-/* A bound method, new reference. An object that says its rank and size is a group until it is asked to send something. */
+/* A bound method, new reference. An object that says its rank and size is a group until it is asked to send
+ * something. */
 static PyObject *method_of(PyObject *group, PyObject *rank, const char *name) {
     PyObject *method = PyObject_GetAttrString(group, name);
     if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -199,8 +205,8 @@ int collective_let_go(void) {
 static PyObject *refuse(const struct collective_group *group) {
     PyErr_Format(
         PyExc_RuntimeError,
-        "rank %lld: the process is ending and its process groups were destroyed, so FullyShardedDataParallel can "
-        "communicate no more: do it before destroy_process_group()",
+        "rank %lld: the process is ending and its process groups were destroyed, so FullyShardedDataParallel "
+        "can communicate no more: do it before destroy_process_group()",
         (long long)group->rank);
     return NULL;
 }
@@ -246,9 +252,10 @@ bool collective_gathers_together(const struct collective_group *group) {
            PyObject_HasAttrString(group->gather_group, "allgather_into_tensor_coalesced");
 }
 
-PyObject *collective_all_gather_together(const struct collective_group *group, PyObject *outputs, PyObject *inputs) {
-    return enqueued(PyObject_CallMethod(group->gather_group, "allgather_into_tensor_coalesced", "OOO", outputs, inputs,
-                                        gather_options));
+PyObject *collective_all_gather_together(const struct collective_group *group, PyObject *outputs,
+                                         PyObject *inputs) {
+    return enqueued(PyObject_CallMethod(group->gather_group, "allgather_into_tensor_coalesced", "OOO",
+                                        outputs, inputs, gather_options));
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
@@ -257,7 +264,8 @@ PyObject *collective_reduce_scatter(const struct collective_group *group, PyObje
         return refuse(group);
     if (function)
         return enqueued(call_replacement(function, group->scatter_group, output, input));
-    return enqueued(PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, scatter_options, NULL));
+    return enqueued(
+        PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, scatter_options, NULL));
 }
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {

@@ -39,8 +39,8 @@ int gradients_pack_pending(struct gradients *gradients, PyObject *output, double
     if (fill_sources(gradients) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
     return tensor_check(gradients->storage->kernels->pack(view.data, view.dtype, tensor_view_numel(&view),
-                                                          gradients->sources, gradients->param->num_params, divisor,
-                                                          storage_stream(gradients->storage)),
+                                                          gradients->sources, gradients->param->num_params,
+                                                          divisor, storage_stream(gradients->storage)),
                         "packing of gradients");
 }
 
@@ -65,12 +65,12 @@ static int add_tensor(struct gradients *gradients, PyObject *output, PyObject *i
 }
 
 PyObject *gradients_take_received(struct gradients *gradients) {
-    PyObject *total =
-        gradients->sum ? Py_NewRef(gradients->sum) : torch_empty_like(gradients->storage->copy->gradient_like.tensor);
+    PyObject *total = gradients->sum ? Py_NewRef(gradients->sum)
+                                     : torch_empty_like(gradients->storage->copy->gradient_like.tensor);
     int result = -1;
     if (total)
-        result =
-            gradients->sum ? gradients_add_pending(gradients, total) : gradients_pack_pending(gradients, total, 1.0);
+        result = gradients->sum ? gradients_add_pending(gradients, total)
+                                : gradients_pack_pending(gradients, total, 1.0);
     if (result < 0) {
         Py_XDECREF(total);
         return NULL;
@@ -84,8 +84,9 @@ PyObject *gradients_take_received(struct gradients *gradients) {
 int gradients_add_received(struct gradients *gradients, PyObject *target) {
     int result;
     if (gradients->sum) {
-        result =
-            gradients_add_pending(gradients, gradients->sum) < 0 ? -1 : add_tensor(gradients, target, gradients->sum);
+        result = gradients_add_pending(gradients, gradients->sum) < 0
+                     ? -1
+                     : add_tensor(gradients, target, gradients->sum);
     } else {
         result = gradients_add_pending(gradients, target);
     }

@@ -15,7 +15,8 @@ static int64_t *integers_from(PyObject *tuple) {
     return integers;
 }
 
-/* The elements that sizes and strides reach, from the first to the last; -1 where there are none or too many. */
+/* The elements that sizes and strides reach, from the first to the last; -1 where there are none or too
+ * many. */
 static int64_t extent_of(const struct param_shape *shape) {
     int64_t last = 0, step;
     for (int64_t dim = 0; dim < shape->ndim; dim++)
@@ -37,8 +38,10 @@ static int check_shape(const struct flat_param *param, int64_t index) {
     if (fits && numel == has)
         return 0;
     return unit_error(PyExc_ValueError, param->layout.rank, param->name,
-                      "parameter %lld of shape %S and strides %S does not lie in its %lld elements", (long long)index,
-                      PyTuple_GetItem(param->shapes, index), PyTuple_GetItem(param->strides, index), (long long)has);
+                      "parameter %lld of shape %S and strides %S does not lie in its %lld "
+                      "elements",
+                      (long long)index, PyTuple_GetItem(param->shapes, index),
+                      PyTuple_GetItem(param->strides, index), (long long)has);
 }
 
 static int init_shapes(struct flat_param *param) {
@@ -64,7 +67,8 @@ static int init_shapes(struct flat_param *param) {
 static int init_groups(struct flat_param *param, const struct handle_spec *spec) {
     if (collective_group_init(&param->shard_group, spec->process_group) < 0)
         return -1;
-    if (spec->replicate_group != Py_None && collective_group_init(&param->replicate_group, spec->replicate_group) < 0)
+    if (spec->replicate_group != Py_None &&
+        collective_group_init(&param->replicate_group, spec->replicate_group) < 0)
         return -1;
     return spec->node_group == Py_None ? 0 : collective_group_init(&param->node_group, spec->node_group);
 }

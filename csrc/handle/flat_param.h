@@ -1,7 +1,9 @@
-/* What a flat parameter is: its tensor, its layout, who shares it and how. The components of a handle read it, and none writes it.
+/* What a flat parameter is: its tensor, its layout, who shares it and how. The components of a handle read
+ * it, and none writes it.
  *
- * Invariant: nothing here changes between flat_param_init and flat_param_fini but the name, which is for messages, the entries of
- * `params`, which follow the user's, and the groups' ways to communicate. `layout` has as many parameters as all of the lists. */
+ * Invariant: nothing here changes between flat_param_init and flat_param_fini but the name, which is for
+ * messages, the entries of `params`, which follow the user's, and the groups' ways to communicate. `layout`
+ * has as many parameters as all of the lists. */
 #ifndef FSDP_HANDLE_FLAT_PARAM_H
 #define FSDP_HANDLE_FLAT_PARAM_H
 
@@ -48,8 +50,8 @@ struct flat_param {
     bool skip_writeback_check;
     bool verbose; /* TORCH_DISTRIBUTED_DEBUG=INFO */
     struct collective_group shard_group;
-    struct collective_group
-        replicate_group; /* .group NULL unless hybrid, or NO_SHARD that was hybrid over shard groups of one rank */
+    /* .group NULL unless hybrid, or NO_SHARD that was hybrid over shard groups of one rank */
+    struct collective_group replicate_group;
     struct collective_group node_group; /* .group NULL unless backwards gather within a part of shard_group */
 };
 
@@ -57,7 +59,8 @@ struct flat_param {
 struct handle_spec {
     const struct flat_layout *layout;
     PyObject *layout_owner; /* the object that owns the layout's arrays */
-    PyObject *flat_param, *params /* or None */, *shapes, *strides, *slots /* list of (param, module, name, setting) */;
+    PyObject *flat_param, *params /* or None */, *shapes, *strides,
+        *slots /* list of (param, module, name, setting) */;
     PyObject *process_group, *replicate_group /* or None */, *node_group /* or None */, *device, *param_dtype,
         *reduce_dtype, *name;
     PyObject *flat_param_owner; /* the dict where it is registered, or None */
@@ -77,7 +80,8 @@ void flat_param_check(const struct flat_param *param); /* the invariant, where F
 
 void flat_param_rename(struct flat_param *param, PyObject *name);
 
-/* For messages: a parameter's name from its unit, or in its module where nobody has named it. New reference. */
+/* For messages: a parameter's name from its unit, or in its module where nobody has named it. New
+ * reference. */
 PyObject *flat_param_fqn(const struct flat_param *param, int64_t index);
 
 /* One view per parameter over a flat tensor of unsharded values, below autograd. New tuple, or NULL. */

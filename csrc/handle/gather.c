@@ -92,7 +92,8 @@ int handle_detach_views(struct handle *handle) {
 
 /* ---- precision ---- */
 
-/* The slots let go of the views; without original parameters they show those of the copy that is in use then. */
+/* The slots let go of the views; without original parameters they show those of the copy that is in use
+ * then. */
 static int hide_views(struct handle *handle) {
     if (handle->slots.shown != SHOWN_VIEWS)
         return 0;

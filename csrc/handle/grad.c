@@ -31,8 +31,8 @@ static int has_grad(PyObject *param) {
     return grad ? grad != Py_None : -1;
 }
 
-/* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one comes (parity 42). 1, 0
- * or -1. */
+/* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one
+ * comes (parity 42). 1, 0 or -1. */
 static int shows_grad(const struct gradients *gradients, int64_t index) {
     PyObject *param = PyList_GetItem(gradients->param->params, index);
     int requires_grad = torch_requires_grad(param);
@@ -41,7 +41,8 @@ static int shows_grad(const struct gradients *gradients, int64_t index) {
     return gradients->hidden ? PyList_GetItem(gradients->hidden, index) != Py_None : has_grad(param);
 }
 
-/* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its gradient to look at. */
+/* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its
+ * gradient to look at. */
 static int shows_full_grad(const struct gradients *gradients, int64_t index, PyObject *view) {
     if (!gradients->param->sharded && !layout_param_numel(&gradients->param->layout, index))
         return 0; /* nor does torch show one, which would be empty */
@@ -73,9 +74,10 @@ static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
 
 enum { NOBODY = -1 }; /* in the place of a parameter */
 
-/* Does the parameter show its part of the flat gradient, and not what the user has put there? New reference to it, or NULL: an
- * exception may be set. */
-static PyObject *shown_part(const struct gradients *gradients, const struct tensor_view *flat, int64_t index) {
+/* Does the parameter show its part of the flat gradient, and not what the user has put there? New reference
+ * to it, or NULL: an exception may be set. */
+static PyObject *shown_part(const struct gradients *gradients, const struct tensor_view *flat,
+                            int64_t index) {
     int64_t offset = gradients_offset(gradients, index);
     PyObject *grad = offset < 0 ? NULL : torch_get_grad(PyList_GetItem(gradients->param->params, index));
     struct tensor_view part;
@@ -92,7 +94,8 @@ static int watch_part(struct gradients *gradients, PyObject *part, int64_t index
     return gradients->shown ? 0 : -1;
 }
 
-/* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in order. */
+/* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in
+ * order. */
 static int watch_last_part(struct gradients *gradients, const struct tensor_view *flat, int64_t gone) {
     PyObject *part = NULL;
     int64_t i = gradients->param->num_params;
@@ -147,7 +150,8 @@ void gradients_fini_shown(struct gradients *gradients) {
     Py_CLEAR(gradients->shown_end);
 }
 
-/* The original parameters show their parts of the sharded flat gradient; those outside the shard show None. */
+/* The original parameters show their parts of the sharded flat gradient; those outside the shard show
+ * None. */
 static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
     PyObject *pieces = split(grad, gradients->shard_sizes);
     int result = pieces ? 0 : -1;
@@ -178,7 +182,8 @@ static int show_grads(struct gradients *gradients, PyObject *grad) {
     return result < 0 || gradients->kind != GRAD_SHARDED ? result : watch_shown(gradients, NOBODY);
 }
 
-/* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while the host waits. */
+/* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while
+ * the host waits. */
 static PyObject *take_saved_shard(struct gradients *gradients) {
     PyObject *shard = gradients->saved_shard, *offloaded = gradients->offloaded;
     gradients->saved_shard = gradients->offloaded = NULL;
@@ -281,7 +286,8 @@ int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
 int gradients_hide_unsharded(struct gradients *gradients) {
     if (gradients->kind != GRAD_UNSHARDED)
         return 0;
-    if (gradients_hide(gradients, gradients->unsharded) < 0 || torch_set_grad(gradients->param->tensor, Py_None) < 0)
+    if (gradients_hide(gradients, gradients->unsharded) < 0 ||
+        torch_set_grad(gradients->param->tensor, Py_None) < 0)
         return -1;
     return gradients_set_kind(gradients, GRAD_NONE);
 }
@@ -301,11 +307,13 @@ int gradients_show_flat_grad(struct gradients *gradients) {
 
 /* ---- moved ---- */
 
-/* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is none. */
+/* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is
+ * none. */
 static int show_parts_anew(struct gradients *gradients, PyObject *grad) {
     int result = 0;
     Py_CLEAR(gradients->shown); /* nothing goes with the views of before */
-    for (int64_t i = 0; !result && gradients->param->use_orig_params && i < gradients->param->num_params; i++) {
+    for (int64_t i = 0; !result && gradients->param->use_orig_params && i < gradients->param->num_params;
+         i++) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
         PyObject *before = torch_get_grad(param), *part = NULL;
         result = before ? 0 : -1;
@@ -382,7 +390,8 @@ int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
 }
 
 static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_t index) {
-    int64_t writes = shown == Py_None ? 0 : torch_version(shown); /* by anything but this library, since it is shown */
+    /* by anything but this library, since it is shown */
+    int64_t writes = shown == Py_None ? 0 : torch_version(shown);
     if (writes <= 0)
         return (int)writes;
     PyObject *part = gradients_part(gradients, gradients->unsharded, index);
@@ -391,13 +400,14 @@ static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_
     return zeroed > 0 ? gradients_forget_reduced(gradients, index) : zeroed;
 }
 
-/* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where the one was zeroed in
- * place, the other goes as well (parity 41). */
+/* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where
+ * the one was zeroed in place, the other goes as well (parity 41). */
 static int forget_zeroed(struct gradients *gradients) {
     const struct flat_param *param = gradients->param;
     int result = 0;
     for (int64_t i = 0; gradients->saved_shard && !result && i < param->num_params; i++) {
-        PyObject *shown = torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
+        PyObject *shown =
+            torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
         result = shown ? forget_if_zeroed(gradients, shown, i) : -1;
         Py_XDECREF(shown);
     }

@@ -1,8 +1,10 @@
-/* Gradients on their way in: from the node of a unit to the input of the reduction, or to a full-size sum under no_sync.
+/* Gradients on their way in: from the node of a unit to the input of the reduction, or to a full-size sum
+ * under no_sync.
  *
- * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward meet first, in order of
- * arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad. With low-precision parameters
- * each forward there has its own AccumulateGrad node, so each contribution is added to .grad by itself. */
+ * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward meet first,
+ * in order of arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad.
+ * With low-precision parameters each forward there has its own AccumulateGrad node, so each contribution is
+ * added to .grad by itself. */
 #include "handle/gradients.h"
 #include "handle/unit_error.h"
 #include "torch/names.h"
@@ -10,8 +12,8 @@
 
 /* ---- life ---- */
 
-void gradients_bind(struct gradients *gradients, const struct flat_param *param, const struct storage *storage,
-                    struct attributes *attributes) {
+void gradients_bind(struct gradients *gradients, const struct flat_param *param,
+                    const struct storage *storage, struct attributes *attributes) {
     gradients->param = param;
     gradients->storage = storage;
     gradients->attributes = attributes;
@@ -68,7 +70,8 @@ static int append_size(PyObject *sizes, int64_t size) {
 /* How to split a shard (or, unsharded, the whole) so that each parameter's part is one piece. */
 static int init_shard_pieces(struct gradients *gradients) {
     PyMem_Free(gradients->shard_pieces);
-    gradients->shard_pieces = PyMem_Calloc((size_t)gradients->param->num_params + 1, sizeof *gradients->shard_pieces);
+    gradients->shard_pieces =
+        PyMem_Calloc((size_t)gradients->param->num_params + 1, sizeof *gradients->shard_pieces);
     ref_set(&gradients->shard_sizes, PyList_New(0));
     if (!gradients->shard_pieces || !gradients->shard_sizes)
         return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
@@ -95,18 +98,21 @@ static int init_shard_pieces(struct gradients *gradients) {
 
 /* torch refuses a gradient of another dtype unless the leaf says that any will do. */
 static int allow_low_precision_grads(struct gradients *gradients) {
-    if (!gradients->param->keep_low_precision_grads || !gradients->storage->copies[PRECISION_COMPUTE].low_precision)
+    if (!gradients->param->keep_low_precision_grads ||
+        !gradients->storage->copies[PRECISION_COMPUTE].low_precision)
         return 0;
     if (PyObject_SetAttr(gradients->param->tensor, torch_names.grad_dtype, Py_None) < 0)
         return -1;
     for (int64_t i = 0; gradients->param->params && i < gradients->param->num_params; i++)
-        if (PyObject_SetAttr(PyList_GetItem(gradients->param->params, i), torch_names.grad_dtype, Py_None) < 0)
+        if (PyObject_SetAttr(PyList_GetItem(gradients->param->params, i), torch_names.grad_dtype, Py_None) <
+            0)
             return -1;
     return 0;
 }
 
 int gradients_lazy_init(struct gradients *gradients) {
-    if (init_sources(gradients) < 0 || init_shard_pieces(gradients) < 0 || gradients_init_shown(gradients) < 0)
+    if (init_sources(gradients) < 0 || init_shard_pieces(gradients) < 0 ||
+        gradients_init_shown(gradients) < 0)
         return -1;
     return allow_low_precision_grads(gradients);
 }
@@ -165,8 +171,9 @@ PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
         unit_error(
             PyExc_RuntimeError, param->layout.rank, param->name,
             "torch.autograd.grad() cannot return the gradient of its flat parameter, "
-            "of which each of %lld ranks holds a part: call backward(), or backward(inputs=...), and read .grad. "
-            "Schedules that take the gradients of inputs and weights apart need FSDP units with a group of one rank",
+            "of which each of %lld ranks holds a part: call backward(), or backward(inputs=...), and read "
+            ".grad. Schedules that take the gradients of inputs and weights apart need FSDP units with a "
+            "group of one rank",
             (long long)param->shard_group.world_size);
         return NULL;
     }
@@ -201,9 +208,9 @@ static int divide_total(struct gradients *gradients, PyObject *total) {
         input = torch_empty_like(gradients->storage->copy->reduce_input_like.tensor);
     if (!input || tensor_view_of(input, &to) < 0)
         goto fail;
-    if (tensor_check(gradients->storage->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype,
-                                                              gradients->param->layout.padded_numel,
-                                                              gradients->predivide, storage_stream(gradients->storage)),
+    if (tensor_check(gradients->storage->kernels->cast_divide(
+                         to.data, to.dtype, from.data, from.dtype, gradients->param->layout.padded_numel,
+                         gradients->predivide, storage_stream(gradients->storage)),
                      "pre-division of gradients") < 0)
         goto fail;
     if (input != total)
@@ -228,7 +235,8 @@ int64_t gradients_reduce_input_nbytes(const struct gradients *gradients) {
     return gradients->param->layout.padded_numel * dtype_nbytes(gradients->storage->copy->reduce_kind);
 }
 
-/* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. It stays in `pending`. */
+/* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. It stays in
+ * `pending`. */
 static int pack_directly(struct gradients *gradients) {
     if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)
         return -1;

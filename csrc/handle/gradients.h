@@ -1,12 +1,14 @@
 /* The gradients of one unit, on their way from autograd to the optimizer.
  *
- *   views' gradients --> pending (+ sum) --pack, cast, pre-divide--> reduce_input --reduce-scatter--> reduce_output
- *                                                           --post-divide, accumulate--> saved_shard --hand over--> .grad
- *   under no_sync:       pending (+ sum) --> unsharded --> .grad
+ *   views' gradients --> pending (+ sum) --pack, cast, pre-divide--> reduce_input --reduce-scatter-->
+ * reduce_output
+ *                                                           --post-divide, accumulate--> saved_shard --hand
+ * over--> .grad under no_sync:       pending (+ sum) --> unsharded --> .grad
  *
- * Invariants: `kind` says what the flat parameter's `.grad` holds between backwards; amid a backward it is never GRAD_SHARDED, as that
- * is set aside in saved_shard. While a reduction is in flight (`work`), its output is alive. While `shown` is there, `kind`
- * is GRAD_SHARDED, and the flat parameter's `.grad` goes with the last view of it that a parameter shows (parity 36). */
+ * Invariants: `kind` says what the flat parameter's `.grad` holds between backwards; amid a backward it is
+ * never GRAD_SHARDED, as that is set aside in saved_shard. While a reduction is in flight (`work`), its
+ * output is alive. While `shown` is there, `kind` is GRAD_SHARDED, and the flat parameter's `.grad` goes with
+ * the last view of it that a parameter shows (parity 36). */
 #ifndef FSDP_HANDLE_GRADIENTS_H
 #define FSDP_HANDLE_GRADIENTS_H
 
@@ -30,23 +32,31 @@ struct gradients {
         *storage; /* borrowed; how the shard and the parameters look, and where they are computed with */
     struct attributes *attributes; /* borrowed */
 
-    enum grad_kind kind;   /* written by states.c */
-    PyObject *pending;     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
-    PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
-    PyObject *unsharded;   /* owned; left by no_sync in earlier backwards, compute dtype, padded unsharded size */
-    PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
-    PyObject *offloaded;   /* owned; with offload: saved_shard in CPU memory, once the device has been waited for */
+    enum grad_kind kind; /* written by states.c */
+    /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
+    PyObject *pending;
+    /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
+    PyObject *sum;
+    /* owned; left by no_sync in earlier backwards, compute dtype, padded unsharded size */
+    PyObject *unsharded;
+    /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
+    PyObject *saved_shard;
+    /* owned; with offload: saved_shard in CPU memory, once the device has been waited for */
+    PyObject *offloaded;
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
-    PyObject *hook_input; /* owned; reduce_input's memory, as a hook of the user's may give it other data; or NULL */
-    PyObject *work;       /* owned; the reduce-scatter in flight */
-    bool hooked;          /* hooks of the flat parameter have made an unsharded gradient of what was received */
-    bool unreduced;       /* what no_sync left has not been reduced yet */
-    bool hides_some;      /* a parameter that is trained shows nothing of it: it was cleared, or frozen till now */
-    bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
-    PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
-    PyObject
-        *hidden; /* owned; list: what parameters showed of earlier backwards, True where that has been packed, or None;
-                       * NULL outside of one */
+    /* owned; reduce_input's memory, as a hook of the user's may give it other data; or NULL */
+    PyObject *hook_input;
+    PyObject *work; /* owned; the reduce-scatter in flight */
+    /* hooks of the flat parameter have made an unsharded gradient of what was received */
+    bool hooked;
+    bool unreduced; /* what no_sync left has not been reduced yet */
+    /* a parameter that is trained shows nothing of it: it was cleared, or frozen till now */
+    bool hides_some;
+    bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
+    /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
+    PyObject *shown;
+    PyObject *hidden;    /* owned; list: what parameters showed of earlier backwards, True where that has been
+                          * packed, or None; NULL outside of one */
     int64_t shown_param; /* of which parameter */
     PyObject *shown_end; /* owned; what it calls once that is gone */
 
@@ -55,7 +65,9 @@ struct gradients {
     bool has_param_hooks; /* hooks were found on the flat parameter when it was looked at last, */
     PyObject *hooks_seen; /* owned; which was after torch's hook of this number */
     PyObject *
-        hidden_hooks; /* owned; (_backward_hooks, _post_accumulate_grad_hooks) while autograd is not to find them, or NULL */
+        /* owned; (_backward_hooks, _post_accumulate_grad_hooks) while autograd is not to find them, or
+         * NULL */
+        hidden_hooks;
 
     /* from lazy init on */
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
@@ -65,7 +77,8 @@ struct gradients {
 
 /* ---- life: gradients.c ---- */
 
-void gradients_bind(struct gradients *gradients, const struct flat_param *param, const struct storage *storage,
+void gradients_bind(struct gradients *gradients, const struct flat_param *param,
+                    const struct storage *storage,
                     struct attributes *attributes); /* of zeros; init follows */
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec);
 void gradients_fini(struct gradients *gradients);
@@ -83,10 +96,13 @@ int gradients_receive(struct gradients *gradients,
                       PyObject *args); /* one contribution: the arguments of the node's backward */
 /* A contribution as it is, for autograd itself: new tensor, None where there is no gradient, or NULL. */
 PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
-int gradients_receive_nothing(struct gradients *gradients); /* where nothing is to be packed yet: zeros. 0 or -1 */
+/* where nothing is to be packed yet: zeros. 0 or -1 */
+int gradients_receive_nothing(struct gradients *gradients);
 int gradients_pack(
-    struct gradients *gradients); /* what was received, and what no_sync left, becomes the reduction's input */
-/* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is the caller's, in
+    /* what was received, and what no_sync left, becomes the reduction's input */
+    struct gradients *gradients);
+/* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is
+ * the caller's, in
  * `*packed`, until the pass is over. 0 or -1. */
 bool gradients_pack_directly(const struct gradients *gradients);
 int gradients_pack_beside(struct gradients *gradients, PyObject **packed);
@@ -96,17 +112,20 @@ void gradients_drop(struct gradients *gradients); /* after an exception: nothing
 
 /* ---- reduced: reduction.c ---- */
 
-/* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is memory of that stream, where
- * it is used and freed. 0 or -1. */
+/* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is
+ * memory of that stream, where it is used and freed. 0 or -1. */
 int gradients_take_memory(struct gradients *gradients);
 /* Before gradients_pack_beside, on the stream whose memory the reduction's input is to be. 0 or -1. */
 int gradients_take_reduce_input(struct gradients *gradients);
 /* Its bytes; 0 where a user's hook is given it, who may keep it. */
 int64_t gradients_reduce_input_nbytes(const struct gradients *gradients);
-int gradients_reduce_enqueue(struct gradients *gradients);      /* start the reduction of what was packed */
-int gradients_reduce_finish(struct gradients *gradients);       /* wait, post-divide, accumulate into saved_shard */
-bool gradients_reduce_twice(const struct gradients *gradients); /* in the shard group, and then over the replicas? */
-/* After gradients_reduce_finish: its output, for the caller to let go of; NULL where it is kept as the gradient. */
+int gradients_reduce_enqueue(struct gradients *gradients); /* start the reduction of what was packed */
+/* wait, post-divide, accumulate into saved_shard */
+int gradients_reduce_finish(struct gradients *gradients);
+/* in the shard group, and then over the replicas? */
+bool gradients_reduce_twice(const struct gradients *gradients);
+/* After gradients_reduce_finish: its output, for the caller to let go of; NULL where it is kept as the
+ * gradient. */
 PyObject *gradients_take_reduce_output(struct gradients *gradients);
 /* Once all that reads it is enqueued on the stream that took it; that of a user's hook stays. */
 void gradients_release_reduce_input(struct gradients *gradients);
@@ -120,7 +139,8 @@ int gradients_check_hookless(
     const struct gradients *gradients); /* 0, or -1 with RuntimeError: there is one, or it is too late */
 void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
 
-/* param_hooks.c, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or -1 */
+/* param_hooks.c, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
+ * -1 */
 int gradients_hide_param_hooks(struct gradients *gradients);
 int gradients_show_param_hooks(struct gradients *gradients);
 /* Call them with what was received since they were called last. They may leave
@@ -132,31 +152,39 @@ int gradients_call_param_hooks(struct gradients *gradients);
 int gradients_init_shown(struct gradients *gradients); /* of lazy init. 0 or -1 */
 int gradients_prepare(
     struct gradients *gradients); /* first pre-backward: move a sharded .grad aside, to accumulate onto */
-int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */
-int gradients_show_flat_grad(struct gradients *gradients); /* the original parameters' .grad follow flat_param.grad */
+int gradients_hand_over(struct gradients *gradients); /* saved_shard becomes .grad */
+/* the original parameters' .grad follow flat_param.grad */
+int gradients_show_flat_grad(struct gradients *gradients);
 int gradients_show_full_grad(struct gradients *gradients,
                              PyObject *grad); /* ... follow a full-size flat gradient, or None */
 int gradients_hide_unsharded(
     struct gradients *gradients); /* amid a backward: no .grad shows what no_sync left. 0 or -1 */
-/* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or -1 */
+/* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or
+ * -1 */
 int gradients_follow(struct gradients *gradients);
-void gradients_fini_shown(struct gradients *gradients);    /* others may keep the callback of what was shown */
+/* others may keep the callback of what was shown */
+void gradients_fini_shown(struct gradients *gradients);
 void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
-int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
+/* the user has cleared it: nothing is left of it. 0 or -1 */
+int gradients_drop_shown(struct gradients *gradients);
 /* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
 int gradients_forget_reduced(struct gradients *gradients, int64_t index);
 int gradients_note_hidden(struct gradients *gradients,
                           int64_t index); /* the parameter's .grad was found None. 0 or -1 */
-/* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
+/* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New
+ * reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);
 /* late_grads.c: amid a backward, no original parameter's .grad is a part of `grad` any longer. 0 or -1. */
 int gradients_hide(struct gradients *gradients, PyObject *grad);
-int gradients_set_aside(struct gradients *gradients, PyObject *grad); /* the same, until they are shown again */
-int gradients_show_again(struct gradients *gradients);                /* after an exception. 0 or -1 */
-/* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or -1. */
+/* the same, until they are shown again */
+int gradients_set_aside(struct gradients *gradients, PyObject *grad);
+int gradients_show_again(struct gradients *gradients); /* after an exception. 0 or -1 */
+/* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or
+ * -1. */
 int gradients_add_late(struct gradients *gradients, PyObject **shard);
-/* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's has. */
+/* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's
+ * has. */
 int64_t gradients_offset(const struct gradients *gradients, int64_t index);
 PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index);
 /* The gradient of this backward, as far as it has come, or .grad. New reference. */
@@ -167,19 +195,23 @@ PyObject *gradients_sharded(const struct gradients *gradients);
 /* contributions.c */
 int gradients_refuse(const struct gradients *gradients, int64_t index); /* -1 with RuntimeError */
 int gradients_pack_pending(struct gradients *gradients, PyObject *output,
-                           double divisor);                                /* output = pending / divisor */
-int gradients_add_pending(struct gradients *gradients, PyObject *output);  /* output += pending */
-int gradients_add_received(struct gradients *gradients, PyObject *target); /* += all received, which is released */
+                           double divisor);                               /* output = pending / divisor */
+int gradients_add_pending(struct gradients *gradients, PyObject *output); /* output += pending */
+/* += all received, which is released */
+int gradients_add_received(struct gradients *gradients, PyObject *target);
 PyObject *
-gradients_take_received(struct gradients *gradients); /* the sum of what was received, padded; new reference or NULL */
+/* the sum of what was received, padded; new reference or NULL */
+gradients_take_received(struct gradients *gradients);
 
 /* reduction.c */
 int gradients_read_comm_hook(
     struct gradients *gradients); /* before gradients are packed: a native hook's state as it is now */
 PyObject *
-gradients_call_comm_hook(struct gradients *gradients); /* reduce what was packed; None, or NULL with an exception */
+/* reduce what was packed; None, or NULL with an exception */
+gradients_call_comm_hook(struct gradients *gradients);
 
-/* reduction.c: a new tensor of the values of `input`, in the dtype of the sharded parameter, where computation is. */
+/* reduction.c: a new tensor of the values of `input`, in the dtype of the sharded parameter, where
+ * computation is. */
 PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input);
 
 /* What earlier backwards left and this one adds to. */

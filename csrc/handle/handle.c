@@ -18,8 +18,8 @@ struct entry {
     struct handle *handle; /* borrowed; removes itself */
 };
 
-/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there because ops run
- * without Python's. */
+/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there
+ * because ops run without Python's. */
 static struct {
     pthread_mutex_t lock;
     struct entry *entries; /* owned */
@@ -98,11 +98,12 @@ static void zero(struct handle *handle) {
 
 static int init_components(struct handle *handle, const struct handle_spec *spec) {
     int64_t op_id = handle_table_add(handle);
-    if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 || storage_init(&handle->storage, spec) < 0 ||
-        slots_init(&handle->slots, spec) < 0)
+    if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
+        storage_init(&handle->storage, spec) < 0 || slots_init(&handle->slots, spec) < 0)
         return -1;
     gradients_init(&handle->gradients, spec);
-    handle->summon.flat_param_owner = spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
+    handle->summon.flat_param_owner =
+        spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
     handle->summon.flat_param_name = Py_NewRef(spec->flat_param_name);
     return 0;
 }

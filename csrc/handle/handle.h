@@ -1,12 +1,14 @@
-/* One flat parameter with all that belongs to it. The components own their state; what takes several of them is a sequence here.
+/* One flat parameter with all that belongs to it. The components own their state; what takes several of them
+ * is a sequence here.
  *
- *   flat_param  what it is                storage    shard and unsharded parameters   slots  what the modules show
- *   attributes  what outside code reads   gradients  from autograd to .grad           writeback  what the user did to both
- *   layer_calls what layers do meanwhile when they are called past their unit
+ *   flat_param  what it is                storage    shard and unsharded parameters   slots  what the modules
+ * show attributes  what outside code reads   gradients  from autograd to .grad           writeback  what the
+ * user did to both layer_calls what layers do meanwhile when they are called past their unit
  *
- * Invariants: a component calls none that comes after it in this list, and writes its own fields alone. `training_state` says who is
- * using the unit, and is written by one function (states.c) against a table of legal transitions. Between lazy init and the
- * next change of the flat parameter's data `ready` holds, and all components agree on the shard. */
+ * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
+ * `training_state` says who is using the unit, and is written by one function (states.c) against a table of
+ * legal transitions. Between lazy init and the next change of the flat parameter's data `ready` holds, and
+ * all components agree on the shard. */
 #ifndef FSDP_HANDLE_HANDLE_H
 #define FSDP_HANDLE_HANDLE_H
 
@@ -25,8 +27,9 @@ struct summon {
     PyObject *full; /* owned; the full flat parameter shown, NULL outside and when hidden */
     PyObject *grad; /* owned; the full gradient shown, NULL when there is none */
     bool writeback, freed_after;
-    PyObject *flat_param_owner; /* owned; the dict where the flat parameter is registered, NULL when it is not */
-    PyObject *flat_param_name;  /* owned; by which it is registered there */
+    /* owned; the dict where the flat parameter is registered, NULL when it is not */
+    PyObject *flat_param_owner;
+    PyObject *flat_param_name; /* owned; by which it is registered there */
 };
 
 struct handle {
@@ -47,14 +50,14 @@ int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or
 void handle_fini(struct handle *handle);
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
-/* states.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states. From everywhere it may
- * become IDLE. */
+/* states.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states.
+ * From everywhere it may become IDLE. */
 int handle_set_training_state(struct handle *handle, enum training_state state);
-void handle_check(const struct handle
-                      *handle); /* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */
+void handle_check(const struct handle *handle); /* the invariants of all components, where FSDP_C_CHECK is
+                                                   defined and `ready` holds */
 
-/* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with: an id is found from handle_table_add to
- * handle_table_remove, and never given twice ---- */
+/* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with: an id is found from
+ * handle_table_add to handle_table_remove, and never given twice ---- */
 
 int64_t handle_table_add(struct handle *handle); /* its id, from 1 on, or -1 with MemoryError */
 void handle_table_remove(int64_t id);            /* a no-op where it is not there */
@@ -63,36 +66,42 @@ int handle_ops_init(void); /* handle_ops.c: register the ops, once per process. 
 
 /* ---- lazy init: after the flat parameter as it is now ---- */
 
-int handle_init_shard(struct handle *handle);        /* dtypes and the shard; enough to show sharded parameters */
-int handle_lazy_init(struct handle *handle);         /* storage, views and dtypes */
-int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
-int handle_writeback(struct handle *handle); /* that, and take over Parameters that the user replaced. 0 or -1 */
-int handle_publish(struct handle *handle);   /* attributes of the flat parameter, from now on. 0 or -1 */
-/* Before and after outside code moves the flat parameter, and its .grad, to another dtype or device: between steps it then shows the
- * shard, with what the user did to gradients; what shows it follows. 0 or -1 */
+/* dtypes and the shard; enough to show sharded parameters */
+int handle_init_shard(struct handle *handle);
+int handle_lazy_init(struct handle *handle); /* storage, views and dtypes */
+/* lazy init, again if its data is another one now. 0 or -1 */
+int handle_follow_flat_param(struct handle *handle);
+/* that, and take over Parameters that the user replaced. 0 or -1 */
+int handle_writeback(struct handle *handle);
+int handle_publish(struct handle *handle); /* attributes of the flat parameter, from now on. 0 or -1 */
+/* Before and after outside code moves the flat parameter, and its .grad, to another dtype or device: between
+ * steps it then shows the shard, with what the user did to gradients; what shows it follows. 0 or -1 */
 int handle_leave(struct handle *handle);
 int handle_follow(struct handle *handle);
-/* flat_param.data = flat_param.data.to(*args, **kwargs), and the handle and all that is shown follow. 0, or -1 and nothing has moved;
- * AssertionError amid a step. */
+/* flat_param.data = flat_param.data.to(*args, **kwargs), and the handle and all that is shown follow. 0, or
+ * -1 and nothing has moved; AssertionError amid a step. */
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs /* or NULL */);
 
 /* ---- gather.c ---- */
 
-/* What a gather does before it, for a caller who wants that on other streams: the user's changes are taken over, and the shard is
- * brought to the device and cast. No-ops unless SHARDED. */
+/* What a gather does before it, for a caller who wants that on other streams: the user's changes are taken
+ * over, and the shard is brought to the device and cast. No-ops unless SHARDED. */
 int handle_take_changes(struct handle *handle,
                         bool *copied); /* anew; *copied: some were, on the stream that is current */
 int handle_pre_unshard(struct handle *handle);
 int handle_unshard_add(struct handle *handle, struct gather_batch *batch); /* or add it to one of several */
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
-void handle_free_unshard(struct handle *handle);   /* what a gather that failed has left; an exception stays set */
-/* All of it, in memory of the stream that is current and not of the pool, which a step would not find there. 0 or -1. */
+/* what a gather that failed has left; an exception stays set */
+void handle_free_unshard(struct handle *handle);
+/* All of it, in memory of the stream that is current and not of the pool, which a step would not find there.
+ * 0 or -1. */
 int handle_unshard_outside_step(struct handle *handle);
 int handle_alloc_unsharded(
     struct handle *handle); /* the storage alone, for a caller who gathers in steps; SHARDED stays */
 /* Unsharded parameters are of this precision from now on; what is gathered in another is freed. 0 or -1. */
 int handle_use_precision(struct handle *handle, enum precision precision);
-/* `dtype`: in which a native hook reduces, or None for a custom one. 0, or -1, also when there is a hook already. */
+/* `dtype`: in which a native hook reduces, or None for a custom one. 0, or -1, also when there is a hook
+ * already. */
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype);
 
 /* ---- summon.c: the verbs of summon_full_params; see _C.pyi ---- */
@@ -106,7 +115,8 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
 /* ---- what the modules show, of this handle's storage ---- */
 
-int handle_detach_views(struct handle *handle); /* gather.c: views without history take their place. 0 or -1 */
+/* gather.c: views without history take their place. 0 or -1 */
+int handle_detach_views(struct handle *handle);
 
 static inline int handle_show_views(struct handle *handle) {
     return slots_show_views(&handle->slots, handle->storage.copy->views);
@@ -115,7 +125,8 @@ static inline int handle_show_views(struct handle *handle) {
 /* In a training step, of which there are many. */
 static inline bool handle_is_trained(const struct handle *handle) {
     bool in_forward = handle->training_state == USE_FORWARD && torch_grad_enabled();
-    return in_forward || handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
+    return in_forward || handle->training_state == USE_BACKWARD_PRE ||
+           handle->training_state == USE_BACKWARD_POST;
 }
 
 static inline int handle_show_sharded(struct handle *handle) {
@@ -142,10 +153,11 @@ static inline bool handle_leaves_views(const struct handle *handle) {
     return param->use_orig_params && param->sharded && !flat_param_reshards_after_forward(param);
 }
 
-/* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that writes, goes into the shard,
- * before what is gathered goes. 0 or -1. */
+/* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that
+ * writes, goes into the shard, before what is gathered goes. 0 or -1. */
 static inline int handle_take_over_views(struct handle *handle) {
-    bool in_backward = handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
+    bool in_backward =
+        handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
     bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
     if (!expected || handle->storage.copy->is_local || handle->slots.shown != SHOWN_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
@@ -153,11 +165,12 @@ static inline int handle_take_over_views(struct handle *handle) {
     return writeback_take_over_views(&handle->writeback) < 0 ? -1 : 0;
 }
 
-/* What the module has written in place to its parameters in a forward goes into the shard, and to the ranks of a node, before what is
- * gathered goes (parity 52). 0 or -1. */
+/* What the module has written in place to its parameters in a forward goes into the shard, and to the ranks
+ * of a node, before what is gathered goes (parity 52). 0 or -1. */
 static inline int handle_take_over_writes(struct handle *handle) {
     struct storage *storage = &handle->storage;
-    if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
+    if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED ||
+        handle->param.skip_writeback_check)
         return 0;
     int written = writeback_take_over_writes(&handle->writeback);
     if (written > 0 && storage_gathers_in_node(storage))
@@ -167,7 +180,8 @@ static inline int handle_take_over_writes(struct handle *handle) {
 
 /* No backward comes for which views would stay. 0 or -1. */
 static inline int handle_hide_views(struct handle *handle) {
-    if (!handle->param.use_orig_params || handle->training_state != USE_IDLE || handle->slots.shown != SHOWN_VIEWS)
+    if (!handle->param.use_orig_params || handle->training_state != USE_IDLE ||
+        handle->slots.shown != SHOWN_VIEWS)
         return 0;
     return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
 }

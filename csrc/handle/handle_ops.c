@@ -1,12 +1,14 @@
-/* A unit's operations as torch custom ops, by the id of its handle: visible to the dispatcher, the profiler and opcheck. The step
- * itself calls the same functions without the dispatcher.
+/* A unit's operations as torch custom ops, by the id of its handle: visible to the dispatcher, the profiler
+ * and opcheck. The step itself calls the same functions without the dispatcher.
  *
- *   fsdp_c::unshard(Tensor(a!) full, int handle) -> ()        all-gather the unit; `full` holds its padded flat parameter
- *   fsdp_c::reshard(Tensor(a!) full, int handle) -> ()        free it again
+ *   fsdp_c::unshard(Tensor(a!) full, int handle) -> ()        all-gather the unit; `full` holds its padded
+ * flat parameter fsdp_c::reshard(Tensor(a!) full, int handle) -> ()        free it again
  *   fsdp_c::unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]   one view per parameter, differentiable
- *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   the same below autograd: bare aliases, cheaply
+ *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   the same below autograd: bare aliases,
+ * cheaply
  *
- * `full` is the handle's own padded_unsharded_flat_param, or any tensor of that size and dtype, which receives a copy. */
+ * `full` is the handle's own padded_unsharded_flat_param, or any tensor of that size and dtype, which
+ * receives a copy. */
 #include "handle/handle.h"
 
 #include "torch/op_stack.h"
@@ -40,8 +42,8 @@ static void run(const char *op, struct handle *handle, int (*verb)(struct handle
 
 static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
     OP_CHECK(handle->ready, "%s: the handle is not initialised: run a forward first", op);
-    OP_CHECK(full->numel == handle->param.layout.padded_numel && full->view.dtype == handle->storage.copy->kind &&
-                 full->is_contiguous,
+    OP_CHECK(full->numel == handle->param.layout.padded_numel &&
+                 full->view.dtype == handle->storage.copy->kind && full->is_contiguous,
              "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
              (long long)handle->param.layout.padded_numel);
 }
@@ -113,15 +115,16 @@ static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     StableListHandle views = NULL;
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
     for (int64_t i = 0; i < handle->param.num_params; i++) {
-        AtenTensorHandle part =
-            narrow(full, layout_param_offset(&handle->param.layout, i), layout_param_numel(&handle->param.layout, i));
+        AtenTensorHandle part = narrow(full, layout_param_offset(&handle->param.layout, i),
+                                       layout_param_numel(&handle->param.layout, i));
         AtenTensorHandle view = shaped(part, &handle->param.param_shapes[i]);
         op_push(views, &view);
     }
     stack[0] = (StableIValue)(uintptr_t)views;
 }
 
-/* One alias of the storage per parameter, without autograd's bookkeeping and with a version counter of its own. */
+/* One alias of the storage per parameter, without autograd's bookkeeping and with a version counter of its
+ * own. */
 static AtenTensorHandle alias(AtenTensorHandle flat, int64_t offset, const struct param_shape *shape) {
     int64_t contiguous[OP_MAX_NDIM];
     const int64_t *strides = shape->strides ? shape->strides : contiguous;
@@ -129,7 +132,8 @@ static AtenTensorHandle alias(AtenTensorHandle flat, int64_t offset, const struc
     OP_CHECK(shape->ndim <= OP_MAX_NDIM, "a parameter has %lld dimensions", (long long)shape->ndim);
     if (!shape->strides)
         op_contiguous_strides(shape->ndim, shape->sizes, contiguous);
-    OP_CALL(torch_abi.aoti_torch__reinterpret_tensor(flat, shape->ndim, shape->sizes, strides, offset, &view));
+    OP_CALL(
+        torch_abi.aoti_torch__reinterpret_tensor(flat, shape->ndim, shape->sizes, strides, offset, &view));
     return view;
 }
 
@@ -148,8 +152,8 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
              (long long)whole.numel, (long long)handle->param.layout.numel);
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
     for (int64_t i = 0; i < handle->param.num_params; i++) {
-        AtenTensorHandle view =
-            alias(flat, start + layout_param_offset(&handle->param.layout, i), &handle->param.param_shapes[i]);
+        AtenTensorHandle view = alias(flat, start + layout_param_offset(&handle->param.layout, i),
+                                      &handle->param.param_shapes[i]);
         op_push(views, &view);
     }
     stack[0] = (StableIValue)(uintptr_t)views;

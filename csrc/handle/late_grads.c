@@ -1,11 +1,13 @@
 /* Gradients that autograd itself adds to `.grad` amid a backward.
  *
- * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps: sum(p.square().sum() for p in
- * model.parameters()). Where such a term was made before the forward, its gradient comes after the unit's own has been packed, and
- * autograd sets or adds to `.grad`. It is of the shard, and nobody reduces it, as nobody does where the term was made after the
- * forward and the gradient was there before the backward came to the unit.
+ * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps:
+ * sum(p.square().sum() for p in model.parameters()). Where such a term was made before the forward, its
+ * gradient comes after the unit's own has been packed, and autograd sets or adds to `.grad`. It is of the
+ * shard, and nobody reduces it, as nobody does where the term was made after the forward and the gradient was
+ * there before the backward came to the unit.
  *
- * What parameters show of earlier backwards is hidden meanwhile, as a reduction on another stream adds to it. */
+ * What parameters show of earlier backwards is hidden meanwhile, as a reduction on another stream adds to
+ * it. */
 #include "handle/gradients.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
@@ -55,12 +57,14 @@ int gradients_show_again(struct gradients *gradients) {
     int result = 0;
     for (Py_ssize_t i = 0; hidden && !result && i < PyList_Size(hidden); i++)
         if (torch_is_tensor(PyList_GetItem(hidden, i)))
-            result = torch_set_foreign_grad(PyList_GetItem(gradients->param->params, i), PyList_GetItem(hidden, i));
+            result = torch_set_foreign_grad(PyList_GetItem(gradients->param->params, i),
+                                            PyList_GetItem(hidden, i));
     Py_XDECREF(hidden);
     return result;
 }
 
-/* New reference to what has come for one parameter, or for the flat one where `index` is -1; Py_None where nothing has. */
+/* New reference to what has come for one parameter, or for the flat one where `index` is -1; Py_None where
+ * nothing has. */
 static PyObject *come_for(const struct gradients *gradients, int64_t index) {
     if (index >= 0 && gradients_offset(gradients, index) < 0)
         return Py_NewRef(Py_None);

@@ -1,10 +1,12 @@
 /* Layers that say what to do when they are called past their unit, while it keeps their parameters sharded.
  *
- * nn.Module.__call__ prefers what stands in `_compiled_call_impl`. There each layer has a call of ours, which explains the error that comes
- * of the sharded parameters; a forward of the unit takes the calls away, so that its layers run as they would without. They come back
- * after it: in a training loop the first few times, as a call that its steps make is found by then, and the steps after cost nothing.
+ * nn.Module.__call__ prefers what stands in `_compiled_call_impl`. There each layer has a call of ours, which
+ * explains the error that comes of the sharded parameters; a forward of the unit takes the calls away, so
+ * that its layers run as they would without. They come back after it: in a training loop the first few times,
+ * as a call that its steps make is found by then, and the steps after cost nothing.
  *
- * Invariant: while `placed`, each layer has its call in its __dict__, unless the user has compiled the layer. */
+ * Invariant: while `placed`, each layer has its call in its __dict__, unless the user has compiled the
+ * layer. */
 #ifndef FSDP_HANDLE_LAYER_CALLS_H
 #define FSDP_HANDLE_LAYER_CALLS_H
 
@@ -31,6 +33,7 @@ void layer_calls_fini(struct layer_calls *layers);
 int layer_calls_visit(const struct layer_calls *layers, visitproc visit, void *arg);
 int layer_calls_place(struct layer_calls *layers, bool training); /* 0 or -1 */
 int layer_calls_remove(struct layer_calls *layers);               /* 0 or -1 */
-void layer_calls_check(const struct layer_calls *layers);         /* the invariant, where FSDP_C_CHECK is defined */
+/* the invariant, where FSDP_C_CHECK is defined */
+void layer_calls_check(const struct layer_calls *layers);
 
 #endif

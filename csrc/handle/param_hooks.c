@@ -1,11 +1,12 @@
 /* Hooks of the user's on the flat parameter: Tensor.register_hook and register_post_accumulate_grad_hook.
  *
- * [Note: hooks of the flat parameter] No gradient goes along the graph's edges to the flat parameter: autograd would call its hooks with
- * nothing. They are hidden from the unit's node to the end of the backward, and called here, between the last contribution to a
- * unit's gradient and its reduction, as autograd would call them. The parameter shows its unsharded data in the compute dtype, the
- * gradient is that of this rank's batch, without the right padding, and `.grad` what earlier backwards left (no_sync, NO_SHARD). A
- * hook may replace the gradient, a later one `.grad`; what stands there in the end is what is reduced. With low-precision parameters
- * every forward has its own turn, see [Note: order of addition]. */
+ * [Note: hooks of the flat parameter] No gradient goes along the graph's edges to the flat parameter:
+ * autograd would call its hooks with nothing. They are hidden from the unit's node to the end of the
+ * backward, and called here, between the last contribution to a unit's gradient and its reduction, as
+ * autograd would call them. The parameter shows its unsharded data in the compute dtype, the gradient is that
+ * of this rank's batch, without the right padding, and `.grad` what earlier backwards left (no_sync,
+ * NO_SHARD). A hook may replace the gradient, a later one `.grad`; what stands there in the end is what is
+ * reduced. With low-precision parameters every forward has its own turn, see [Note: order of addition]. */
 #include "handle/gradients.h"
 #include "handle/unit_error.h"
 #include "torch/names.h"
@@ -24,7 +25,8 @@ static PyObject *hooks_of(const struct gradients *gradients, PyObject *attribute
 
 /* ---- calling ---- */
 
-/* The functions in a dict of hooks, which may change while they are called; an empty list where there are none. New reference. */
+/* The functions in a dict of hooks, which may change while they are called; an empty list where there are
+ * none. New reference. */
 static PyObject *functions_of(const struct gradients *gradients, PyObject *attribute) {
     PyObject *hooks = hooks_of(gradients, attribute);
     PyObject *functions = NULL;
@@ -43,7 +45,8 @@ static int refuse_replacement(const struct gradients *gradients, PyObject *funct
 }
 
 /* What a hook returned must be able to stand for the gradient it was given. */
-static int check_replacement(const struct gradients *gradients, PyObject *function, PyObject *grad, PyObject *value) {
+static int check_replacement(const struct gradients *gradients, PyObject *function, PyObject *grad,
+                             PyObject *value) {
     struct tensor_view old, new;
     if (!torch_is_tensor(value)) {
         return unit_error(PyExc_TypeError, gradients->param->layout.rank, gradients->param->name,
@@ -82,11 +85,14 @@ static int call_accumulated_hooks(struct gradients *gradients) {
     PyObject *functions = functions_of(gradients, torch_names._post_accumulate_grad_hooks);
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
-        PyObject *value = PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
+        PyObject *value =
+            PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
         result = value ? 0 : -1;
         if (value && value != Py_None) {
             unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                       "Tensor post accumulate grad hooks should return None, not a %R", (PyObject *)Py_TYPE(value));
+                       "Tensor post accumulate grad hooks should return None, not a "
+                       "%R",
+                       (PyObject *)Py_TYPE(value));
             result = -1;
         }
         Py_XDECREF(value);
@@ -111,7 +117,8 @@ static int show_grad(struct gradients *gradients, PyObject *padded) {
     return result;
 }
 
-/* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has seen it. */
+/* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
+ * seen it. */
 static int accumulate(struct gradients *gradients, PyObject *grad) {
     PyObject *sum = torch_get_grad(gradients->param->tensor), *done = NULL;
     int result = -1;
@@ -160,7 +167,8 @@ static bool lies_in(const struct gradients *gradients, PyObject *grad, PyObject 
            tensor_view_numel(&inner) == gradients->param->layout.numel;
 }
 
-/* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was replaced. */
+/* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
+ * replaced. */
 static int take_grad(struct gradients *gradients, PyObject *padded) {
     PyObject *grad = torch_get_grad(gradients->param->tensor), *taken = NULL;
     int result = grad ? 0 : -1;
@@ -237,7 +245,8 @@ static int has_hooks(struct gradients *gradients) {
     return result;
 }
 
-/* In the place of a dict of hooks stands an empty one: without any, autograd would go on with the one before. */
+/* In the place of a dict of hooks stands an empty one: without any, autograd would go on with the one
+ * before. */
 static int set_hooks(const struct gradients *gradients, PyObject *attribute, PyObject *hooks, bool hidden) {
     if (hooks == Py_None)
         return 0;

@@ -9,10 +9,10 @@
 
 /* ---- communication hooks ---- */
 
-/* [Note: communication hooks] A custom hook of register_comm_hook does everything: it gets the padded full gradient and an empty
- * shard to fill (NO_SHARD: the gradient alone), and no factor is applied. torch's fp16 and bf16 hooks are known by identity and run
- * as the reduction of this library, in the hook's dtype and with the group and factors of its state: torch's own end in an
- * operation that the CPU does not have. */
+/* [Note: communication hooks] A custom hook of register_comm_hook does everything: it gets the padded full
+ * gradient and an empty shard to fill (NO_SHARD: the gradient alone), and no factor is applied. torch's fp16
+ * and bf16 hooks are known by identity and run as the reduction of this library, in the hook's dtype and with
+ * the group and factors of its state: torch's own end in an operation that the CPU does not have. */
 int gradients_check_hookless(const struct gradients *gradients) {
     if (!gradients->comm_hook.function && !gradients->in_backward)
         return 0;
@@ -64,23 +64,24 @@ int gradients_read_comm_hook(struct gradients *gradients) {
 /* ---- a custom hook ---- */
 
 static int refuse_result(struct gradients *gradients, PyObject *result) {
-    int64_t want =
-        gradients->param->sharded ? gradients->param->layout.shard_numel : gradients->param->layout.padded_numel;
+    int64_t want = gradients->param->sharded ? gradients->param->layout.shard_numel
+                                             : gradients->param->layout.padded_numel;
     return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
                       "its communication hook left a gradient of %R, expected a dense one of %lld elements "
                       "on %S",
                       (PyObject *)Py_TYPE(result), (long long)want, gradients->param->device);
 }
 
-/* A hook may have given the tensor other data (`output.data = ...`): another dtype is welcome, another size is not. */
+/* A hook may have given the tensor other data (`output.data = ...`): another dtype is welcome, another size
+ * is not. */
 static int check_result(struct gradients *gradients, PyObject *result) {
-    int64_t want =
-        gradients->param->sharded ? gradients->param->layout.shard_numel : gradients->param->layout.padded_numel;
+    int64_t want = gradients->param->sharded ? gradients->param->layout.shard_numel
+                                             : gradients->param->layout.padded_numel;
     struct tensor_view view;
     if (tensor_view_of(result, &view) < 0)
         return -1;
-    bool fits = tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
-                view.device == gradients->storage->compute_view.device;
+    bool fits = tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) &&
+                dtype_is_known(view.dtype) && view.device == gradients->storage->compute_view.device;
     return fits ? 0 : refuse_result(gradients, result);
 }
 
@@ -90,8 +91,10 @@ PyObject *gradients_call_comm_hook(struct gradients *gradients) {
     ref_set(&gradients->hook_input, PyObject_GetAttrString(gradients->reduce_input, "data"));
     if (!gradients->hook_input)
         return NULL;
-    PyObject *output = gradients->param->sharded ? gradients->reduce_output : NULL; /* NULL ends the arguments */
-    PyObject *done = PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
+    /* NULL ends the arguments */
+    PyObject *output = gradients->param->sharded ? gradients->reduce_output : NULL;
+    PyObject *done =
+        PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
     Py_XDECREF(done);
     return done && check_result(gradients, gradients->reduce_output) == 0 ? Py_NewRef(Py_None) : NULL;
 }
@@ -102,8 +105,9 @@ PyObject *gradients_call_comm_hook(struct gradients *gradients) {
 static const struct collective_group *reduction_group(const struct gradients *gradients) {
     if (gradients->comm_hook.native)
         return &gradients->comm_hook.group;
-    return !gradients->param->sharded && gradients->param->replicate_group.group ? &gradients->param->replicate_group
-                                                                                 : &gradients->param->shard_group;
+    return !gradients->param->sharded && gradients->param->replicate_group.group
+               ? &gradients->param->replicate_group
+               : &gradients->param->shard_group;
 }
 
 static PyObject *enqueue(struct gradients *gradients) {
@@ -115,10 +119,12 @@ static PyObject *enqueue(struct gradients *gradients) {
     return collective_reduce_scatter(group, gradients->reduce_output, gradients->reduce_input);
 }
 
-/* What the reduce-scatter writes is the gradient of this backward, as it is. A hook may give it other memory. */
+/* What the reduce-scatter writes is the gradient of this backward, as it is. A hook may give it other
+ * memory. */
 static bool keeps_output(const struct gradients *gradients) {
     bool is_hooked = gradients->comm_hook.function && !gradients->comm_hook.native;
-    return gradients->param->sharded && !gradients->saved_shard && !is_hooked && !gradients_reduce_twice(gradients) &&
+    return gradients->param->sharded && !gradients->saved_shard && !is_hooked &&
+           !gradients_reduce_twice(gradients) &&
            gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
 }
 
@@ -193,10 +199,11 @@ static int save_output(struct gradients *gradients, PyObject *output) {
     enum dtype dtype;
     if (output_dtype(gradients, output, &dtype) < 0)
         return -1;
-    bool keeps_low =
-        !gradients->param->sharded && gradients->param->keep_low_precision_grads && !gradients->comm_hook.native;
+    bool keeps_low = !gradients->param->sharded && gradients->param->keep_low_precision_grads &&
+                     !gradients->comm_hook.native;
     bool keep = dtype == gradients->storage->orig_kind || keeps_low;
-    ref_set(&gradients->saved_shard, keep ? Py_NewRef(output) : gradients_cast_to_shard_dtype(gradients, output));
+    ref_set(&gradients->saved_shard,
+            keep ? Py_NewRef(output) : gradients_cast_to_shard_dtype(gradients, output));
     return gradients->saved_shard ? 0 : -1;
 }
 
@@ -208,7 +215,8 @@ static int enqueue_download(struct gradients *gradients) {
         gradients->offloaded = torch_empty_pinned_like(gradients->saved_shard);
     if (!gradients->offloaded)
         return -1;
-    PyObject *done = PyObject_CallMethod(gradients->offloaded, "copy_", "OO", gradients->saved_shard, Py_True);
+    PyObject *done =
+        PyObject_CallMethod(gradients->offloaded, "copy_", "OO", gradients->saved_shard, Py_True);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }

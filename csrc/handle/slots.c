@@ -69,7 +69,8 @@ int slots_visit(const struct slots *slots, visitproc visit, void *arg) {
 
 /* What wrap_views makes of `views`, or `views` themselves. New reference. */
 static PyObject *wrapped(const struct slots *slots, PyObject *views) {
-    return slots->wrap_views ? PyObject_CallFunctionObjArgs(slots->wrap_views, views, NULL) : Py_NewRef(views);
+    return slots->wrap_views ? PyObject_CallFunctionObjArgs(slots->wrap_views, views, NULL)
+                             : Py_NewRef(views);
 }
 
 int slots_wrap_views(struct slots *slots, PyObject *views) {
@@ -100,11 +101,13 @@ static PyObject *shard_part(struct slots *slots, PyObject *shard, int64_t param)
     if (!slots->param->sharded)
         return torch_view(shard, layout_param_offset(&slots->param->layout, param),
                           layout_param_numel(&slots->param->layout, param),
-                          PyTuple_GetItem(slots->param->shapes, param), PyTuple_GetItem(slots->param->strides, param));
+                          PyTuple_GetItem(slots->param->shapes, param),
+                          PyTuple_GetItem(slots->param->strides, param));
     if (!range->in_shard)
         return Py_NewRef(slots->empty_param);
     PyObject *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
-    PyObject *part = shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
+    PyObject *part =
+        shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
     Py_XDECREF(shape);
     return part;
 }
@@ -164,7 +167,8 @@ static int put_views(struct slots *slots, PyObject *views) {
     for (int64_t i = 0; i < slots->count; i++) {
         const struct slot *slot = &slots->all[i];
         PyObject *view = PyTuple_GetItem(views, slot->param);
-        int result = slots->param->use_orig_params ? show_in_parameters(slot, view) : show_as_attribute(slot, view);
+        int result =
+            slots->param->use_orig_params ? show_in_parameters(slot, view) : show_as_attribute(slot, view);
         if (result < 0)
             return -1;
     }
@@ -184,7 +188,8 @@ static int put_params(struct slots *slots, PyObject *params) {
 }
 
 /* Nothing is shown until all slots agree. */
-static int change(struct slots *slots, enum shown to, int (*put)(struct slots *, PyObject *), PyObject *values) {
+static int change(struct slots *slots, enum shown to, int (*put)(struct slots *, PyObject *),
+                  PyObject *values) {
     if (slots_set_shown(slots, SHOWN_NOTHING) < 0 || put(slots, values) < 0)
         return -1;
     return slots_set_shown(slots, to);
@@ -198,8 +203,9 @@ static int refuse_assigned(const struct slots *slots, const struct slot *slot) {
     PyObject *fqn = flat_param_fqn(slots->param, slot->param);
     unit_error(PyExc_RuntimeError, slots->param->layout.rank, slots->param->name,
                "something else was assigned to %S after wrapping. With use_orig_params=False it "
-               "would be trained on each rank alone and never be saved. Assign or tie before wrapping, change values "
-               "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
+               "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
+               "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
+               "use_orig_params=True.",
                fqn);
     Py_DECREF(fqn);
     return -1;
@@ -254,13 +260,14 @@ int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views) {
 static PyObject *new_parameter(PyObject *view, PyObject *model) {
     PyObject *requires_grad = PyObject_GetAttr(model, torch_names.requires_grad);
     PyObject *param =
-        requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL) : NULL;
+        requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL)
+                      : NULL;
     Py_XDECREF(requires_grad);
     return param;
 }
 
-/* What stands for one parameter in full, new reference: the original Parameter where it can take `view` for its data, which is not
- * so for a DTensor; else what the wrapper made of the view, as a Parameter. */
+/* What stands for one parameter in full, new reference: the original Parameter where it can take `view` for
+ * its data, which is not so for a DTensor; else what the wrapper made of the view, as a Parameter. */
 static PyObject *full_param(struct slots *slots, int64_t i, PyObject *view, PyObject *value) {
     int is_param = value == view ? 0 : PyObject_IsInstance(value, torch_names.parameter_type);
     if (is_param < 0)

@@ -1,15 +1,17 @@
 /* What the modules of a unit show as their parameters.
  *
- * Invariant: while `shown` is not SHOWN_NOTHING, all slots show the same kind of tensor. A change of kind passes SHOWN_NOTHING, where it
- * also ends when it fails half-way. Without original parameters there is nothing sharded to show: the views stay. */
+ * Invariant: while `shown` is not SHOWN_NOTHING, all slots show the same kind of tensor. A change of kind
+ * passes SHOWN_NOTHING, where it also ends when it fails half-way. Without original parameters there is
+ * nothing sharded to show: the views stay. */
 #ifndef FSDP_HANDLE_SLOTS_H
 #define FSDP_HANDLE_SLOTS_H
 
 #include "handle/flat_param.h"
 
 enum shown {
-    SHOWN_NOTHING,     /* just built, or amid a change */
-    SHOWN_SHARDED,     /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
+    SHOWN_NOTHING, /* just built, or amid a change */
+    /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
+    SHOWN_SHARDED,
     SHOWN_VIEWS,       /* tensors over the unsharded storage, with autograd history in a forward */
     SHOWN_FULL_PARAMS, /* Parameters of full shape, inside summon_full_params */
     SHOWN_KINDS
@@ -19,7 +21,8 @@ enum shown {
 enum setting {
     SETTING_DIRECT,     /* in the dicts, as nn.Module does it */
     SETTING_BY_SETATTR, /* delattr and setattr: somebody takes part in them (RNNs keep a second list) */
-    SETTING_BYPASS      /* FSDP_USE_UNSAFE_SETATTR: past all of that; in __dict__ too, where no __getattr__ is asked */
+    /* FSDP_USE_UNSAFE_SETATTR: past all of that; in __dict__ too, where no __getattr__ is asked */
+    SETTING_BYPASS
 };
 
 /* Where one parameter (or one more name of a shared one) is found in a module. */
@@ -35,14 +38,18 @@ struct slot {
 struct slots {
     const struct flat_param *param; /* borrowed */
     enum shown shown;               /* written by states.c */
-    struct slot *all;               /* owned; the first num_params are the parameters in order, then shared names */
+    /* owned; the first num_params are the parameters in order, then shared names */
+    struct slot *all;
     int64_t count;
-    bool watched;            /* some slot is set by setattr */
-    PyObject *wrap_views;    /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
+    bool watched; /* some slot is set by setattr */
+    /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
+    PyObject *wrap_views;
     PyObject *wrapped_views; /* owned; what wrap_views made of the views in use, with history; or NULL */
-    bool params_are_full;    /* original parameters may have full values for their data, and are pointed back first */
-    uint32_t num_kept;       /* forwards that have found the views where an earlier one had put them */
-    PyObject *empty_param;   /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
+    /* original parameters may have full values for their data, and are pointed back first */
+    bool params_are_full;
+    uint32_t num_kept; /* forwards that have found the views where an earlier one had put them */
+    /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
+    PyObject *empty_param;
 };
 
 void slots_bind(struct slots *slots, const struct flat_param *param); /* of zeros; init follows */
@@ -57,7 +64,8 @@ void slots_check(const struct slots *slots); /* the invariant, where FSDP_C_CHEC
 /* `views`: a tuple, one per parameter. The slots show them, or what wrap_views makes of them. 0 or -1. */
 int slots_show_views(struct slots *slots, PyObject *views);
 int slots_wrap_views(struct slots *slots,
-                     PyObject *views);          /* anew, after their history has changed; a no-op without wrap_views */
+                     /* anew, after their history has changed; a no-op without wrap_views */
+                     PyObject *views);
 void slots_forget_wrapped(struct slots *slots); /* other views are in use from now on */
 
 /* The original parameters, each with its part of `shard` for its data; without them the views. 0 or -1. */
@@ -65,11 +73,15 @@ int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views);
 int slots_show_full_params(struct slots *slots, PyObject *full /* flat, unsharded */);
 int slots_show_nothing(struct slots *slots); /* what they show is shown anew the next time. 0 or -1 */
 
-int slots_point_params_at(struct slots *slots, PyObject *shard); /* params[i].data = its part of the shard. 0 or -1 */
+/* params[i].data = its part of the shard. 0 or -1 */
+int slots_point_params_at(struct slots *slots, PyObject *shard);
 
-/* The slot's entry in its module's _parameters. Borrowed, or NULL where it is not there; look at PyErr_Occurred(). */
+/* The slot's entry in its module's _parameters. Borrowed, or NULL where it is not there; look at
+ * PyErr_Occurred(). */
 PyObject *slots_value(const struct slots *slots, int64_t index);
-PyObject *slots_local_value(const struct slots *slots, PyObject *value); /* borrowed; what a DTensor holds here */
-int slots_show_wrapped_grads(struct slots *slots, PyObject *full); /* inside summon: on the Parameters shown there */
+/* borrowed; what a DTensor holds here */
+PyObject *slots_local_value(const struct slots *slots, PyObject *value);
+/* inside summon: on the Parameters shown there */
+int slots_show_wrapped_grads(struct slots *slots, PyObject *full);
 
 #endif

@@ -1,5 +1,5 @@
-/* The states of a handle and its components: for each the table of legal transitions and its only writer. What holds of them
- * meanwhile, for those without states as well. */
+/* The states of a handle and its components: for each the table of legal transitions and its only writer.
+ * What holds of them meanwhile, for those without states as well. */
 #include "handle/gradients.h"
 #include "handle/handle.h"
 #include "handle/slots.h"
@@ -10,8 +10,8 @@
 #include "base/check.h"
 
 static int refuse(const struct flat_param *param, const char *from, const char *to, const char *remedy) {
-    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name, "illegal transition from %s to %s%s", from,
-                      to, remedy);
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "illegal transition from %s to %s%s", from, to, remedy);
 }
 
 /* ---- what the storage of the unsharded parameters holds ---- */
@@ -127,8 +127,9 @@ static const bool training_allowed[USE_STATES][USE_STATES] = {
                           [USE_IDLE] = true},          /* final callback, no gradient came */
     [USE_BACKWARD_POST] = {[USE_BACKWARD_POST] = true, /* a second graph over the unit in the same backward */
                            [USE_BACKWARD_PRE] = true,
-                           [USE_FORWARD] = true, /* recomputed by a reentrant checkpoint after its gradients came */
-                           [USE_IDLE] = true},   /* final callback */
+                           /* recomputed by a reentrant checkpoint after its gradients came */
+                           [USE_FORWARD] = true,
+                           [USE_IDLE] = true}, /* final callback */
     [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
 };
 
@@ -142,10 +143,11 @@ const char *training_state_name(enum training_state state) {
 /* What to do instead of a backward that comes too early. */
 static const char *remedy_for(enum training_state from, enum training_state to) {
     bool in_own_forward = from == USE_FORWARD && (to == USE_BACKWARD_PRE || to == USE_BACKWARD_POST);
-    return in_own_forward ? ": a backward inside its own forward has come to its parameters, which the rest of the "
-                            "forward needs. Call backward() on what the forward returns, after it, or wrap the modules "
-                            "that the backward inside passes through as units of their own"
-                          : "";
+    return in_own_forward
+               ? ": a backward inside its own forward has come to its parameters, which the rest of the "
+                 "forward needs. Call backward() on what the forward returns, after it, or wrap "
+                 "the modules that the backward inside passes through as units of their own"
+               : "";
 }
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
@@ -176,7 +178,8 @@ void flat_param_check(const struct flat_param *param) {
     INVARIANT(!param->node_group.group || param->layout.padded_numel % param->node_group.world_size == 0);
     INVARIANT(param->layout.rank == param->shard_group.rank);
     INVARIANT(param->layout.num_params == param->num_params);
-    INVARIANT(PyTuple_Size(param->shapes) == param->num_params && PyTuple_Size(param->strides) == param->num_params);
+    INVARIANT(PyTuple_Size(param->shapes) == param->num_params &&
+              PyTuple_Size(param->strides) == param->num_params);
     INVARIANT(PyList_Size(param->slots) >= param->num_params);
     INVARIANT(param->use_orig_params == (param->params != NULL));
     INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
@@ -187,7 +190,8 @@ void attributes_check(const struct attributes *attributes, const struct storage 
     (void)storage;
     INVARIANT(!attributes->dict || is_published(attributes, "_local_shard", storage->local_shard));
     INVARIANT(!attributes->dict || is_published(attributes, "_full_param_padded", attributes_full(storage)));
-    INVARIANT(!attributes->dict || is_published(attributes, "_mp_shard", attributes_low_precision_shard(storage)));
+    INVARIANT(!attributes->dict ||
+              is_published(attributes, "_mp_shard", attributes_low_precision_shard(storage)));
 }
 
 void writeback_check(const struct writeback *writeback) {

@@ -1,4 +1,5 @@
-/* The shard as the flat parameter is now, where its unit computes, and the unsharded parameters in each precision. */
+/* The shard as the flat parameter is now, where its unit computes, and the unsharded parameters in each
+ * precision. */
 #include "handle/storage.h"
 
 #include "handle/unit_error.h"
@@ -98,7 +99,8 @@ int storage_refuse_elsewhere(const struct storage *storage) {
 
 static bool lies_elsewhere(const struct storage *storage) {
     const struct tensor_view *compute = &storage->compute_view, *shard = &storage->local_view;
-    return !storage->offload && (compute->device != shard->device || compute->device_index != shard->device_index);
+    return !storage->offload &&
+           (compute->device != shard->device || compute->device_index != shard->device_index);
 }
 
 /* Is the shard in CPU memory, and what computes not? */
@@ -121,7 +123,8 @@ static int init_compute_device(struct storage *storage) {
         ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
     bool is_fake = !storage->local_view.data && storage->param->layout.shard_numel > 0;
     storage->kernels =
-        is_fake ? &no_kernels : kernels_of(storage->compute_view.device, storage->compute_view.device_index, &why);
+        is_fake ? &no_kernels
+                : kernels_of(storage->compute_view.device, storage->compute_view.device_index, &why);
     if (!storage->kernels)
         return refuse_device(storage, why);
     buffer_fini(&storage->device_shard);
@@ -169,8 +172,8 @@ static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) {
     return Py_NewRef(chosen != Py_None ? chosen : fallback);
 }
 
-/* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed (C-018). A
- * low-precision hook reduces in its own dtype whatever it is given. */
+/* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed
+ * (C-018). A low-precision hook reduces in its own dtype whatever it is given. */
 static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
     PyObject *param = PyTuple_GetItem(storage->fallback_dtypes, 0),
              *reduce = PyTuple_GetItem(storage->fallback_dtypes, 1);
@@ -205,7 +208,8 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     struct tensor_view view;
     ref_set(&copy->gradient_like.tensor, Py_NewRef(gradient));
     ref_set(&copy->reduce_input_like.tensor,
-            same ? Py_NewRef(gradient) : storage_freed_tensor(padded, copy->reduce_dtype, storage->param->device));
+            same ? Py_NewRef(gradient)
+                 : storage_freed_tensor(padded, copy->reduce_dtype, storage->param->device));
     ref_set(&copy->reduce_output_like.tensor,
             same_shard ? Py_NewRef(storage->shard_like.tensor)
                        : storage_freed_tensor(shard, copy->reduce_dtype, storage->param->device));
@@ -227,22 +231,24 @@ static PyObject *own_part(const struct storage *storage, PyObject *full) {
 static int init_storage(struct storage *storage, struct precision_copy *copy) {
     PyObject *full = storage->local_shard;
     if (!copy->is_local) {
-        if (buffer_init(&copy->full, storage->param->layout.padded_numel, copy->dtype, storage->param->device, true) <
-            0)
+        if (buffer_init(&copy->full, storage->param->layout.padded_numel, copy->dtype, storage->param->device,
+                        true) < 0)
             return -1;
         full = copy->full.tensor;
     }
     copy->full_data = torch_part(full, 0, storage->param->layout.numel);
     copy->own_part = own_part(storage, full);
     copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
-    if (copy->views && !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
+    if (copy->views &&
+        !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
     if (!copy->views || storage_init_secondary_shard(storage, copy) < 0 ||
         (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
-    PyObject *shard = storage_freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
+    PyObject *shard =
+        storage_freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
     ref_set(&copy->low_precision_shard.tensor, shard);
     return shard ? 0 : -1;
 }
@@ -287,7 +293,8 @@ void storage_fini_copies(struct storage *storage) {
 static int detach_copy(struct precision_copy *copy, int64_t num_params) {
     PyObject *views = copy->views ? PyTuple_New((Py_ssize_t)num_params) : NULL;
     for (int64_t i = 0; views && i < num_params; i++) {
-        PyObject *view = PyObject_CallMethodObjArgs(PyTuple_GetItem(copy->views, i), torch_names.detach, NULL);
+        PyObject *view =
+            PyObject_CallMethodObjArgs(PyTuple_GetItem(copy->views, i), torch_names.detach, NULL);
         if (!view || PyTuple_SetItem(views, i, view) < 0)
             Py_CLEAR(views);
     }
@@ -324,7 +331,8 @@ int storage_use_copy(struct storage *storage, enum precision precision) {
     return 0;
 }
 
-/* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong to. */
+/* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong
+ * to. */
 static bool still_fits(const struct storage *storage, const struct precision_copy *copy) {
     bool is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
     bool same_dtype = storage->orig_kind == storage->local_view.dtype && dtype_is_known(storage->orig_kind);
@@ -371,7 +379,8 @@ int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
     return init_likes(storage, storage->copy);
 }
 
-/* ---- what the ranks of a node keep of a forward's unsharded parameters, for the backward to gather from ---- */
+/* ---- what the ranks of a node keep of a forward's unsharded parameters, for the backward to gather from
+ * ---- */
 
 int storage_init_secondary_shard(const struct storage *storage, struct precision_copy *copy) {
     const struct flat_param *param = storage->param;
@@ -379,13 +388,14 @@ int storage_init_secondary_shard(const struct storage *storage, struct precision
         return 0;
     int64_t numel = param->layout.padded_numel / param->node_group.world_size;
     copy->secondary_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
-    if (!copy->secondary_source || buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
+    if (!copy->secondary_source ||
+        buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
         return -1;
     return buffer_free(&copy->secondary_shard);
 }
 
-/* On the stream that computes, to which the memory belongs: the backward's gather comes after the last use of what is gathered now,
- * and is waited for before the part is forgotten. */
+/* On the stream that computes, to which the memory belongs: the backward's gather comes after the last use of
+ * what is gathered now, and is waited for before the part is forgotten. */
 int storage_keep_secondary_shard(struct storage *storage) {
     struct precision_copy *copy = storage->copy;
     if (!copy->secondary_source || storage->param_state == PARAM_SHARDED)

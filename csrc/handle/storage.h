@@ -1,19 +1,20 @@
 /* The storage of one flat parameter: this rank's shard, and the unsharded parameters while they are gathered.
  *
- *   local_shard --(upload)--> device_shard --(cast)--> this rank's part of copy->full --all-gather--> copy->full
- *                                                                                   SHARDED -> UNSHARDING -> UNSHARDED
+ *   local_shard --(upload)--> device_shard --(cast)--> this rank's part of copy->full --all-gather-->
+ * copy->full SHARDED -> UNSHARDING -> UNSHARDED
  *
- * [Note: secondary shards] Under a `node_group` the ranks of a node keep what a forward has gathered, each its secondary_shard, and the backward
- * gathers within the node from these:
+ * [Note: secondary shards] Under a `node_group` the ranks of a node keep what a forward has gathered, each
+ * its secondary_shard, and the backward gathers within the node from these:
  *
  *   copy->full --copy--> secondary_shard    ...    secondary_shard --all-gather--> copy->full
  *
- * Where the shard lies elsewhere or in another precision it is brought to its place in what is gathered, which the collective leaves as
- * it is; otherwise the collective reads the shard.
+ * Where the shard lies elsewhere or in another precision it is brought to its place in what is gathered,
+ * which the collective leaves as it is; otherwise the collective reads the shard.
  *
- * Invariants: the `full` of a precision copy keeps its tensor for ever, so every view and every tensor autograd saved stays good when
- * its storage is gathered again. `param_state` says what the storage of the copy in use holds, and no other copy holds anything.
- * UNSHARDING and UNSHARDED have storage; a collective is in flight only while UNSHARDING. */
+ * Invariants: the `full` of a precision copy keeps its tensor for ever, so every view and every tensor
+ * autograd saved stays good when its storage is gathered again. `param_state` says what the storage of the
+ * copy in use holds, and no other copy holds anything. UNSHARDING and UNSHARDED have storage; a collective is
+ * in flight only while UNSHARDING. */
 #ifndef FSDP_HANDLE_STORAGE_H
 #define FSDP_HANDLE_STORAGE_H
 
@@ -28,7 +29,8 @@ enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATE
 /* In which precision the unsharded parameters are. */
 enum precision {
     PRECISION_COMPUTE, /* as mixed precision says */
-    PRECISION_FULL, /* that of the shard, with gradients of the same: summon_full_params, FSDP_USE_FULL_PREC_IN_EVAL */
+    /* that of the shard, with gradients of the same: summon_full_params, FSDP_USE_FULL_PREC_IN_EVAL */
+    PRECISION_FULL,
     PRECISIONS
 };
 
@@ -41,18 +43,23 @@ struct tensor_like {
 struct precision_copy {
     PyObject *dtype, *reduce_dtype; /* owned; torch.dtype */
     enum dtype kind, reduce_kind;
-    bool low_precision;         /* not the dtype of the shard */
-    bool is_local;              /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
-    struct buffer full;         /* unused when is_local */
-    PyObject *own_part;         /* owned; this rank's part of full, all of it under NO_SHARD */
-    PyObject *secondary_source; /* owned; the part of full that secondary_shard is a copy of, NULL where none is kept */
-    struct buffer secondary_shard; /* allocated while the next gather reads it; see [Note: secondary shards] */
-    struct tensor_like
-        low_precision_shard; /* only with low_precision and sharded: its memory is own_part's, this is never allocated */
-    PyObject *full_data;     /* owned; full without right padding */
-    PyObject *views;         /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
-    int64_t *view_versions;  /* owned array; theirs, when they were last asked for */
-    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
+    bool low_precision; /* not the dtype of the shard */
+    /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
+    bool is_local;
+    struct buffer full; /* unused when is_local */
+    PyObject *own_part; /* owned; this rank's part of full, all of it under NO_SHARD */
+    /* owned; the part of full that secondary_shard is a copy of, NULL where none is kept */
+    PyObject *secondary_source;
+    /* allocated while the next gather reads it; see [Note: secondary shards] */
+    struct buffer secondary_shard;
+    /* only with low_precision and sharded: its memory is own_part's, this is never allocated */
+    struct tensor_like low_precision_shard;
+    PyObject *full_data; /* owned; full without right padding */
+    /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
+    PyObject *views;
+    int64_t *view_versions; /* owned array; theirs, when they were last asked for */
+    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in
+     * reduce dtype */
     struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
 };
 
@@ -62,14 +69,16 @@ struct storage {
 
     PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
     bool reduce_dtype_is_fixed; /* a low-precision hook reduces in its own dtype whatever it is given */
-    bool may_offload;           /* the user asked for it; nothing is moved where computation is on the CPU too */
+    /* the user asked for it; nothing is moved where computation is on the CPU too */
+    bool may_offload;
 
     PyObject *orig_dtype; /* owned; torch.dtype of the shard; from lazy init on, as all below */
     enum dtype orig_kind;
-    PyObject *local_shard;         /* owned; 1-D, original dtype, shares storage with the sharded flat parameter */
+    /* owned; 1-D, original dtype, shares storage with the sharded flat parameter */
+    PyObject *local_shard;
     struct tensor_view local_view; /* borrowed from local_shard */
-    /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the shard there first,
-     * and the reduced gradient is copied back before it is handed over: `offloaded`. */
+    /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the
+     * shard there first, and the reduced gradient is copied back before it is handed over: `offloaded`. */
     bool offload;
     bool elsewhere;                     /* the user has moved the shard away from the device that computes */
     struct tensor_like shard_like;      /* how the shard looks on the device that computes */
@@ -81,9 +90,11 @@ struct storage {
     bool input_ready;            /* what the next gather reads was made ahead of it */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
-    struct deferred_free *full_free; /* borrowed from the root; NULL without streams: memory is freed at once */
-    struct pool *pool;               /* borrowed from the root; where storage is taken from, or NULL */
-    bool is_further; /* beside that of another flat parameter of the unit: their memory is given back together */
+    /* borrowed from the root; NULL without streams: memory is freed at once */
+    struct deferred_free *full_free;
+    struct pool *pool; /* borrowed from the root; where storage is taken from, or NULL */
+    /* beside that of another flat parameter of the unit: their memory is given back together */
+    bool is_further;
 };
 
 /* Of several storages, one all-gather. */
@@ -92,7 +103,8 @@ struct gather_batch {
 };
 
 void storage_bind(struct storage *storage, const struct flat_param *param); /* of zeros; init follows */
-int storage_init(struct storage *storage, const struct handle_spec *spec);  /* 0 or -1; fini follows in any case */
+/* 0 or -1; fini follows in any case */
+int storage_init(struct storage *storage, const struct handle_spec *spec);
 void storage_fini(struct storage *storage);
 int storage_visit(const struct storage *storage, visitproc visit, void *arg);
 
@@ -106,8 +118,9 @@ int storage_read_shard(struct storage *storage); /* its dtype and data. 0 or -1 
 int storage_follow_shard(
     struct storage *storage); /* after that: the device that computes, and the precision copies. 0 or -1 */
 bool storage_is_current(const struct storage *storage,
-                        const struct tensor_view *data);     /* is that the shard it knows? */
-int storage_refuse_elsewhere(const struct storage *storage); /* 0, or -1 where the user has moved the shard away */
+                        const struct tensor_view *data); /* is that the shard it knows? */
+/* 0, or -1 where the user has moved the shard away */
+int storage_refuse_elsewhere(const struct storage *storage);
 int storage_leave_device(
     struct storage *storage); /* the user has: nothing is kept for it on the one it has left. 0 or -1 */
 
@@ -115,8 +128,8 @@ int storage_leave_device(
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further);
 
 const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
-/* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded there covers a
- * backend that has a stream of its own. 0, or -1 and *work is NULL. */
+/* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded
+ * there covers a backend that has a stream of its own. 0, or -1 and *work is NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
 /* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
@@ -128,14 +141,16 @@ int storage_init_copies(
 int storage_make_copy(struct storage *storage,
                       enum precision precision); /* so that its tensors are there, freed. 0 or -1 */
 int storage_use_copy(struct storage *storage,
-                     enum precision precision);    /* while SHARDED: it is in use from now on. 0 or -1 */
-int storage_detach_views(struct storage *storage); /* others, without history, take the place of all. 0 or -1 */
+                     enum precision precision); /* while SHARDED: it is in use from now on. 0 or -1 */
+/* others, without history, take the place of all. 0 or -1 */
+int storage_detach_views(struct storage *storage);
 int storage_fix_reduce_dtype(struct storage *storage,
                              PyObject *dtype); /* also for copies that are yet to be made. 0 or -1 */
 void storage_fini_copies(struct storage *storage);
 bool storage_has_mixed_precision(const struct storage *storage);
 
-/* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or -1. */
+/* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or
+ * -1. */
 int storage_take_written(const struct storage *storage, int64_t param);
 
 static inline enum precision storage_precision(const struct storage *storage) {
@@ -146,9 +161,11 @@ static inline enum precision storage_precision(const struct storage *storage) {
 
 int storage_init_secondary_shard(
     const struct storage *storage,
-    struct precision_copy *copy); /* with the storage of `full` at hand; freed. 0, or -1 and copy_fini follows */
+    /* with the storage of `full` at hand; freed. 0, or -1 and copy_fini follows */
+    struct precision_copy *copy);
 int storage_keep_secondary_shard(
-    struct storage *storage); /* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
+    /* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
+    struct storage *storage);
 int storage_forget_secondary_shard(struct storage *storage); /* the next gather reads the shards. 0 or -1 */
 
 static inline bool storage_keeps_secondary_shards(const struct storage *storage) {
@@ -167,20 +184,27 @@ static inline const struct collective_group *storage_gather_group(const struct s
 /* ---- unshard.c ---- */
 
 int storage_make_input(
-    struct storage *storage); /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
+    /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
+    struct storage *storage);
 int storage_unshard_enqueue(
     struct storage *storage); /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
-/* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1 and all is freed */
+/* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1
+ * and all is freed */
 int storage_unshard_add(struct storage *storage, struct gather_batch *batch);
 int storage_unshard_enqueued(struct storage *storage, PyObject *work);
-int storage_unshard_wait(struct storage *storage); /* the unsharded parameter is there; a no-op unless UNSHARDING */
+/* the unsharded parameter is there; a no-op unless UNSHARDING */
+int storage_unshard_wait(struct storage *storage);
 int storage_reshard(struct storage *storage, bool free_storage);
-void storage_free_unshard(struct storage *storage); /* what a gather that failed has left; an exception stays set */
+/* what a gather that failed has left; an exception stays set */
+void storage_free_unshard(struct storage *storage);
 /* Does an all-gather read what storage_make_input makes, and not the shard itself? */
 bool storage_makes_input(const struct storage *storage);
-int storage_alloc_unsharded(struct storage *storage);    /* alone, for a caller who gathers in steps; SHARDED stays */
-int storage_alloc_outside_step(struct storage *storage); /* not of the pool, which belongs to the streams of a step */
-/* Take the memory that gathering will take, so that the pool holds it when it is given back. No state changes. 0 or -1. */
+/* alone, for a caller who gathers in steps; SHARDED stays */
+int storage_alloc_unsharded(struct storage *storage);
+/* not of the pool, which belongs to the streams of a step */
+int storage_alloc_outside_step(struct storage *storage);
+/* Take the memory that gathering will take, so that the pool holds it when it is given back. No state
+ * changes. 0 or -1. */
 int storage_reserve(struct storage *storage);
 int storage_release_reserved(struct storage *storage);
 int64_t storage_unsharded_nbytes(const struct storage *storage);

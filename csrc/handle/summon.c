@@ -25,9 +25,10 @@ static int require_idle(const struct handle *handle) {
     if (handle->training_state == USE_IDLE)
         return 0;
     PyErr_Format(PyExc_AssertionError,
-                 "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit %S): leave "
-                 "the forward, the backward or the enclosing summon_full_params() first.",
-                 training_state_name(handle->training_state), (long long)handle->param.layout.rank, handle->param.name);
+                 "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit "
+                 "%S): leave the forward, the backward or the enclosing summon_full_params() first.",
+                 training_state_name(handle->training_state), (long long)handle->param.layout.rank,
+                 handle->param.name);
     return -1;
 }
 
@@ -46,14 +47,16 @@ static bool shows_copy(const struct handle *handle) {
     return handle->param.sharded || handle->storage.offload;
 }
 
-/* The full-precision flat parameter, right padding included, new reference; gathered anew where a forward has left it gathered, as the
- * shard may have changed since. A low-precision copy that is still gathered is freed: it would be stale after a writeback. */
+/* The full-precision flat parameter, right padding included, new reference; gathered anew where a forward has
+ * left it gathered, as the shard may have changed since. A low-precision copy that is still gathered is
+ * freed: it would be stale after a writeback. */
 static PyObject *gather(struct handle *handle) {
     handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
     if (!shows_copy(handle))
         return Py_NewRef(handle->storage.local_shard);
-    int result =
-        handle->storage.copies[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
+    int result = handle->storage.copies[PRECISION_COMPUTE].low_precision
+                     ? handle_use_precision(handle, PRECISION_FULL)
+                     : 0;
     if (result < 0 || storage_reshard(&handle->storage, true) < 0 ||
         storage_forget_secondary_shard(&handle->storage) < 0 || handle_unshard_outside_step(handle) < 0) {
         leave_full_precision(handle);
@@ -129,8 +132,9 @@ static int leave(struct handle *handle) {
     return restore_flat_param(handle) < 0 ? -1 : free_full(handle);
 }
 
-/* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it leaves half done would
- * be taken for the user's writeback. The first exception is the one that stays. `result`, or -1. */
+/* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it
+ * leaves half done would be taken for the user's writeback. The first exception is the one that stays.
+ * `result`, or -1. */
 static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int result) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -191,8 +195,8 @@ int handle_summon_exit(struct handle *handle) {
 
 /* ---- gradients ---- */
 
-/* On how many ranks of the group is the gradient missing? -1 on error. Collective. Counted in integers: bfloat16 has none between
- * 256 and 258. */
+/* On how many ranks of the group is the gradient missing? -1 on error. Collective. Counted in integers:
+ * bfloat16 has none between 256 and 258. */
 static int64_t count_missing(struct handle *handle, bool missing) {
     PyObject *count = torch_empty(1, torch_names.int32, handle->param.device);
     PyObject *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)missing) : NULL;
@@ -208,7 +212,8 @@ static int64_t count_missing(struct handle *handle, bool missing) {
 static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
     PyObject *own = PyObject_CallMethod(grad, "to", "O", handle->param.device);
     PyObject *full =
-        own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->param.layout.padded_numel) : NULL;
+        own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->param.layout.padded_numel)
+            : NULL;
     PyObject *work = full ? collective_all_gather(&handle->param.shard_group, full, own) : NULL;
     if (!work || collective_wait(work) < 0)
         Py_CLEAR(full);
@@ -221,12 +226,13 @@ static int warn_zeros(const struct handle *handle) {
         return 0;
     return PyErr_WarnFormat(
         PyExc_UserWarning, 1,
-        "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in unit %S, so that zeros "
-        "stand for the missing ones",
+        "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in unit %S, so that "
+        "zeros stand for the missing ones",
         (long long)handle->param.layout.rank, handle->param.name);
 }
 
-/* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New reference. */
+/* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New
+ * reference. */
 static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
     if (grad != Py_None)
         return Py_NewRef(grad);
@@ -273,7 +279,8 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback) {
     PyObject *full = handle->summon.grad, *grad = torch_get_grad(handle->param.tensor);
     handle->summon.grad = NULL;
     int result = grad ? 0 : -1;
-    bool gathered = full && full != Py_None && handle->param.sharded && handle->gradients.kind == GRAD_SHARDED;
+    bool gathered =
+        full && full != Py_None && handle->param.sharded && handle->gradients.kind == GRAD_SHARDED;
     if (!result && writeback && gathered && grad != Py_None)
         result = copy_own_part(handle, grad, full);
     if (handle->param.sharded)

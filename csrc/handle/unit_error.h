@@ -6,7 +6,8 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* -1 with an exception of this type, "rank R, unit U: ...". `format` and what follows are as for PyErr_Format. */
+/* -1 with an exception of this type, "rank R, unit U: ...". `format` and what follows are as for
+ * PyErr_Format. */
 int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...);
 
 #endif

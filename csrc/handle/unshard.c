@@ -39,13 +39,16 @@ int storage_reserve(struct storage *storage) {
 }
 
 int storage_release_reserved(struct storage *storage) {
-    return storage->copy->is_local || storage->param_state != PARAM_SHARDED ? 0 : buffer_free(&storage->copy->full);
+    return storage->copy->is_local || storage->param_state != PARAM_SHARDED
+               ? 0
+               : buffer_free(&storage->copy->full);
 }
 
 /* Computation on it is enqueued, and with streams may not have run. */
 static int free_full(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
-    return storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further) : buffer_free(full);
+    return storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further)
+                              : buffer_free(full);
 }
 
 int storage_alloc_unsharded(struct storage *storage) {
@@ -53,7 +56,8 @@ int storage_alloc_unsharded(struct storage *storage) {
 }
 
 bool storage_wants_memory(const struct storage *storage) {
-    return !storage->copy->is_local && storage->param_state == PARAM_SHARDED && !storage->copy->full.allocated;
+    return !storage->copy->is_local && storage->param_state == PARAM_SHARDED &&
+           !storage->copy->full.allocated;
 }
 
 /* ---- what a gather reads ---- */
@@ -74,15 +78,17 @@ static int cast_shard(const struct storage *storage, const struct tensor_view *s
     struct tensor_view part;
     if (tensor_view_of(storage->copy->own_part, &part) < 0)
         return -1;
-    return tensor_check(storage->kernels->cast_divide(part.data, storage->copy->kind, shard->data, storage->orig_kind,
-                                                      storage->param->layout.shard_numel, 1.0, storage_stream(storage)),
+    return tensor_check(storage->kernels->cast_divide(part.data, storage->copy->kind, shard->data,
+                                                      storage->orig_kind, storage->param->layout.shard_numel,
+                                                      1.0, storage_stream(storage)),
                         "cast of a shard");
 }
 
 /* What was brought to the device in order to be cast is not wanted any longer. */
 static int upload_and_cast(struct storage *storage) {
     struct buffer *shard = &storage->device_shard;
-    if (buffer_alloc(shard) < 0 || enqueue_upload(storage, shard->tensor) < 0 || cast_shard(storage, &shard->view) < 0)
+    if (buffer_alloc(shard) < 0 || enqueue_upload(storage, shard->tensor) < 0 ||
+        cast_shard(storage, &shard->view) < 0)
         return -1;
     return buffer_free(shard);
 }
@@ -90,10 +96,12 @@ static int upload_and_cast(struct storage *storage) {
 static int fill_own_part(struct storage *storage) {
     if (!storage->offload)
         return cast_shard(storage, &storage->local_view);
-    return storage->copy->low_precision ? upload_and_cast(storage) : enqueue_upload(storage, storage->copy->own_part);
+    return storage->copy->low_precision ? upload_and_cast(storage)
+                                        : enqueue_upload(storage, storage->copy->own_part);
 }
 
-/* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is enqueued. */
+/* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is
+ * enqueued. */
 void storage_free_unshard(struct storage *storage) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -120,7 +128,8 @@ int storage_make_input(struct storage *storage) {
 
 /* ---- the gather ---- */
 
-/* As a process group takes it, new reference: integers and their like travel as bytes, as not every backend knows their dtypes. */
+/* As a process group takes it, new reference: integers and their like travel as bytes, as not every backend
+ * knows their dtypes. */
 static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
     if (dtype_is_known(storage->copy->kind))
         return Py_NewRef(tensor);
@@ -128,7 +137,8 @@ static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
 }
 
 static PyObject *enqueue_all_gather(const struct storage *storage, PyObject *input) {
-    PyObject *from = as_sent(storage, input), *to = from ? as_sent(storage, storage->copy->full.tensor) : NULL;
+    PyObject *from = as_sent(storage, input),
+             *to = from ? as_sent(storage, storage->copy->full.tensor) : NULL;
     PyObject *work = to ? collective_all_gather(storage_gather_group(storage), to, from) : NULL;
     Py_XDECREF(from);
     Py_XDECREF(to);
@@ -173,8 +183,8 @@ static int add_to(struct gather_batch *batch, PyObject *output, PyObject *input)
 
 int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
     storage->input_ready = false;
-    if (alloc_full(storage) < 0 ||
-        add_to(batch, as_sent(storage, storage->copy->full.tensor), as_sent(storage, gather_input(storage))) < 0)
+    if (alloc_full(storage) < 0 || add_to(batch, as_sent(storage, storage->copy->full.tensor),
+                                          as_sent(storage, gather_input(storage))) < 0)
         return free_after_failure(storage);
     return 0;
 }

@@ -5,8 +5,9 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-void writeback_bind(struct writeback *writeback, const struct flat_param *param, const struct storage *storage,
-                    const struct slots *slots, struct gradients *gradients, const enum training_state *use) {
+void writeback_bind(struct writeback *writeback, const struct flat_param *param,
+                    const struct storage *storage, const struct slots *slots, struct gradients *gradients,
+                    const enum training_state *use) {
     writeback->param = param;
     writeback->storage = storage;
     writeback->slots = slots;
@@ -18,8 +19,8 @@ void writeback_bind(struct writeback *writeback, const struct flat_param *param,
 
 static const char *expected_data(const struct writeback *writeback, int64_t param) {
     const struct layout_shard_range *range = &writeback->param->layout.shard_ranges[param];
-    int64_t offset =
-        writeback->param->sharded ? range->offset_in_shard : layout_param_offset(&writeback->param->layout, param);
+    int64_t offset = writeback->param->sharded ? range->offset_in_shard
+                                               : layout_param_offset(&writeback->param->layout, param);
     return (const char *)writeback->storage->local_view.data +
            offset * dtype_nbytes(writeback->storage->local_view.dtype);
 }
@@ -27,8 +28,8 @@ static const char *expected_data(const struct writeback *writeback, int64_t para
 static int refuse_shape(struct writeback *writeback, int64_t param, PyObject *value, int64_t want) {
     PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
     PyErr_Format(PyExc_RuntimeError,
-                 "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank %lld, "
-                 "this rank's part of it, but the new value has %S. Change full parameters inside "
+                 "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
+                 "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                  fqn, writeback->param->name, (long long)want, (long long)writeback->param->layout.rank,
                  shape ? shape : Py_None);
@@ -37,8 +38,10 @@ static int refuse_shape(struct writeback *writeback, int64_t param, PyObject *va
     return -1;
 }
 
-static int check_shape(struct writeback *writeback, int64_t param, PyObject *value, const struct tensor_view *view) {
-    int64_t want = writeback->param->layout.shard_ranges[param].numel_in_shard, numel = tensor_view_numel(view);
+static int check_shape(struct writeback *writeback, int64_t param, PyObject *value,
+                       const struct tensor_view *view) {
+    int64_t want = writeback->param->layout.shard_ranges[param].numel_in_shard,
+            numel = tensor_view_numel(view);
     if (!writeback->param->sharded)
         want = layout_param_numel(&writeback->param->layout, param);
     if (numel == want && (!writeback->param->sharded || view->ndim == 1))
@@ -56,8 +59,8 @@ int writeback_warn(struct writeback *writeback, int64_t param, const char *what,
     if (shape && device)
         result = PyErr_WarnFormat(
             PyExc_UserWarning, 1,
-            "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, expected "
-            "device=%S",
+            "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, "
+            "expected device=%S",
             (long long)writeback->param->layout.rank, what, training_state_name(*writeback->use), fqn,
             writeback->param->name, shape, device, writeback->param->device);
     Py_XDECREF(shape);
@@ -83,8 +86,10 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
     int64_t numel = writeback->param->sharded ? writeback->param->layout.shard_ranges[param].numel_in_shard
                                               : layout_param_numel(&writeback->param->layout, param);
     PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
-    PyObject *shape = writeback->param->sharded ? flat_shape : PyTuple_GetItem(writeback->param->shapes, param);
-    PyObject *strides = writeback->param->sharded ? Py_None : PyTuple_GetItem(writeback->param->strides, param);
+    PyObject *shape =
+        writeback->param->sharded ? flat_shape : PyTuple_GetItem(writeback->param->shapes, param);
+    PyObject *strides =
+        writeback->param->sharded ? Py_None : PyTuple_GetItem(writeback->param->strides, param);
     int result = -1;
     if (source && flat_shape)
         part = torch_view(writeback->storage->local_shard, offset, numel, shape, strides);
@@ -129,8 +134,8 @@ static int refuse_unheld(struct writeback *writeback, int64_t param, PyObject *v
     PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
     PyErr_Format(
         PyExc_RuntimeError,
-        "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and rank %lld "
-        "holds none of the parameter, so that the edit would be lost. Change parameters inside "
+        "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and "
+        "rank %lld holds none of the parameter, so that the edit would be lost. Change parameters inside "
         "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
         fqn, writeback->param->name, shape ? shape : Py_None, (long long)writeback->param->layout.rank);
     Py_XDECREF(shape);
@@ -143,11 +148,12 @@ static int check_unheld(struct writeback *writeback, int64_t param, PyObject *va
     struct tensor_view view;
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    return tensor_view_numel(&view) ? refuse_unheld(writeback, param, value) : keep_object(writeback, param, value);
+    return tensor_view_numel(&view) ? refuse_unheld(writeback, param, value)
+                                    : keep_object(writeback, param, value);
 }
 
-/* A new object is seen at once, new data of the same object in one parameter per gather, in turn: most parameters lie
- * elsewhere, and asking each for its size would be a third of the host work of a step. */
+/* A new object is seen at once, new data of the same object in one parameter per gather, in turn: most
+ * parameters lie elsewhere, and asking each for its size would be a third of the host work of a step. */
 static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
     PyObject *value = slots_value(writeback->slots, param);
     if (!value)
@@ -192,8 +198,8 @@ static int check_shared(struct writeback *writeback, const struct slot *slot) {
     if (fqn)
         PyErr_Format(
             PyExc_NotImplementedError,
-            "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were one when "
-            "the unit was wrapped and are two now. Untie parameters before wrapping.",
+            "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were "
+            "one when the unit was wrapped and are two now. Untie parameters before wrapping.",
             (long long)writeback->param->layout.rank, writeback->param->name, fqn, slot->name, where);
     Py_XDECREF(infos);
     Py_XDECREF(info);
@@ -209,7 +215,8 @@ int writeback_take_over_params(struct writeback *writeback) {
         return 0;
     int64_t turn = next_unheld(writeback);
     for (int64_t i = 0; i < writeback->param->num_params; i++)
-        if ((is_held(writeback, i) ? take_back_param(writeback, i) : look_at_unheld(writeback, i, i == turn)) < 0)
+        if ((is_held(writeback, i) ? take_back_param(writeback, i)
+                                   : look_at_unheld(writeback, i, i == turn)) < 0)
             return -1;
     for (int64_t i = writeback->param->num_params; i < writeback->slots->count; i++)
         if (check_shared(writeback, &writeback->slots->all[i]) < 0)
@@ -232,7 +239,8 @@ int64_t writeback_count_writes(const struct writeback *writeback) {
 
 /* ---- views that stay between forward and backward ---- */
 
-/* Where the view is of a lower precision than the shard, what was not written keeps its bits. New reference. */
+/* Where the view is of a lower precision than the shard, what was not written keeps its bits. New
+ * reference. */
 static PyObject *written_part(const struct writeback *writeback, PyObject *part, PyObject *view) {
     if (!writeback->storage->copy->low_precision)
         return Py_NewRef(view);
@@ -263,7 +271,8 @@ static int take_over_view(struct writeback *writeback, int64_t param) {
     if (!range.in_shard)
         return 0;
     PyObject *part = torch_part(writeback->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
-    PyObject *view = torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
+    PyObject *view =
+        torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
     PyObject *value = part && view ? written_part(writeback, part, view) : NULL;
     PyObject *copied = value ? PyObject_CallMethod(part, "copy_", "O", value) : NULL;
     writeback->copied = true;
@@ -295,18 +304,19 @@ int writeback_take_over_views(struct writeback *writeback) {
 
 /* ---- what a forward writes ---- */
 
-/* [Note: writes in a forward] Each view counts for itself how often it was written to: parameters are apart from each other for autograd,
- * too. To ask all of them costs a tenth of the host work of a step. So a unit is asked after its first forwards, after each one
- * once any has written, and of the others after every 64th: a unit that begins late is told that what it wrote before is lost. */
+/* [Note: writes in a forward] Each view counts for itself how often it was written to: parameters are apart
+ * from each other for autograd, too. To ask all of them costs a tenth of the host work of a step. So a unit
+ * is asked after its first forwards, after each one once any has written, and of the others after every 64th:
+ * a unit that begins late is told that what it wrote before is lost. */
 enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
 static int refuse_late_write(const struct writeback *writeback, int64_t param) {
     PyObject *fqn = flat_param_fqn(writeback->param, param);
     unit_error(PyExc_RuntimeError, writeback->param->layout.rank, writeback->param->name,
                "its forward writes in place to %S, but did not in its first %d forwards, so that "
-               "parameters were not looked at and what it wrote in the last %d may be lost. From now on writes are "
-               "kept. Have it write in one of its first forwards as well, if only the values that are there, or keep "
-               "in a buffer what a forward changes.",
+               "parameters were not looked at and what it wrote in the last %d may be lost. From now on "
+               "writes are kept. Have it write in one of its first forwards as well, if only the values that "
+               "are there, or keep in a buffer what a forward changes.",
                fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
     Py_DECREF(fqn);
     return -1;
@@ -328,8 +338,9 @@ int writeback_take_over_writes(struct writeback *writeback) {
 static int refuse_changed_view(struct writeback *writeback, const struct slot *slot) {
     PyObject *fqn = flat_param_fqn(writeback->param, slot->param);
     PyErr_Format(PyExc_AssertionError,
-                 "FSDP does not support changing the parameters between forward and backward for strategies that do "
-                 "not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after the backward.",
+                 "FSDP does not support changing the parameters between forward and backward for strategies "
+                 "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
+                 "the backward.",
                  (long long)writeback->param->layout.rank, writeback->param->name, fqn);
     Py_DECREF(fqn);
     return -1;
@@ -360,9 +371,10 @@ int writeback_check_views(struct writeback *writeback) {
 
 /* ---- gradients ---- */
 
-/* What the user did to one gradient goes into the flat gradient: None is zero there, another tensor's values are copied. */
-static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad, const struct tensor_view *flat,
-                              int64_t param, PyObject *grad) {
+/* What the user did to one gradient goes into the flat gradient: None is zero there, another tensor's values
+ * are copied. */
+static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad,
+                              const struct tensor_view *flat, int64_t param, PyObject *grad) {
     int64_t offset = gradients_offset(writeback->gradients, param);
     struct tensor_view view;
     if (offset < 0)
@@ -380,8 +392,8 @@ static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad, 
         return -1;
     PyObject *part = gradients_part(writeback->gradients, flat_grad, param), *done = NULL;
     if (part)
-        done =
-            grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL) : PyObject_CallMethod(part, "copy_", "O", grad);
+        done = grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL)
+                               : PyObject_CallMethod(part, "copy_", "O", grad);
     int result = done ? 0 : -1;
     if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
         result = torch_set_foreign_grad(PyList_GetItem(writeback->param->params, param), part);

@@ -1,8 +1,10 @@
-/* What the user did to a unit's parameters and gradients between steps, and is taken over before the next gather (C-130 to C-136).
+/* What the user did to a unit's parameters and gradients between steps, and is taken over before the next
+ * gather (C-130 to C-136).
  *
- * Invariant: after writeback_take_over_params the Parameters that the slots show lie in the shard, and are the objects in `params`;
- * after writeback_collect_grads the flat parameter's gradient is made of theirs. Both are taken over only while the storage is SHARDED, and what
- * was written to views only while it is UNSHARDED. */
+ * Invariant: after writeback_take_over_params the Parameters that the slots show lie in the shard, and are
+ * the objects in `params`; after writeback_collect_grads the flat parameter's gradient is made of theirs.
+ * Both are taken over only while the storage is SHARDED, and what was written to views only while it is
+ * UNSHARDED. */
 #ifndef FSDP_HANDLE_WRITEBACK_H
 #define FSDP_HANDLE_WRITEBACK_H
 
@@ -18,15 +20,18 @@ struct writeback {
     const enum training_state *use; /* who is using the unit, for messages */
 
     bool taken; /* all there is, for the next gather */
-    bool
-        copied; /* since writeback_take_copied: some were copied, on the stream that was current, or the shard is another one */
-    int64_t unheld_turn;     /* the parameter outside the shard that was looked at last */
-    bool forward_writes;     /* some forward has written in place to parameters */
-    int64_t num_forwards[2]; /* without gradients and with them: see [Note: writes in a forward] in writeback.c */
+    /* since writeback_take_copied: some were copied, on the stream that was current, or the shard is another
+     * one */
+    bool copied;
+    int64_t unheld_turn; /* the parameter outside the shard that was looked at last */
+    bool forward_writes; /* some forward has written in place to parameters */
+    /* without gradients and with them: see [Note: writes in a forward] in writeback.c */
+    int64_t num_forwards[2];
 };
 
-void writeback_bind(struct writeback *writeback, const struct flat_param *param, const struct storage *storage,
-                    const struct slots *slots, struct gradients *gradients, const enum training_state *use);
+void writeback_bind(struct writeback *writeback, const struct flat_param *param,
+                    const struct storage *storage, const struct slots *slots, struct gradients *gradients,
+                    const enum training_state *use);
 
 void writeback_check(const struct writeback *writeback); /* the invariant, where FSDP_C_CHECK is defined */
 
@@ -49,14 +54,17 @@ static inline bool writeback_take_copied(struct writeback *writeback) {
 int writeback_take_over_params(
     struct writeback *writeback); /* sharded parameters go into the shard that they were shown from */
 int writeback_take_over_views(
-    struct writeback *writeback); /* so does what was written to the views of what is gathered. 1: something was */
+    /* so does what was written to the views of what is gathered. 1: something was */
+    struct writeback *writeback);
 int writeback_take_over_writes(struct writeback *writeback); /* the same, at the end of a forward */
 int64_t writeback_count_writes(
     const struct writeback *writeback); /* in place to parameters, as far as they leave a trace; or -1 */
-int writeback_check_unheld(struct writeback *writeback); /* RuntimeError for data where this rank holds nothing */
+/* RuntimeError for data where this rank holds nothing */
+int writeback_check_unheld(struct writeback *writeback);
 int writeback_check_views(
     struct writeback *writeback); /* AssertionError for a view replaced while the storage stays unsharded */
-/* Where messages are wanted, a UserWarning that the user's value of a parameter, or of its gradient, is taken over (C-136). */
+/* Where messages are wanted, a UserWarning that the user's value of a parameter, or of its gradient, is taken
+ * over (C-136). */
 int writeback_warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value);
 
 int writeback_collect_grads(

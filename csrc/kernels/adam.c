@@ -3,13 +3,13 @@
  * [Note: as torch's] In the arithmetic dtype, where a fused product is rounded once, with its sum:
  *
  *   grad         negated to maximize
- *   exp_avg      fused(1 - beta1, grad - exp_avg) + exp_avg, or for beta1 <= 0.5 fused(-beta1, grad - exp_avg) + grad
- *   exp_avg_sq   fused((1 - beta2) * grad, grad) + exp_avg_sq * beta2
- *   param        param * (1 - lr * weight_decay) + (-lr / (1 - beta1^step)) * exp_avg / denominator
- *   denominator  sqrt(exp_avg_sq or the largest so far) / sqrt(1 - beta2^step) + eps
+ *   exp_avg      fused(1 - beta1, grad - exp_avg) + exp_avg, or for beta1 <= 0.5 fused(-beta1, grad -
+ * exp_avg) + grad exp_avg_sq   fused((1 - beta2) * grad, grad) + exp_avg_sq * beta2 param        param * (1 -
+ * lr * weight_decay) + (-lr / (1 - beta1^step)) * exp_avg / denominator denominator  sqrt(exp_avg_sq or the
+ * largest so far) / sqrt(1 - beta2^step) + eps
  *
- * Those are the bits of torch's fused AdamW where its vectors have fused products, but for the elements that its vectors
- * leave over. Coefficients are computed in fp64. */
+ * Those are the bits of torch's fused AdamW where its vectors have fused products, but for the elements that
+ * its vectors leave over. Coefficients are computed in fp64. */
 #include <stddef.h>
 
 #include "kernels/adam.h"
@@ -43,8 +43,8 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
             cast_block(memory[i], adam->tensor->operands[i].dtype, operands[i], adam->dtype, numel);
 }
 
-static struct adam_context adam_context_of(const struct adam_tensor *tensor, const struct adamw_options *options,
-                                           double lr) {
+static struct adam_context adam_context_of(const struct adam_tensor *tensor,
+                                           const struct adamw_options *options, double lr) {
     enum dtype dtype = tensor->operands[ADAM_PARAM].dtype;
     struct adam_context context = {tensor, adam_numbers_of(options, lr, (double)*tensor->step + 1.0), dtype,
                                    tensor->numel > 0 ? tensor->numel : 1};
@@ -89,8 +89,8 @@ static double adam_lr(const struct adamw_options *options) {
     return lr;
 }
 
-enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
-                         const struct kernel_stream *stream) {
+enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
+                         const struct adamw_options *options, const struct kernel_stream *stream) {
     enum status status = adam_check(tensors, num_tensors, options);
     if (status != STATUS_OK || num_tensors == 0)
         return status;

@@ -1,5 +1,6 @@
-/* AdamW over many tensors, in one pass over each, by the formula of adam.c. The learning rate and the counts of steps may lie on
- * the device: the host waits for neither, and what is captured in a graph goes on counting.
+/* AdamW over many tensors, in one pass over each, by the formula of adam.c. The learning rate and the counts
+ * of steps may lie on the device: the host waits for neither, and what is captured in a graph goes on
+ * counting.
  *
  * The bits are the CPU's but for the powers of the betas, which CUDA rounds its own way in fp64. */
 #include "kernels/adam.h"
@@ -49,7 +50,8 @@ __device__ static void load_operand(unsigned *words, const struct adam_item &ite
     uint4 first = __ldcg(memory), second = {};
     if (nbytes == sizeof(A))
         second = __ldcg(memory + 1);
-    const unsigned loaded[ADAM_WORDS] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    const unsigned loaded[ADAM_WORDS] = {first.x,  first.y,  first.z,  first.w,
+                                         second.x, second.y, second.z, second.w};
     memcpy(words, loaded, sizeof loaded);
 }
 
@@ -89,7 +91,8 @@ template <typename A> __device__ static A load_one(const struct adam_item &item,
     });
 }
 
-template <typename A> __device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i) {
+template <typename A>
+__device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i) {
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
         ((T *)item.operands[operand])[i] = converted<T>(value);
@@ -116,11 +119,13 @@ template <typename A> struct adam_coefficients {
 };
 
 template <typename A>
-__device__ adam_coefficients<A> coefficients_of(const struct adamw_options &options, const struct adam_item &item) {
+__device__ adam_coefficients<A> coefficients_of(const struct adamw_options &options,
+                                                const struct adam_item &item) {
     double lr = options.lr_memory ? read_number(options.lr_memory, options.lr_dtype) : options.lr;
     struct adam_numbers numbers = adam_numbers_of(&options, lr, (double)*item.step + 1.0);
-    return {(A)(numbers.maximize ? -1 : 1), (A)numbers.grad_weight, (A)numbers.beta2, (A)numbers.square_weight,
-            (A)numbers.correction2_sqrt,    (A)numbers.eps,         (A)numbers.decay, (A)numbers.step_size};
+    return {
+        (A)(numbers.maximize ? -1 : 1), (A)numbers.grad_weight, (A)numbers.beta2, (A)numbers.square_weight,
+        (A)numbers.correction2_sqrt,    (A)numbers.eps,         (A)numbers.decay, (A)numbers.step_size};
 }
 
 /* One element's operands become what they are after the step; without amsgrad the last is not looked at. */
@@ -191,7 +196,8 @@ __device__ static void step_one(const struct adam_item &item, int64_t i, const a
 }
 
 template <typename A>
-__device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t end, const adam_coefficients<A> &by) {
+__device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t end,
+                           const adam_coefficients<A> &by) {
     constexpr int WIDTH = adam_width<A>::VALUE;
     int64_t vectored = item.aligned ? begin + (end - begin) / WIDTH * WIDTH : begin;
     for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < vectored; i += THREADS * WIDTH)
@@ -227,7 +233,8 @@ __global__ void __launch_bounds__(THREADS) count_steps(const __grid_constant__ s
 
 /* ---- launches ---- */
 
-template <typename A> static enum status enqueue(struct adam_table *table, const struct kernel_stream *stream) {
+template <typename A>
+static enum status enqueue(struct adam_table *table, const struct kernel_stream *stream) {
     static_assert(sizeof(struct adam_table) <= 4096, "a launch takes 4 KiB by value");
     if (table->num_chunks > 0)
         ENQUEUE_WITH_BARRIERS((step_tensors<A>), cuda_blocks(table->num_chunks), stream, *table);
@@ -282,6 +289,7 @@ extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num
     if (status != STATUS_OK || num_tensors == 0)
         return status;
     device_guard guard(stream);
-    status = guard.status == STATUS_OK ? step_those_in<float>(tensors, num_tensors, options, stream) : guard.status;
+    status = guard.status == STATUS_OK ? step_those_in<float>(tensors, num_tensors, options, stream)
+                                       : guard.status;
     return status == STATUS_OK ? step_those_in<double>(tensors, num_tensors, options, stream) : status;
 }

@@ -1,4 +1,5 @@
-/* What the CPU's and the GPU's AdamW share: the coefficients of a step and what is refused. adam.c gives the formula. */
+/* What the CPU's and the GPU's AdamW share: the coefficients of a step and what is refused. adam.c gives the
+ * formula. */
 #ifndef FSDP_KERNELS_ADAM_H
 #define FSDP_KERNELS_ADAM_H
 
@@ -44,7 +45,8 @@ static inline enum status adam_check(const struct adam_tensor *tensors, int64_t 
                                      const struct adamw_options *options) {
     for (int64_t i = 0; i < num_tensors; i++) {
         for (int operand = 0; operand < ADAM_OPERANDS; operand++)
-            if (adam_has_operand(&tensors[i], operand) && (unsigned)tensors[i].operands[operand].dtype >= DTYPE_COUNT)
+            if (adam_has_operand(&tensors[i], operand) &&
+                (unsigned)tensors[i].operands[operand].dtype >= DTYPE_COUNT)
                 return STATUS_UNSUPPORTED;
         if (tensors[i].numel < 0 || !tensors[i].step)
             return STATUS_INVALID;

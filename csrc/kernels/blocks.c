@@ -5,14 +5,17 @@
 
 #include "kernels/loops.h"
 
-/* [Note: exact inverse] Dividing by a power of two gives the bits that multiplying by its inverse gives, and takes longer. */
+/* [Note: exact inverse] Dividing by a power of two gives the bits that multiplying by its inverse gives, and
+ * takes longer. */
 static bool has_exact_inverse(double divisor, enum dtype dtype) {
     int exponent = 0;
-    int most = dtype == DTYPE_FLOAT64 ? 1000 : 120; /* so that neither the divisor nor its inverse is denormal */
+    /* so that neither the divisor nor its inverse is denormal */
+    int most = dtype == DTYPE_FLOAT64 ? 1000 : 120;
     return frexp(divisor, &exponent) == 0.5 && exponent > -most && exponent < most;
 }
 
-void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel) {
+void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                int64_t numel) {
     if (numel <= 0 || (output == input && output_dtype == input_dtype))
         return;
     if (output_dtype == input_dtype) {
@@ -33,8 +36,8 @@ static void cast_then_divide(char *output, enum dtype output_dtype, const char *
     }
 }
 
-void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel,
-                       double divisor) {
+void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                       int64_t numel, double divisor) {
     const struct loops *loops = loops_active();
     if (divisor == 1.0)
         cast_block(output, output_dtype, input, input_dtype, numel);
@@ -53,16 +56,16 @@ static void divide_cast_and_add(char *accumulator, enum dtype accumulator_dtype,
     union block converted;
     for (int64_t i = 0; i < numel; i += BLOCK_NUMEL) {
         int64_t count = numel - i < BLOCK_NUMEL ? numel - i : BLOCK_NUMEL;
-        cast_divide_block(quotient.bytes, input_dtype, input + i * dtype_nbytes(input_dtype), input_dtype, count,
-                          divisor);
+        cast_divide_block(quotient.bytes, input_dtype, input + i * dtype_nbytes(input_dtype), input_dtype,
+                          count, divisor);
         cast_block(converted.bytes, accumulator_dtype, quotient.bytes, input_dtype, count);
-        accumulate_block(accumulator + i * dtype_nbytes(accumulator_dtype), accumulator_dtype, converted.bytes,
-                         accumulator_dtype, count, 1.0);
+        accumulate_block(accumulator + i * dtype_nbytes(accumulator_dtype), accumulator_dtype,
+                         converted.bytes, accumulator_dtype, count, 1.0);
     }
 }
 
-void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input, enum dtype input_dtype,
-                      int64_t numel, double divisor) {
+void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                      enum dtype input_dtype, int64_t numel, double divisor) {
     const struct loops *loops = loops_active();
     if (!loops->add[accumulator_dtype][input_dtype])
         divide_cast_and_add(accumulator, accumulator_dtype, input, input_dtype, numel, divisor);

@@ -1,11 +1,13 @@
-/* What the kernels are put together from: the loops over contiguous elements, by dtype, and the split over threads. */
+/* What the kernels are put together from: the loops over contiguous elements, by dtype, and the split over
+ * threads. */
 #ifndef FSDP_KERNELS_BLOCKS_H
 #define FSDP_KERNELS_BLOCKS_H
 
 #include "kernels/kernels.h"
 
 enum {
-    BLOCK_NUMEL = 1024, /* elements of a block: 8 KiB of fp64, so that three of them stay in the first-level cache */
+    /* elements of a block: 8 KiB of fp64, so that three of them stay in the first-level cache */
+    BLOCK_NUMEL = 1024,
     GRAIN_NUMEL = 32 * 1024, /* below this many elements starting threads costs more than it saves */
     BLOCK_NBYTES = BLOCK_NUMEL * 8,
 };
@@ -16,21 +18,23 @@ union block {
     unsigned char bytes[BLOCK_NBYTES];
 };
 
-void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel);
+void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                int64_t numel);
 
 /* The divisor 1 casts only. output may be input when the dtypes are equal. */
-void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel,
-                       double divisor);
+void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                       int64_t numel, double divisor);
 
 /* accumulator += cast(input / divisor), each step rounded. */
-void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input, enum dtype input_dtype,
-                      int64_t numel, double divisor);
+void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                      enum dtype input_dtype, int64_t numel, double divisor);
 
-bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor); /* whether inf or NaN was found */
+/* whether inf or NaN was found */
+bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor);
 
 /* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */
-static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain, kernel_body body,
-                              void *context) {
+static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain,
+                              kernel_body body, void *context) {
     if (numel <= 0)
         return;
     if (numel <= grain || !stream || !stream->parallel_for) {

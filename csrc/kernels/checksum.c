@@ -1,11 +1,13 @@
-/* kernel_checksums: 64 bits over a range of memory, the same for any number of threads and any instruction set.
+/* kernel_checksums: 64 bits over a range of memory, the same for any number of threads and any instruction
+ * set.
  *
  *   bytes    w0 w1 w2 ... wn    words of 8 bytes, little-endian, the last one filled up with zeros
  *   word i   x = wi ^ (i + 1) * STEP, then x + (low half of x) * (high half of x)
  *   sum      of all words, modulo 2^64, plus the number of bytes; then its bits are mixed
  *
- * [Note: what a checksum misses] A change within one aligned 32-bit half of a word always shows: with the other half fixed
- * the word's term is the half times a number of which 2^33 is no divisor. Any other change is missed once in about 2^64. */
+ * [Note: what a checksum misses] A change within one aligned 32-bit half of a word always shows: with the
+ * other half fixed the word's term is the half times a number of which 2^33 is no divisor. Any other change
+ * is missed once in about 2^64. */
 #include <stdatomic.h>
 #include <string.h>
 

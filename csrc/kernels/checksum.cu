@@ -1,4 +1,5 @@
-/* The checksums that checksum.c defines. A sum modulo 2^64 has no order: any thread may add its part at any time. */
+/* The checksums that checksum.c defines. A sum modulo 2^64 has no order: any thread may add its part at any
+ * time. */
 #include "kernels/checksum.h"
 #include "kernels/cuda_elementwise.h"
 
@@ -60,7 +61,8 @@ __device__ static uint64_t sum_vectors(const struct checksum_item &item, int64_t
 __device__ static uint64_t sum_chunk(const struct checksum_item &item, int64_t begin, int64_t end) {
     uint64_t sum = 0;
     bool aligned = is_aligned(item.data);
-    for (; aligned && (begin + WORDS_AT_ONCE) * WORD_NBYTES <= item.nbytes && begin < end; begin += WORDS_AT_ONCE)
+    for (; aligned && (begin + WORDS_AT_ONCE) * WORD_NBYTES <= item.nbytes && begin < end;
+         begin += WORDS_AT_ONCE)
         sum += sum_vectors(item, begin + (int64_t)threadIdx.x * 2);
     for (int64_t i = begin + threadIdx.x; i < end; i += THREADS)
         sum += checksum_term(word_at(item, i), i);
@@ -119,13 +121,14 @@ static void fill_table(struct checksum_table *table, uint64_t *checksums, const 
     table->num_chunks = 0;
     table->count = 0;
     for (int64_t i = begin; i < num_ranges && table->count < (int32_t)CHECKSUM_ITEMS; i++) {
-        table->items[table->count++] = {(const unsigned char *)ranges[i].data, ranges[i].nbytes, table->num_chunks};
+        table->items[table->count++] = {(const unsigned char *)ranges[i].data, ranges[i].nbytes,
+                                        table->num_chunks};
         table->num_chunks += (words_in(ranges[i].nbytes) + CHUNK_WORDS - 1) / CHUNK_WORDS;
     }
 }
 
-extern "C" enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
-                                      const struct kernel_stream *stream) {
+extern "C" enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges,
+                                      int64_t num_ranges, const struct kernel_stream *stream) {
     struct checksum_table table;
     for (int64_t i = 0; i < num_ranges; i++)
         if (ranges[i].nbytes < 0)

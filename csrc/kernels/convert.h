@@ -1,6 +1,6 @@
-/* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds to nearest even.
- * On aarch64 the one from fp64 to fp16 does not: the processor rounds it once, and so torch's default kernels do
- * there.
+/* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds
+ * to nearest even. On aarch64 the one from fp64 to fp16 does not: the processor rounds it once, and so
+ * torch's default kernels do there.
  *
  * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them. */
 #ifndef FSDP_KERNELS_CONVERT_H

@@ -1,10 +1,12 @@
-/* One kernel behind all elementwise ones: output[i] = operation(output[i], input[i]) over any number of segments.
+/* One kernel behind all elementwise ones: output[i] = operation(output[i], input[i]) over any number of
+ * segments.
  *
  *   segment   | head | chunk 0 | chunk 1 | ... | last chunk, perhaps short | zeros |
  *              up to 16 aligned bytes of the output, and of the input where they can be had
  *
- * A launch takes a table of segments by value; a block takes chunks, of any segment, in strides of the grid. Threads move 16
- * bytes at a time wherever the memory is aligned so, and as many vectors at once as hide the latency. */
+ * A launch takes a table of segments by value; a block takes chunks, of any segment, in strides of the grid.
+ * Threads move 16 bytes at a time wherever the memory is aligned so, and as many vectors at once as hide the
+ * latency. */
 #ifndef FSDP_KERNELS_CUDA_ELEMENTWISE_H
 #define FSDP_KERNELS_CUDA_ELEMENTWISE_H
 
@@ -63,7 +65,8 @@ template <typename T> __device__ inline void to_words(unsigned *words, const T *
     }
 }
 
-/* By intrinsics, each one instruction: the compiler splits what it can see through into accesses of an element's size. */
+/* By intrinsics, each one instruction: the compiler splits what it can see through into accesses of an
+ * element's size. */
 template <typename T, int COUNT> __device__ inline void load(T *values, const T *memory, bool aligned) {
     constexpr int PER_VECTOR = VECTOR_NBYTES / sizeof(T);
     if (aligned) {
@@ -98,14 +101,16 @@ template <typename Out, typename In> struct step {
     static constexpr int LARGER = sizeof(Out) < sizeof(In) ? sizeof(In) : sizeof(Out);
     static constexpr int NUMEL = VECTOR_NBYTES / SMALLER; /* whole vectors on both sides */
     static constexpr int NBYTES = NUMEL * LARGER;
-    static constexpr int DEPTH = NBYTES >= 64 ? 1 : 64 / NBYTES; /* steps in flight: 64 bytes of each thread */
+    /* steps in flight: 64 bytes of each thread */
+    static constexpr int DEPTH = NBYTES >= 64 ? 1 : 64 / NBYTES;
     static constexpr int64_t BLOCK_NUMEL = (int64_t)THREADS * NUMEL;
     static constexpr int64_t CHUNK_NUMEL = BLOCK_NUMEL * DEPTH;
 };
 
-/* Elements before one of the output's next vectors: the first at which the input is aligned too, if there is one. Elements lie
- * at multiples of their size. */
-template <typename Out, typename In> __host__ __device__ inline int64_t head_of(const struct segment &segment) {
+/* Elements before one of the output's next vectors: the first at which the input is aligned too, if there is
+ * one. Elements lie at multiples of their size. */
+template <typename Out, typename In>
+__host__ __device__ inline int64_t head_of(const struct segment &segment) {
     constexpr int64_t PER_VECTOR = VECTOR_NBYTES / sizeof(Out);
     uintptr_t output = (uintptr_t)segment.output, input = (uintptr_t)segment.input;
     int64_t next = (int64_t)((VECTOR_NBYTES - output % VECTOR_NBYTES) % VECTOR_NBYTES / sizeof(Out));
@@ -120,7 +125,8 @@ template <typename Out, typename In> __host__ __device__ inline int64_t head_of(
     return head < total ? head : total;
 }
 
-template <typename Out, typename In> __host__ __device__ inline int64_t chunks_of(const struct segment &segment) {
+template <typename Out, typename In>
+__host__ __device__ inline int64_t chunks_of(const struct segment &segment) {
     int64_t total = segment.numel + segment.zeros;
     int64_t body = total - head_of<Out, In>(segment);
     int64_t chunks = (body + step<Out, In>::CHUNK_NUMEL - 1) / step<Out, In>::CHUNK_NUMEL;
@@ -138,7 +144,8 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
     __device__ Out value(int64_t i) const {
         if (i >= numel)
             return Out();
-        return operation(Operation::READS_OUTPUT ? output[i] : Out(), Operation::READS_INPUT ? input[i] : In());
+        return operation(Operation::READS_OUTPUT ? output[i] : Out(),
+                         Operation::READS_INPUT ? input[i] : In());
     }
 
     __device__ void one_by_one(int64_t begin, int64_t end) const {
@@ -165,8 +172,8 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         for (int d = 0; d < shape::DEPTH; d++) {
 #pragma unroll
             for (int i = 0; i < shape::NUMEL; i++) {
-                out[d][i] =
-                    operation(Operation::READS_OUTPUT ? out[d][i] : Out(), Operation::READS_INPUT ? in[d][i] : In());
+                out[d][i] = operation(Operation::READS_OUTPUT ? out[d][i] : Out(),
+                                      Operation::READS_INPUT ? in[d][i] : In());
             }
             store_aligned<Out, shape::NUMEL>(output + first + d * shape::BLOCK_NUMEL, out[d]);
         }
@@ -201,7 +208,8 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
 /* ---- all chunks ---- */
 
 /* What a chunk belongs to: the last of ordered items that begins at it or before. */
-template <typename Item> __device__ inline const Item &item_of(const Item *items, int32_t count, int64_t chunk) {
+template <typename Item>
+__device__ inline const Item &item_of(const Item *items, int32_t count, int64_t chunk) {
     int32_t low = 0;
     int32_t high = count;
     while (high - low > 1) {
@@ -220,8 +228,8 @@ __global__ void __launch_bounds__(THREADS)
     operation.begin();
     for (int64_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
         const struct segment &segment = item_of(table.segments, table.count, chunk);
-        chunk_worker<Out, In, Operation> worker = {(Out *)segment.output, (const In *)segment.input, segment.numel,
-                                                   operation};
+        chunk_worker<Out, In, Operation> worker = {(Out *)segment.output, (const In *)segment.input,
+                                                   segment.numel, operation};
         worker.run(chunk - segment.first_chunk, head_of<Out, In>(segment), segment.numel + segment.zeros);
     }
 }
@@ -244,7 +252,8 @@ enum status enqueue_elementwise(struct segment_table *table, const Operation &op
 }
 
 /* A segment without elements would make item_of ambiguous, and has no work. */
-inline void table_add(struct segment_table *table, void *output, const void *input, int64_t numel, int64_t zeros) {
+inline void table_add(struct segment_table *table, void *output, const void *input, int64_t numel,
+                      int64_t zeros) {
     if (numel + zeros > 0)
         table->segments[table->count++] = {output, input, numel, zeros, 0};
 }
@@ -255,12 +264,14 @@ inline bool table_is_full(const struct segment_table *table) {
 
 /* ---- operations ---- */
 
-/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, taken in fp64, rounded to T. */
+/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, taken in fp64,
+ * rounded to T. */
 template <typename T> struct division {
     arithmetic_of<T> reciprocal;
     bool divides;
 
-    explicit division(double divisor) : reciprocal((arithmetic_of<T>)(1.0 / divisor)), divides(divisor != 1.0) {
+    explicit division(double divisor)
+        : reciprocal((arithmetic_of<T>)(1.0 / divisor)), divides(divisor != 1.0) {
     }
 
     __device__ T operator()(T value) const {

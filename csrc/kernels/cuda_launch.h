@@ -1,7 +1,7 @@
 /* What every .cu file needs to enqueue a kernel.
  *
- * Invariant: a launch allocates nothing, waits for nothing and leaves the current device as it was. A failure is STATUS_DEVICE,
- * and cuda_error_text() says what it was. */
+ * Invariant: a launch allocates nothing, waits for nothing and leaves the current device as it was. A failure
+ * is STATUS_DEVICE, and cuda_error_text() says what it was. */
 #ifndef FSDP_KERNELS_CUDA_LAUNCH_H
 #define FSDP_KERNELS_CUDA_LAUNCH_H
 
@@ -22,13 +22,13 @@ enum {
 };
 
 #ifdef FSDP_CUDA_EMULATION
-#define ENQUEUE(kernel, blocks, stream, ...)                                                                           \
+#define ENQUEUE(kernel, blocks, stream, ...)                                                                 \
     emulate(blocks, THREADS, (stream)->device_index, [&] { kernel(__VA_ARGS__); })
-#define ENQUEUE_WITH_BARRIERS(kernel, blocks, stream, ...)                                                             \
+#define ENQUEUE_WITH_BARRIERS(kernel, blocks, stream, ...)                                                   \
     emulate_with_barriers(blocks, THREADS, (stream)->device_index, [&] { kernel(__VA_ARGS__); })
 #else
 /* The kernel stands in parentheses where its template arguments hold commas. */
-#define ENQUEUE(kernel, blocks, stream, ...)                                                                           \
+#define ENQUEUE(kernel, blocks, stream, ...)                                                                 \
     kernel<<<(unsigned)(blocks), THREADS, 0, (cudaStream_t)(stream)->cuda_stream>>>(__VA_ARGS__)
 #define ENQUEUE_WITH_BARRIERS ENQUEUE
 #endif
@@ -39,7 +39,8 @@ enum status cuda_status(cudaError_t error); /* and keep its text */
 /* Blocks for this many chunks on the current device. */
 int64_t cuda_blocks(int64_t num_chunks);
 
-/* Makes the stream's device current while it lives. The thread is left with the context that it had, or with none. */
+/* Makes the stream's device current while it lives. The thread is left with the context that it had, or with
+ * none. */
 class device_guard {
   public:
     explicit device_guard(const struct kernel_stream *stream);
@@ -54,22 +55,24 @@ class device_guard {
 /* ---- the launchers: what table.h says of each, on the stream's device ---- */
 
 extern "C" {
-enum status cuda_pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
-                      int64_t num_sources, double divisor, const struct kernel_stream *stream);
-enum status cuda_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources, int64_t num_sources,
-                          const struct kernel_stream *stream);
+enum status cuda_pack(void *output, enum dtype output_dtype, int64_t output_numel,
+                      const struct pack_source *sources, int64_t num_sources, double divisor,
+                      const struct kernel_stream *stream);
+enum status cuda_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                          int64_t num_sources, const struct kernel_stream *stream);
 enum status cuda_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
                              int64_t numel, double divisor, const struct kernel_stream *stream);
-enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input, enum dtype input_dtype,
-                            int64_t numel, double divisor, const struct kernel_stream *stream);
-enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
-                             const struct kernel_stream *stream);
+enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                            enum dtype input_dtype, int64_t numel, double divisor,
+                            const struct kernel_stream *stream);
+enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
+                             int64_t num_ranges, const struct kernel_stream *stream);
 enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
 enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
                            const struct kernel_stream *stream);
-enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
-                       const struct kernel_stream *stream);
+enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
+                       const struct adamw_options *options, const struct kernel_stream *stream);
 }
 
 #endif

@@ -1,7 +1,9 @@
-/* Element types on the device, with the conversions of convert.h: by one instruction there, by its bits elsewhere.
+/* Element types on the device, with the conversions of convert.h: by one instruction there, by its bits
+ * elsewhere.
  *
- * [Note: two ways to convert] The instructions round as the bit operations do and differ in one thing: the payload of a NaN is
- * lost. That is also what torch does on CUDA. Elsewhere is the emulation of the tests, where these files are plain C++. */
+ * [Note: two ways to convert] The instructions round as the bit operations do and differ in one thing: the
+ * payload of a NaN is lost. That is also what torch does on CUDA. Elsewhere is the emulation of the tests,
+ * where these files are plain C++. */
 #ifndef FSDP_KERNELS_CUDA_TYPES_H
 #define FSDP_KERNELS_CUDA_TYPES_H
 
@@ -86,15 +88,15 @@ __host__ __device__ inline float16 float16_from_float(float value) {
 /* For each type: its arithmetic, and the way there and back. Every narrowing goes through fp32. */
 template <typename T> struct element;
 
-#define DEFINE_ELEMENT(type, arith, to_arithmetic, from_arithmetic)                                                    \
-    template <> struct element<type> {                                                                                 \
-        using arithmetic = arith;                                                                                      \
-        static __host__ __device__ arith load(type value) {                                                            \
-            return to_arithmetic(value);                                                                               \
-        }                                                                                                              \
-        static __host__ __device__ type store(arith value) {                                                           \
-            return from_arithmetic(value);                                                                             \
-        }                                                                                                              \
+#define DEFINE_ELEMENT(type, arith, to_arithmetic, from_arithmetic)                                          \
+    template <> struct element<type> {                                                                       \
+        using arithmetic = arith;                                                                            \
+        static __host__ __device__ arith load(type value) {                                                  \
+            return to_arithmetic(value);                                                                     \
+        }                                                                                                    \
+        static __host__ __device__ type store(arith value) {                                                 \
+            return from_arithmetic(value);                                                                   \
+        }                                                                                                    \
     }
 DEFINE_ELEMENT(float, float, float, float);
 DEFINE_ELEMENT(double, double, double, double);

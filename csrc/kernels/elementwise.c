@@ -1,4 +1,5 @@
-/* The kernels over contiguous elements: kernel_cast_divide, kernel_accumulate, kernel_unscale and kernel_copy_ranges. */
+/* The kernels over contiguous elements: kernel_cast_divide, kernel_accumulate, kernel_unscale and
+ * kernel_copy_ranges. */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -22,8 +23,9 @@ static void cast_divide_range(int64_t begin, int64_t end, void *context) {
                       cast->divisor);
 }
 
-enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
-                               int64_t numel, double divisor, const struct kernel_stream *stream) {
+enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input,
+                               enum dtype input_dtype, int64_t numel, double divisor,
+                               const struct kernel_stream *stream) {
     if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
         return STATUS_UNSUPPORTED;
     if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0))
@@ -33,12 +35,14 @@ enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void
     return STATUS_OK;
 }
 
-/* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ---- */
+/* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ----
+ */
 
 static void accumulate_range(int64_t begin, int64_t end, void *context) {
     const struct runs *add = context;
     accumulate_block(add->output + begin * dtype_nbytes(add->output_dtype), add->output_dtype,
-                     add->input + begin * dtype_nbytes(add->input_dtype), add->input_dtype, end - begin, add->divisor);
+                     add->input + begin * dtype_nbytes(add->input_dtype), add->input_dtype, end - begin,
+                     add->divisor);
 }
 
 enum status kernel_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
@@ -108,8 +112,8 @@ static void copy_part(void *context, int64_t index, int64_t begin, int64_t end) 
     memcpy(output, input, (size_t)((end - begin) * copy->element_nbytes));
 }
 
-enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
-                               const struct kernel_stream *stream) {
+enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
+                               int64_t num_ranges, const struct kernel_stream *stream) {
     if (!dtype_is_known(dtype))
         return STATUS_UNSUPPORTED;
     for (int64_t i = 0; i < num_ranges; i++)

@@ -29,7 +29,8 @@ extern "C" enum status cuda_cast_divide(void *output, enum dtype output_dtype, c
     return cuda_cast_segments(&table, output_dtype, input_dtype, divisor, stream);
 }
 
-/* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ---- */
+/* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ----
+ */
 
 /* The quotient in the input's dtype, then the cast, then the sum; each is rounded before the next. */
 template <typename Out, typename In> struct accumulate_operation {
@@ -88,8 +89,9 @@ template <typename T> struct unscale_operation {
 
 /* The tensors of one dtype. */
 template <typename T>
-static enum status unscale_of_dtype(enum dtype dtype, const struct tensor_view *tensors, const int64_t *numels,
-                                    int64_t num_tensors, const unscale_operation<T> &operation,
+static enum status unscale_of_dtype(enum dtype dtype, const struct tensor_view *tensors,
+                                    const int64_t *numels, int64_t num_tensors,
+                                    const unscale_operation<T> &operation,
                                     const struct kernel_stream *stream) {
     struct segment_table table;
     enum status status = STATUS_OK;
@@ -103,8 +105,9 @@ static enum status unscale_of_dtype(enum dtype dtype, const struct tensor_view *
     return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, operation, stream) : status;
 }
 
-extern "C" enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                                    const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
+extern "C" enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels,
+                                    int64_t num_tensors, const float *inverse_scale, float *found_inf,
+                                    const struct kernel_stream *stream) {
     for (int64_t i = 0; i < num_tensors; i++)
         if ((unsigned)tensors[i].dtype >= DTYPE_COUNT)
             return STATUS_UNSUPPORTED;
@@ -141,8 +144,8 @@ static enum status copy_ranges(T *output, const struct copy_range *ranges, int64
     for (int64_t i = 0; i < num_ranges && status == STATUS_OK; i++) {
         const struct copy_range &range = ranges[i];
         if (range.numel > 0) {
-            table_add(&table, output + range.output_offset, (const T *)range.input + range.input_offset, range.numel,
-                      0);
+            table_add(&table, output + range.output_offset, (const T *)range.input + range.input_offset,
+                      range.numel, 0);
         }
         if (table_is_full(&table))
             status = enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream);

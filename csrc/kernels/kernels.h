@@ -1,10 +1,11 @@
-/* Kernels over raw pointers. A CPU .c and a CUDA .cu of one kernel stand side by side behind one signature (table.h).
+/* Kernels over raw pointers. A CPU .c and a CUDA .cu of one kernel stand side by side behind one signature
+ * (table.h).
  *
- * Invariants: a kernel never allocates, never synchronises, never exits; numel 0 is legal; offsets are int64_t; the stream
- * comes last. Every result equals torch's own, bit for bit, for the same operation sequence, NaN and infinities included.
- * "Divide" means: in the output dtype's arithmetic type (fp32 for bf16 and fp16), then rounded, as torch's `div_` of a
- * tensor of that dtype by a Python float does (on CUDA that is a product with the reciprocal); a divisor of exactly 1.0 is
- * skipped. */
+ * Invariants: a kernel never allocates, never synchronises, never exits; numel 0 is legal; offsets are
+ * int64_t; the stream comes last. Every result equals torch's own, bit for bit, for the same operation
+ * sequence, NaN and infinities included. "Divide" means: in the output dtype's arithmetic type (fp32 for bf16
+ * and fp16), then rounded, as torch's `div_` of a tensor of that dtype by a Python float does (on CUDA that
+ * is a product with the reciprocal); a divisor of exactly 1.0 is skipped. */
 #ifndef FSDP_KERNELS_KERNELS_H
 #define FSDP_KERNELS_KERNELS_H
 
@@ -43,7 +44,8 @@ enum device_kind {
     DEVICE_MAIA = 17
 };
 
-/* A tensor's memory, borrowed from a live tensor. `data` already includes the storage offset; NULL when the storage is freed. */
+/* A tensor's memory, borrowed from a live tensor. `data` already includes the storage offset; NULL when the
+ * storage is freed. */
 struct tensor_view {
     void *data;
     enum dtype dtype;
@@ -64,7 +66,8 @@ struct kernel_stream {
 };
 
 /* One source of a pack: a strided tensor, or data == NULL and zeros are written in its place.
- * Elements go to output[offset + sum(index[d] * output_strides[d])], output_strides == NULL meaning contiguous. */
+ * Elements go to output[offset + sum(index[d] * output_strides[d])], output_strides == NULL meaning
+ * contiguous. */
 struct pack_source {
     struct tensor_view view;
     int64_t numel;
@@ -72,35 +75,41 @@ struct pack_source {
     const int64_t *output_strides;
 };
 
-/* output = cast(source) / divisor for every source; the gaps between sources and up to output_numel are zeroed.
- * The sources are ordered by offset and do not overlap. One pass: flatten, cast and pre-divide of a unit's gradients. */
-enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
-                        int64_t num_sources, double divisor, const struct kernel_stream *stream);
+/* output = cast(source) / divisor for every source; the gaps between sources and up to output_numel are
+ * zeroed. The sources are ordered by offset and do not overlap. One pass: flatten, cast and pre-divide of a
+ * unit's gradients. */
+enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel,
+                        const struct pack_source *sources, int64_t num_sources, double divisor,
+                        const struct kernel_stream *stream);
 
-/* output += source for every source, each sum rounded to the output dtype; gaps and NULL sources leave output alone. */
+/* output += source for every source, each sum rounded to the output dtype; gaps and NULL sources leave output
+ * alone. */
 enum status kernel_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
                             int64_t num_sources, const struct kernel_stream *stream);
 
 /* output = cast(input) / divisor. output may be input when the dtypes are equal. */
-enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
-                               int64_t numel, double divisor, const struct kernel_stream *stream);
+enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input,
+                               enum dtype input_dtype, int64_t numel, double divisor,
+                               const struct kernel_stream *stream);
 
 /* accumulator += cast(input / divisor): the quotient is rounded to the input dtype, then cast, then added. */
 enum status kernel_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
                               enum dtype input_dtype, int64_t numel, double divisor,
                               const struct kernel_stream *stream);
 
-/* One contiguous copy without conversion: numel elements from input + input_offset to output + output_offset. */
+/* One contiguous copy without conversion: numel elements from input + input_offset to output +
+ * output_offset. */
 struct copy_range {
     const void *input;
     int64_t input_offset;
     int64_t output_offset;
     int64_t numel;
 };
-enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
-                               const struct kernel_stream *stream);
+enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
+                               int64_t num_ranges, const struct kernel_stream *stream);
 
-/* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN, else left alone. */
+/* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN,
+ * else left alone. */
 enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                            const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
 
@@ -112,8 +121,9 @@ struct byte_range {
 enum status kernel_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
                              const struct kernel_stream *stream);
 
-/* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without amsgrad the data of
- * the last is NULL. `step` counts those taken before, and is counted up: one number of the operands' device. */
+/* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without
+ * amsgrad the data of the last is NULL. `step` counts those taken before, and is counted up: one number of
+ * the operands' device. */
 enum adam_operand { ADAM_PARAM, ADAM_GRAD, ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ };
 struct adam_tensor {
     struct tensor_view operands[ADAM_MAX_EXP_AVG_SQ + 1];
@@ -132,8 +142,8 @@ struct adamw_options {
 };
 
 /* One step of AdamW, in fp64 for fp64 parameters and in fp32 for all others: adam.c gives the formula. */
-enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
-                         const struct kernel_stream *stream);
+enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
+                         const struct adamw_options *options, const struct kernel_stream *stream);
 
 static inline bool dtype_is_known(enum dtype dtype) {
     return (unsigned)dtype < DTYPE_COUNT;

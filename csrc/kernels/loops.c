@@ -8,7 +8,8 @@ static bool processor_has(const struct loops *loops) {
 #ifdef LOOPS_X86_64
     if (loops == &loops_avx512) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && processor_has(&loops_avx2);
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               processor_has(&loops_avx2);
     }
     if (loops == &loops_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

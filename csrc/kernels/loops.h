@@ -1,25 +1,31 @@
 /* The loops behind the kernels, compiled once per instruction set: single threads over contiguous elements.
  *
- * Invariant: every version gives the same bits. No product and sum is fused but where a loop asks for it, and sums that are
- * not exact have an order of their own. loops_default.c, loops_avx2.c and loops_avx512.c hold one version each. */
+ * Invariant: every version gives the same bits. No product and sum is fused but where a loop asks for it, and
+ * sums that are not exact have an order of their own. loops_default.c, loops_avx2.c and loops_avx512.c hold
+ * one version each. */
 #ifndef FSDP_KERNELS_LOOPS_H
 #define FSDP_KERNELS_LOOPS_H
 
 #include "kernels/adam.h"
 
-/* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are equal. */
+/* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are
+ * equal. */
 struct loops {
     const char *name;
-    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel); /* of unequal dtypes */
+    /* of unequal dtypes */
+    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel);
 
     /* In two or three steps instead where one of the dtypes alone is fp64: NULL there.
      * output = cast(input) / divisor, and the same with a product */
-    void (*cast_divide[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double divisor);
-    void (*cast_multiply[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double factor);
+    void (*cast_divide[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel,
+                                                  double divisor);
+    void (*cast_multiply[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel,
+                                                    double factor);
 
     /* accumulator += cast(input), of the quotient, of the product */
     void (*add[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel);
-    void (*add_divided[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel, double divisor);
+    void (*add_divided[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
+                                                  double divisor);
     void (*add_multiplied[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
                                                      double factor);
 

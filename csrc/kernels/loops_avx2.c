@@ -62,7 +62,8 @@ static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
 }
 
 static inline void floats_store_float16(float16 *output, floats values) {
-    _mm_storeu_si128((__m128i *)(void *)output, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(void *)output,
+                     _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 /* sum + a * b, rounded once. */

@@ -1,7 +1,8 @@
 /* One version of the loops: included once by each of loops_*.c, under its instruction set.
  *
- * The file before it defines `floats`, FLOATS elements in fp32, with load, round and store for each dtype that is computed in
- * fp32, and `words`, WORDS of 64 bits. What is left over by whole vectors goes element by element, with the same result. */
+ * The file before it defines `floats`, FLOATS elements in fp32, with load, round and store for each dtype
+ * that is computed in fp32, and `words`, WORDS of 64 bits. What is left over by whole vectors goes element by
+ * element, with the same result. */
 
 /* Elements of equal index may be the same memory, others are not. */
 #ifdef __clang__
@@ -36,8 +37,9 @@
 
 /* ---- cast, divide, multiply, add ---- */
 
-/* Whole vectors, and then what is left. The cache lines that come next, above all those to be written, are asked for in time:
- * from memory beyond the caches this beats memcpy. A prefetch past the end does nothing. */
+/* Whole vectors, and then what is left. The cache lines that come next, above all those to be written, are
+ * asked for in time: from memory beyond the caches this beats memcpy. A prefetch past the end does
+ * nothing. */
 enum { AHEAD_NUMEL = 512 };
 
 /* Keeps the compiler from making vectors of what is too short for one, which would be most of the code. */
@@ -46,87 +48,88 @@ static inline bool one_by_one(void) {
     return true;
 }
 
-#define OVER_VECTORS                                                                                                   \
-    int64_t i = 0;                                                                                                     \
+#define OVER_VECTORS                                                                                         \
+    int64_t i = 0;                                                                                           \
     ELEMENTWISE for (; i + FLOATS <= numel; i += FLOATS)
 #define OVER_REST for (; i < numel && one_by_one(); i++)
-#define ASK_AHEAD                                                                                                      \
-    PREFETCH(source + i + AHEAD_NUMEL, 0);                                                                             \
+#define ASK_AHEAD                                                                                            \
+    PREFETCH(source + i + AHEAD_NUMEL, 0);                                                                   \
     PREFETCH(target + i + AHEAD_NUMEL, 1)
 
-#define DEFINE_CAST(to, from)                                                                                          \
-    static void to##_cast_##from(void *output, const void *input, int64_t numel) {                                     \
-        to *target = output;                                                                                           \
-        const from *source = input;                                                                                    \
-        OVER_VECTORS {                                                                                                 \
-            ASK_AHEAD;                                                                                                 \
-            floats_store_##to(target + i, floats_load_##from(source + i));                                             \
-        }                                                                                                              \
-        OVER_REST {                                                                                                    \
-            target[i] = to##_from_##from(source[i]);                                                                   \
-        }                                                                                                              \
+#define DEFINE_CAST(to, from)                                                                                \
+    static void to##_cast_##from(void *output, const void *input, int64_t numel) {                           \
+        to *target = output;                                                                                 \
+        const from *source = input;                                                                          \
+        OVER_VECTORS {                                                                                       \
+            ASK_AHEAD;                                                                                       \
+            floats_store_##to(target + i, floats_load_##from(source + i));                                   \
+        }                                                                                                    \
+        OVER_REST {                                                                                          \
+            target[i] = to##_from_##from(source[i]);                                                         \
+        }                                                                                                    \
     }
 
-#define DEFINE_ADD(to, from)                                                                                           \
-    static void to##_add_##from(void *accumulator, const void *input, int64_t numel) {                                 \
-        to *target = accumulator;                                                                                      \
-        const from *source = input;                                                                                    \
-        OVER_VECTORS {                                                                                                 \
-            ASK_AHEAD;                                                                                                 \
-            floats addends = floats_##to##_from_##from(floats_load_##from(source + i));                                \
-            floats_store_##to(target + i, floats_load_##to(target + i) + addends);                                     \
-        }                                                                                                              \
-        OVER_REST {                                                                                                    \
-            target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(source[i])));                     \
-        }                                                                                                              \
+#define DEFINE_ADD(to, from)                                                                                 \
+    static void to##_add_##from(void *accumulator, const void *input, int64_t numel) {                       \
+        to *target = accumulator;                                                                            \
+        const from *source = input;                                                                          \
+        OVER_VECTORS {                                                                                       \
+            ASK_AHEAD;                                                                                       \
+            floats addends = floats_##to##_from_##from(floats_load_##from(source + i));                      \
+            floats_store_##to(target + i, floats_load_##to(target + i) + addends);                           \
+        }                                                                                                    \
+        OVER_REST {                                                                                          \
+            target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(source[i])));           \
+        }                                                                                                    \
     }
 
 /* With either operator: cast, apply and round; apply and round, cast, add and round. */
-#define DEFINE_FACTORED(to, from, verb, added, operator)                                                               \
-    static void to##_cast_##verb##_##from(void *output, const void *input, int64_t numel, double number) {             \
-        to *target = output;                                                                                           \
-        const from *source = input;                                                                                    \
-        const float operand = (float)number;                                                                           \
-        const floats operands = floats_of(operand);                                                                    \
-        OVER_VECTORS {                                                                                                 \
-            ASK_AHEAD;                                                                                                 \
-            floats values = floats_##to##_from_##from(floats_load_##from(source + i));                                 \
-            floats_store_##to(target + i, values operator operands);                                                   \
-        }                                                                                                              \
-        OVER_REST {                                                                                                    \
-            target[i] = to##_store(to##_load(to##_from_##from(source[i])) operator operand);                           \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void to##_add_##added##_##from(void *accumulator, const void *input, int64_t numel, double number) {        \
-        to *target = accumulator;                                                                                      \
-        const from *source = input;                                                                                    \
-        const float operand = (float)number;                                                                           \
-        const floats operands = floats_of(operand);                                                                    \
-        OVER_VECTORS {                                                                                                 \
-            ASK_AHEAD;                                                                                                 \
-            floats results = floats_round_##from(floats_load_##from(source + i) operator operands);                    \
-            floats addends = floats_##to##_from_##from(results);                                                       \
-            floats_store_##to(target + i, floats_load_##to(target + i) + addends);                                     \
-        }                                                                                                              \
-        OVER_REST {                                                                                                    \
-            from result = from##_store(from##_load(source[i]) operator operand);                                       \
-            target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(result)));                        \
-        }                                                                                                              \
+#define DEFINE_FACTORED(to, from, verb, added, operator)                                                     \
+    static void to##_cast_##verb##_##from(void *output, const void *input, int64_t numel, double number) {   \
+        to *target = output;                                                                                 \
+        const from *source = input;                                                                          \
+        const float operand = (float)number;                                                                 \
+        const floats operands = floats_of(operand);                                                          \
+        OVER_VECTORS {                                                                                       \
+            ASK_AHEAD;                                                                                       \
+            floats values = floats_##to##_from_##from(floats_load_##from(source + i));                       \
+            floats_store_##to(target + i, values operator operands);                                         \
+        }                                                                                                    \
+        OVER_REST {                                                                                          \
+            target[i] = to##_store(to##_load(to##_from_##from(source[i])) operator operand);                 \
+        }                                                                                                    \
+    }                                                                                                        \
+    static void to##_add_##added##_##from(void *accumulator, const void *input, int64_t numel,               \
+                                          double number) {                                                   \
+        to *target = accumulator;                                                                            \
+        const from *source = input;                                                                          \
+        const float operand = (float)number;                                                                 \
+        const floats operands = floats_of(operand);                                                          \
+        OVER_VECTORS {                                                                                       \
+            ASK_AHEAD;                                                                                       \
+            floats results = floats_round_##from(floats_load_##from(source + i) operator operands);          \
+            floats addends = floats_##to##_from_##from(results);                                             \
+            floats_store_##to(target + i, floats_load_##to(target + i) + addends);                           \
+        }                                                                                                    \
+        OVER_REST {                                                                                          \
+            from result = from##_store(from##_load(source[i]) operator operand);                             \
+            target[i] = to##_store(to##_load(target[i]) + to##_load(to##_from_##from(result)));              \
+        }                                                                                                    \
     }
 
-#define DEFINE_NARROW(to, from)                                                                                        \
-    DEFINE_CAST(to, from)                                                                                              \
-    DEFINE_ADD(to, from)                                                                                               \
-    DEFINE_FACTORED(to, from, divide, divided, /)                                                                      \
+#define DEFINE_NARROW(to, from)                                                                              \
+    DEFINE_CAST(to, from)                                                                                    \
+    DEFINE_ADD(to, from)                                                                                     \
+    DEFINE_FACTORED(to, from, divide, divided, /)                                                            \
     DEFINE_FACTORED(to, from, multiply, multiplied, *)
 EACH_NARROW(DEFINE_NARROW)
 
 /* Where fp64 takes part the compiler finds the vectors. */
-#define DEFINE_WIDE_CAST(to, from)                                                                                     \
-    static void to##_cast_##from(void *output, const void *input, int64_t numel) {                                     \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            ((to *)output)[i] = to##_from_##from(((const from *)input)[i]);                                            \
-        }                                                                                                              \
+#define DEFINE_WIDE_CAST(to, from)                                                                           \
+    static void to##_cast_##from(void *output, const void *input, int64_t numel) {                           \
+        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
+            ((to *)output)[i] = to##_from_##from(((const from *)input)[i]);                                  \
+        }                                                                                                    \
     }
 EACH_WIDE_CAST(DEFINE_WIDE_CAST)
 
@@ -136,16 +139,17 @@ static void double_add_double(void *accumulator, const void *input, int64_t nume
     }
 }
 
-#define DEFINE_DOUBLE(verb, added, operator)                                                                           \
-    static void double_cast_##verb##_double(void *output, const void *input, int64_t numel, double number) {           \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            ((double *)output)[i] = ((const double *)input)[i] operator number;                                        \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void double_add_##added##_double(void *accumulator, const void *input, int64_t numel, double number) {      \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            ((double *)accumulator)[i] += ((const double *)input)[i] operator number;                                  \
-        }                                                                                                              \
+#define DEFINE_DOUBLE(verb, added, operator)                                                                 \
+    static void double_cast_##verb##_double(void *output, const void *input, int64_t numel, double number) { \
+        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
+            ((double *)output)[i] = ((const double *)input)[i] operator number;                              \
+        }                                                                                                    \
+    }                                                                                                        \
+    static void double_add_##added##_double(void *accumulator, const void *input, int64_t numel,             \
+                                            double number) {                                                 \
+        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \
+            ((double *)accumulator)[i] += ((const double *)input)[i] operator number;                        \
+        }                                                                                                    \
     }
 DEFINE_DOUBLE(divide, divided, /)
 DEFINE_DOUBLE(multiply, multiplied, *)
@@ -162,26 +166,26 @@ static bool any_is_nan(floats values) {
 }
 
 /* A finite number times zero is zero, inf or NaN times zero is NaN, and stays in the sum. */
-#define DEFINE_UNSCALE(type)                                                                                           \
-    static bool type##_unscale(void *tensor, int64_t numel, double number) {                                           \
-        type *target = tensor;                                                                                         \
-        const type *source = tensor;                                                                                   \
-        const float factor = (float)number;                                                                            \
-        const floats factors = floats_of(factor);                                                                      \
-        floats zeros = floats_of(0.0f);                                                                                \
-        float zero = 0.0f;                                                                                             \
-        OVER_VECTORS {                                                                                                 \
-            ASK_AHEAD;                                                                                                 \
-            floats values = floats_load_##type(source + i);                                                            \
-            zeros = floats_add_product(zeros, values, floats_of(0.0f));                                                \
-            floats_store_##type(target + i, values * factors);                                                         \
-        }                                                                                                              \
-        OVER_REST {                                                                                                    \
-            float value = type##_load(source[i]);                                                                      \
-            zero += value * 0.0f;                                                                                      \
-            target[i] = type##_store(value * factor);                                                                  \
-        }                                                                                                              \
-        return zero != zero || any_is_nan(zeros);                                                                      \
+#define DEFINE_UNSCALE(type)                                                                                 \
+    static bool type##_unscale(void *tensor, int64_t numel, double number) {                                 \
+        type *target = tensor;                                                                               \
+        const type *source = tensor;                                                                         \
+        const float factor = (float)number;                                                                  \
+        const floats factors = floats_of(factor);                                                            \
+        floats zeros = floats_of(0.0f);                                                                      \
+        float zero = 0.0f;                                                                                   \
+        OVER_VECTORS {                                                                                       \
+            ASK_AHEAD;                                                                                       \
+            floats values = floats_load_##type(source + i);                                                  \
+            zeros = floats_add_product(zeros, values, floats_of(0.0f));                                      \
+            floats_store_##type(target + i, values * factors);                                               \
+        }                                                                                                    \
+        OVER_REST {                                                                                          \
+            float value = type##_load(source[i]);                                                            \
+            zero += value * 0.0f;                                                                            \
+            target[i] = type##_store(value * factor);                                                        \
+        }                                                                                                    \
+        return zero != zero || any_is_nan(zeros);                                                            \
     }
 DEFINE_UNSCALE(float)
 DEFINE_UNSCALE(bfloat16)
@@ -201,40 +205,42 @@ static bool double_unscale(void *tensor, int64_t numel, double factor) {
 
 /* ---- AdamW ---- */
 
-/* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which. See [Note: as torch's]. */
-#define ADAMW_STEP(type, spread, load, store, fused, root, larger)                                                     \
-    do {                                                                                                               \
-        type grad = load(grads + i) * sign;                                                                            \
-        type average = load(averages + i);                                                                             \
-        type square = load(squares + i);                                                                               \
-        average = fused(is_small ? average : grad, spread(weight), grad - average);                                    \
-        square = fused(square * beta2, grad * square_weight, grad);                                                    \
-        store(averages + i, average);                                                                                  \
-        store(squares + i, square);                                                                                    \
-        if (maxima) {                                                                                                  \
-            square = larger(load(maxima + i), square);                                                                 \
-            store(maxima + i, square);                                                                                 \
-        }                                                                                                              \
-        type denominator = root(square) / correction + eps;                                                            \
-        store(params + i, load(params + i) * decay + average * step_size / denominator);                               \
+/* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which. See
+ * [Note: as torch's]. */
+#define ADAMW_STEP(type, spread, load, store, fused, root, larger)                                           \
+    do {                                                                                                     \
+        type grad = load(grads + i) * sign;                                                                  \
+        type average = load(averages + i);                                                                   \
+        type square = load(squares + i);                                                                     \
+        average = fused(is_small ? average : grad, spread(weight), grad - average);                          \
+        square = fused(square * beta2, grad * square_weight, grad);                                          \
+        store(averages + i, average);                                                                        \
+        store(squares + i, square);                                                                          \
+        if (maxima) {                                                                                        \
+            square = larger(load(maxima + i), square);                                                       \
+            store(maxima + i, square);                                                                       \
+        }                                                                                                    \
+        type denominator = root(square) / correction + eps;                                                  \
+        store(params + i, load(params + i) * decay + average * step_size / denominator);                     \
     } while (0)
 
-/* The operands and coefficients under the names above; the weight is what the exponential average moves by. */
-#define ADAMW_NUMBERS(type, arithmetic)                                                                                \
-    type *params = operands[ADAM_PARAM];                                                                               \
-    const type *grads = operands[ADAM_GRAD];                                                                           \
-    type *averages = operands[ADAM_EXP_AVG];                                                                           \
-    type *squares = operands[ADAM_EXP_AVG_SQ];                                                                         \
-    type *maxima = operands[ADAM_MAX_EXP_AVG_SQ];                                                                      \
-    const arithmetic sign = numbers->maximize ? -1 : 1;                                                                \
-    const arithmetic grad_weight = (arithmetic)numbers->grad_weight;                                                   \
-    const bool is_small = grad_weight < (arithmetic)0.5;                                                               \
-    const arithmetic weight = is_small ? grad_weight : grad_weight - 1;                                                \
-    const arithmetic beta2 = (arithmetic)numbers->beta2;                                                               \
-    const arithmetic square_weight = (arithmetic)numbers->square_weight;                                               \
-    const arithmetic correction = (arithmetic)numbers->correction2_sqrt;                                               \
-    const arithmetic eps = (arithmetic)numbers->eps;                                                                   \
-    const arithmetic decay = (arithmetic)numbers->decay;                                                               \
+/* The operands and coefficients under the names above; the weight is what the exponential average moves
+ * by. */
+#define ADAMW_NUMBERS(type, arithmetic)                                                                      \
+    type *params = operands[ADAM_PARAM];                                                                     \
+    const type *grads = operands[ADAM_GRAD];                                                                 \
+    type *averages = operands[ADAM_EXP_AVG];                                                                 \
+    type *squares = operands[ADAM_EXP_AVG_SQ];                                                               \
+    type *maxima = operands[ADAM_MAX_EXP_AVG_SQ];                                                            \
+    const arithmetic sign = numbers->maximize ? -1 : 1;                                                      \
+    const arithmetic grad_weight = (arithmetic)numbers->grad_weight;                                         \
+    const bool is_small = grad_weight < (arithmetic)0.5;                                                     \
+    const arithmetic weight = is_small ? grad_weight : grad_weight - 1;                                      \
+    const arithmetic beta2 = (arithmetic)numbers->beta2;                                                     \
+    const arithmetic square_weight = (arithmetic)numbers->square_weight;                                     \
+    const arithmetic correction = (arithmetic)numbers->correction2_sqrt;                                     \
+    const arithmetic eps = (arithmetic)numbers->eps;                                                         \
+    const arithmetic decay = (arithmetic)numbers->decay;                                                     \
     const arithmetic step_size = (arithmetic)numbers->step_size
 
 /* A single element, by the names of a vector. */
@@ -242,33 +248,33 @@ static bool double_unscale(void *tensor, int64_t numel, double factor) {
 #define SINGLE_FUSED_float(sum, a, b)  fmaf(a, b, sum)
 #define SINGLE_FUSED_double(sum, a, b) fma(a, b, sum)
 #define SINGLE_LARGER(a, b)            ((a) > (b) || (a) != (a) ? (a) : (b))
-#define DEFINE_SINGLE(type)                                                                                            \
-    static inline type##_arith single_load_##type(const type *element) {                                               \
-        return type##_load(*element);                                                                                  \
-    }                                                                                                                  \
-    static inline void single_store_##type(type *element, type##_arith value) {                                        \
-        *element = type##_store(value);                                                                                \
+#define DEFINE_SINGLE(type)                                                                                  \
+    static inline type##_arith single_load_##type(const type *element) {                                     \
+        return type##_load(*element);                                                                        \
+    }                                                                                                        \
+    static inline void single_store_##type(type *element, type##_arith value) {                              \
+        *element = type##_store(value);                                                                      \
     }
 DEFINE_SINGLE(float)
 DEFINE_SINGLE(double)
 DEFINE_SINGLE(bfloat16)
 DEFINE_SINGLE(float16)
 
-#define DEFINE_ADAMW(type)                                                                                             \
-    static void type##_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {              \
-        ADAMW_NUMBERS(type, float);                                                                                    \
-        OVER_VECTORS {                                                                                                 \
-            PREFETCH(params + i + AHEAD_NUMEL, 1);                                                                     \
-            PREFETCH(grads + i + AHEAD_NUMEL, 0);                                                                      \
-            PREFETCH(averages + i + AHEAD_NUMEL, 1);                                                                   \
-            PREFETCH(squares + i + AHEAD_NUMEL, 1);                                                                    \
-            ADAMW_STEP(floats, floats_of, floats_load_##type, floats_store_##type, floats_fused, floats_root,          \
-                       floats_larger);                                                                                 \
-        }                                                                                                              \
-        OVER_REST {                                                                                                    \
-            ADAMW_STEP(float, SINGLE, single_load_##type, single_store_##type, SINGLE_FUSED_float, sqrtf,              \
-                       SINGLE_LARGER);                                                                                 \
-        }                                                                                                              \
+#define DEFINE_ADAMW(type)                                                                                   \
+    static void type##_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {    \
+        ADAMW_NUMBERS(type, float);                                                                          \
+        OVER_VECTORS {                                                                                       \
+            PREFETCH(params + i + AHEAD_NUMEL, 1);                                                           \
+            PREFETCH(grads + i + AHEAD_NUMEL, 0);                                                            \
+            PREFETCH(averages + i + AHEAD_NUMEL, 1);                                                         \
+            PREFETCH(squares + i + AHEAD_NUMEL, 1);                                                          \
+            ADAMW_STEP(floats, floats_of, floats_load_##type, floats_store_##type, floats_fused,             \
+                       floats_root, floats_larger);                                                          \
+        }                                                                                                    \
+        OVER_REST {                                                                                          \
+            ADAMW_STEP(float, SINGLE, single_load_##type, single_store_##type, SINGLE_FUSED_float, sqrtf,    \
+                       SINGLE_LARGER);                                                                       \
+        }                                                                                                    \
     }
 DEFINE_ADAMW(float)
 DEFINE_ADAMW(bfloat16)
@@ -277,7 +283,8 @@ DEFINE_ADAMW(float16)
 static void double_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {
     ADAMW_NUMBERS(double, double);
     ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
-        ADAMW_STEP(double, SINGLE, single_load_double, single_store_double, SINGLE_FUSED_double, sqrt, SINGLE_LARGER);
+        ADAMW_STEP(double, SINGLE, single_load_double, single_store_double, SINGLE_FUSED_double, sqrt,
+                   SINGLE_LARGER);
     }
 }
 
@@ -310,22 +317,22 @@ static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words
 
 /* ---- the table ---- */
 
-#define OF_NARROW(to, name)                                                                                            \
-    [DTYPE_FLOAT32] = to##_##name##_float, [DTYPE_BFLOAT16] = to##_##name##_bfloat16,                                  \
+#define OF_NARROW(to, name)                                                                                  \
+    [DTYPE_FLOAT32] = to##_##name##_float, [DTYPE_BFLOAT16] = to##_##name##_bfloat16,                        \
     [DTYPE_FLOAT16] = to##_##name##_float16
-#define OF_PAIRS(name)                                                                                                 \
-    {                                                                                                                  \
-        [DTYPE_FLOAT32] = {OF_NARROW(float, name)},                                                                    \
-        [DTYPE_FLOAT64] = {[DTYPE_FLOAT64] = double_##name##_double},                                                  \
-        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, name)},                                                                \
-        [DTYPE_FLOAT16] = {OF_NARROW(float16, name)},                                                                  \
+#define OF_PAIRS(name)                                                                                       \
+    {                                                                                                        \
+        [DTYPE_FLOAT32] = {OF_NARROW(float, name)},                                                          \
+        [DTYPE_FLOAT64] = {[DTYPE_FLOAT64] = double_##name##_double},                                        \
+        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, name)},                                                      \
+        [DTYPE_FLOAT16] = {OF_NARROW(float16, name)},                                                        \
     }
-#define OF_CASTS                                                                                                       \
-    {                                                                                                                  \
-        [DTYPE_FLOAT32] = {OF_NARROW(float, cast), [DTYPE_FLOAT64] = float_cast_double},                               \
-        [DTYPE_FLOAT64] = {OF_NARROW(double, cast)},                                                                   \
-        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, cast), [DTYPE_FLOAT64] = bfloat16_cast_double},                        \
-        [DTYPE_FLOAT16] = {OF_NARROW(float16, cast), [DTYPE_FLOAT64] = float16_cast_double},                           \
+#define OF_CASTS                                                                                             \
+    {                                                                                                        \
+        [DTYPE_FLOAT32] = {OF_NARROW(float, cast), [DTYPE_FLOAT64] = float_cast_double},                     \
+        [DTYPE_FLOAT64] = {OF_NARROW(double, cast)},                                                         \
+        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, cast), [DTYPE_FLOAT64] = bfloat16_cast_double},              \
+        [DTYPE_FLOAT16] = {OF_NARROW(float16, cast), [DTYPE_FLOAT64] = float16_cast_double},                 \
     }
 
 const struct loops LOOPS_TABLE = {

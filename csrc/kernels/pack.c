@@ -1,11 +1,14 @@
-/* kernel_pack and kernel_pack_add: many tensors into one flat buffer in one pass, with the cast and the pre-division.
+/* kernel_pack and kernel_pack_add: many tensors into one flat buffer in one pass, with the cast and the
+ * pre-division.
  *
- * A source whose strides are those of its place in the output is one run of memory. Any other one goes through tiles:
+ * A source whose strides are those of its place in the output is one run of memory. Any other one goes
+ * through tiles:
  *
- *   source (fast dimension first)   -- gather -->   tile, row by row   -- cast, divide -->   rows of the output
+ *   source (fast dimension first)   -- gather -->   tile, row by row   -- cast, divide -->   rows of the
+ * output
  *
- * Threads share the output's range: an element belongs to the thread whose range holds it, a row of a strided source to
- * the one whose range holds the row's first element. */
+ * Threads share the output's range: an element belongs to the thread whose range holds it, a row of a strided
+ * source to the one whose range holds the row's first element. */
 #include <string.h>
 
 #include "kernels/blocks.h"
@@ -41,7 +44,8 @@ static void pack_block(const struct pack *pack, char *output, const char *input,
     cast_divide_block(output, pack->output_dtype, input, input_dtype, numel, pack->divisor);
 }
 
-static void pack_run(const struct pack *pack, char *output, const char *input, enum dtype input_dtype, int64_t numel) {
+static void pack_run(const struct pack *pack, char *output, const char *input, enum dtype input_dtype,
+                     int64_t numel) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
     if (!pack->add) {
@@ -65,15 +69,15 @@ struct tile {
 };
 
 /* Elements are moved as integers of their size: a copy never changes a NaN. */
-#define DEFINE_GATHER(type)                                                                                            \
-    static void gather_##type(void *buffer, const struct tile *tile) {                                                 \
-        type *output = buffer;                                                                                         \
-        for (int64_t row = 0; row < tile->rows; row++) {                                                               \
-            const type *input = (const type *)(const void *)tile->input + row * tile->input_row_stride;                \
-            for (int64_t column = 0; column < tile->columns; column++) {                                               \
-                *output++ = input[column * tile->input_column_stride];                                                 \
-            }                                                                                                          \
-        }                                                                                                              \
+#define DEFINE_GATHER(type)                                                                                  \
+    static void gather_##type(void *buffer, const struct tile *tile) {                                       \
+        type *output = buffer;                                                                               \
+        for (int64_t row = 0; row < tile->rows; row++) {                                                     \
+            const type *input = (const type *)(const void *)tile->input + row * tile->input_row_stride;      \
+            for (int64_t column = 0; column < tile->columns; column++) {                                     \
+                *output++ = input[column * tile->input_column_stride];                                       \
+            }                                                                                                \
+        }                                                                                                    \
     }
 DEFINE_GATHER(uint16_t)
 DEFINE_GATHER(uint32_t)
@@ -110,7 +114,8 @@ static void pack_tile(const struct pack *pack, const struct tile *tile, enum dty
     }
 }
 
-/* Two dimensions: tiles few columns wide, so that a source read against its order stays in the first-level cache. */
+/* Two dimensions: tiles few columns wide, so that a source read against its order stays in the first-level
+ * cache. */
 static void pack_plane(const struct pack *pack, const struct tile *plane, enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
@@ -120,7 +125,8 @@ static void pack_plane(const struct pack *pack, const struct tile *plane, enum d
             tile.rows = plane->rows - row < TILE_ROWS ? plane->rows - row : TILE_ROWS;
             tile.columns = plane->columns - column < TILE_COLUMNS ? plane->columns - column : TILE_COLUMNS;
             tile.output += (row * plane->output_row_stride + column) * output_nbytes;
-            tile.input += (row * plane->input_row_stride + column * plane->input_column_stride) * input_nbytes;
+            tile.input +=
+                (row * plane->input_row_stride + column * plane->input_column_stride) * input_nbytes;
             pack_tile(pack, &tile, input_dtype);
         }
     }
@@ -175,7 +181,8 @@ static void pack_planes(const struct pack *pack, const struct plan *plan, char *
 }
 
 /* The part of one source that belongs to the range [begin, end) of its own elements in output order. */
-static void pack_source_range(const struct pack *pack, const struct pack_source *source, int64_t begin, int64_t end) {
+static void pack_source_range(const struct pack *pack, const struct pack_source *source, int64_t begin,
+                              int64_t end) {
     enum dtype input_dtype = source->view.dtype;
     char *output = pack->output + source->offset * dtype_nbytes(pack->output_dtype);
     const char *input = source->view.data;
@@ -183,8 +190,8 @@ static void pack_source_range(const struct pack *pack, const struct pack_source 
     if (!source_is_flat(source))
         plan_build(&plan, source);
     if (plan.ndim == 0 || plan_is_flat(&plan)) {
-        pack_run(pack, output + begin * dtype_nbytes(pack->output_dtype), input + begin * dtype_nbytes(input_dtype),
-                 input_dtype, end - begin);
+        pack_run(pack, output + begin * dtype_nbytes(pack->output_dtype),
+                 input + begin * dtype_nbytes(input_dtype), input_dtype, end - begin);
         return;
     }
     int64_t row = plan.output_strides[0];
@@ -245,8 +252,9 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
     zero_range(pack, position, end);
 }
 
-enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
-                        int64_t num_sources, double divisor, const struct kernel_stream *stream) {
+enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel,
+                        const struct pack_source *sources, int64_t num_sources, double divisor,
+                        const struct kernel_stream *stream) {
     struct pack pack = {output, output_dtype, output_numel, sources, num_sources, divisor, false, stream};
     enum status status = pack_check(&pack);
     if (status == STATUS_OK)

@@ -1,7 +1,8 @@
 /* Many tensors into one flat buffer, with the cast and the pre-division; or added to what it holds.
  *
- * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the zeros behind it. Any
- * other source has a launch of its own: a transposed one goes by tiles, in the rest each thread finds its element by the strides. */
+ * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the
+ * zeros behind it. Any other source has a launch of its own: a transposed one goes by tiles, in the rest each
+ * thread finds its element by the strides. */
 #include "kernels/cuda_elementwise.h"
 #include "kernels/pack.h"
 
@@ -29,7 +30,8 @@ template <typename Out, typename In> struct add_operation {
 
 /* ---- sources in another order than their place ---- */
 
-/* The dimensions by output stride, the largest first: the output is dense, so element i is the i-th in this order. */
+/* The dimensions by output stride, the largest first: the output is dense, so element i is the i-th in this
+ * order. */
 struct strided_source {
     const void *input;
     void *output;
@@ -50,8 +52,8 @@ static bool is_flat(const struct pack_source *source) {
     return plan_is_flat(&plan);
 }
 
-/* The dimension to make tiles of with the last one: neighbours in the output are far from each other in the input, but these
- * are neighbours there. -1 for none. */
+/* The dimension to make tiles of with the last one: neighbours in the output are far from each other in the
+ * input, but these are neighbours there. -1 for none. */
 static int32_t rows_of_tiles(const struct strided_source *source) {
     int32_t last = source->ndim - 1;
     for (int32_t d = 0; d < last; d++)
@@ -134,8 +136,8 @@ __device__ static tile_place place_of(const struct strided_source &source, int64
     return place;
 }
 
-/* Through shared memory, so that neighbouring threads read neighbours and write neighbours. A row of the tile is one element
- * longer than its elements: a column of it then lies in as many banks as it has elements. */
+/* Through shared memory, so that neighbouring threads read neighbours and write neighbours. A row of the tile
+ * is one element longer than its elements: a column of it then lies in as many banks as it has elements. */
 template <typename Out, typename In, typename Operation>
 __global__ void __launch_bounds__(THREADS)
     transposed(const __grid_constant__ struct strided_source source, Operation operation) {
@@ -174,11 +176,11 @@ static enum status enqueue_one(struct strided_source *source, const Operation &o
     if (source->rows >= 0) {
         int64_t columns = source->sizes[source->ndim - 1], rows = source->sizes[source->rows];
         source->num_tiles = source->numel / columns / rows * tiles_in(columns) * tiles_in(rows);
-        ENQUEUE_WITH_BARRIERS((transposed<Out, In, Operation>), cuda_blocks(source->num_tiles), stream, *source,
-                              operation);
+        ENQUEUE_WITH_BARRIERS((transposed<Out, In, Operation>), cuda_blocks(source->num_tiles), stream,
+                              *source, operation);
     } else {
-        ENQUEUE((strided<Out, In, Operation>), cuda_blocks((source->numel + THREADS - 1) / THREADS), stream, *source,
-                operation);
+        ENQUEUE((strided<Out, In, Operation>), cuda_blocks((source->numel + THREADS - 1) / THREADS), stream,
+                *source, operation);
     }
     return cuda_status(cudaGetLastError());
 }
@@ -194,7 +196,8 @@ static struct strided_source first_of(const struct strided_source *source) {
     return first;
 }
 
-/* As much at a time as has 32-bit places: so many indices of the first dimension, or, one by one, of those behind it. */
+/* As much at a time as has 32-bit places: so many indices of the first dimension, or, one by one, of those
+ * behind it. */
 template <typename Out, typename In, typename Operation>
 static enum status enqueue_strided(struct strided_source source, const Operation &operation,
                                    const struct kernel_stream *stream) {
@@ -255,7 +258,8 @@ static int64_t next_offset(const struct pack *pack, int64_t i) {
     return pack->output_numel;
 }
 
-/* The flat sources of one dtype with the zeros behind them; with `others` the zeros before and behind all others as well. */
+/* The flat sources of one dtype with the zeros behind them; with `others` the zeros before and behind all
+ * others as well. */
 static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool others) {
     struct segment_table table;
     enum status status = STATUS_OK;
@@ -281,7 +285,8 @@ static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool oth
 
 static bool has_flat(const struct pack *pack, enum dtype dtype) {
     for (int64_t i = 0; i < pack->num_sources; i++)
-        if (is_present(&pack->sources[i]) && pack->sources[i].view.dtype == dtype && is_flat(&pack->sources[i]))
+        if (is_present(&pack->sources[i]) && pack->sources[i].view.dtype == dtype &&
+            is_flat(&pack->sources[i]))
             return true;
     return false;
 }
@@ -308,7 +313,8 @@ static enum status run(const struct pack *pack) {
 extern "C" enum status cuda_pack(void *output, enum dtype output_dtype, int64_t output_numel,
                                  const struct pack_source *sources, int64_t num_sources, double divisor,
                                  const struct kernel_stream *stream) {
-    struct pack pack = {(char *)output, output_dtype, output_numel, sources, num_sources, divisor, false, stream};
+    struct pack pack = {(char *)output, output_dtype, output_numel, sources,
+                        num_sources,    divisor,      false,        stream};
     return run(&pack);
 }
 

@@ -1,4 +1,5 @@
-/* What the CPU's and the GPU's pack share: what is asked for, what is refused, and how a strided source is walked. */
+/* What the CPU's and the GPU's pack share: what is asked for, what is refused, and how a strided source is
+ * walked. */
 #ifndef FSDP_KERNELS_PACK_H
 #define FSDP_KERNELS_PACK_H
 
@@ -19,7 +20,8 @@ struct pack {
     const struct kernel_stream *stream;
 };
 
-/* The dimensions of a strided copy, sorted by output stride (the largest first) and merged where both sides allow it. */
+/* The dimensions of a strided copy, sorted by output stride (the largest first) and merged where both sides
+ * allow it. */
 struct plan {
     int32_t ndim;
     int64_t sizes[PACK_MOST_NDIM];

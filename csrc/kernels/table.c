@@ -25,7 +25,8 @@ const struct kernel_table cpu_kernels = {
 static enum status no_pack(void *output, enum dtype output_dtype, int64_t output_numel,
                            const struct pack_source *sources, int64_t num_sources, double divisor,
                            const struct kernel_stream *stream) {
-    (void)output, (void)output_dtype, (void)output_numel, (void)sources, (void)num_sources, (void)divisor, (void)stream;
+    (void)output, (void)output_dtype, (void)output_numel, (void)sources, (void)num_sources, (void)divisor,
+        (void)stream;
     return STATUS_OK;
 }
 
@@ -35,20 +36,23 @@ static enum status no_pack_add(void *output, enum dtype output_dtype, const stru
     return STATUS_OK;
 }
 
-static enum status no_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
-                                  int64_t numel, double divisor, const struct kernel_stream *stream) {
-    (void)output, (void)output_dtype, (void)input, (void)input_dtype, (void)numel, (void)divisor, (void)stream;
+static enum status no_cast_divide(void *output, enum dtype output_dtype, const void *input,
+                                  enum dtype input_dtype, int64_t numel, double divisor,
+                                  const struct kernel_stream *stream) {
+    (void)output, (void)output_dtype, (void)input, (void)input_dtype, (void)numel, (void)divisor,
+        (void)stream;
     return STATUS_OK;
 }
 
-static enum status no_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
-                                  const struct kernel_stream *stream) {
+static enum status no_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
+                                  int64_t num_ranges, const struct kernel_stream *stream) {
     (void)output, (void)dtype, (void)ranges, (void)num_ranges, (void)stream;
     return STATUS_OK;
 }
 
 static enum status no_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                              const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
+                              const float *inverse_scale, float *found_inf,
+                              const struct kernel_stream *stream) {
     (void)tensors, (void)numels, (void)num_tensors, (void)inverse_scale, (void)found_inf, (void)stream;
     return STATUS_OK;
 }
@@ -59,8 +63,8 @@ static enum status no_checksums(uint64_t *checksums, const struct byte_range *ra
     return STATUS_OK;
 }
 
-static enum status no_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
-                            const struct kernel_stream *stream) {
+static enum status no_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
+                            const struct adamw_options *options, const struct kernel_stream *stream) {
     (void)tensors, (void)num_tensors, (void)options, (void)stream;
     return STATUS_OK;
 }

@@ -19,8 +19,9 @@ enum status cuda_status(cudaError_t error) {
     return STATUS_DEVICE;
 }
 
-/* The driver's contexts: only they tell a thread that uses no device yet from one that uses the first. To put the device back by
- * cudaSetDevice would make a context there, hundreds of megabytes that each rank would take from the first GPU. */
+/* The driver's contexts: only they tell a thread that uses no device yet from one that uses the first. To put
+ * the device back by cudaSetDevice would make a context there, hundreds of megabytes that each rank would
+ * take from the first GPU. */
 struct contexts {
     int (*get_current)(void **context);
     int (*set_current)(void *context);
@@ -35,7 +36,8 @@ struct contexts {
     void find(const char *name, void **function) {
         cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
 #if CUDART_VERSION >= 12050
-        cudaError_t result = cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &found);
+        cudaError_t result =
+            cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &found);
 #else
         cudaError_t result = cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &found);
 #endif
@@ -109,8 +111,8 @@ static const char *cuda_why_not_on(int32_t device_index) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index);
     snprintf(text, sizeof text,
-             "fsdp_c's CUDA kernels have no code for this GPU, whose compute capability is %d.%d (%s). Build them with "
-             "FSDP_C_CUDA_ARCHS=\"%d%d\" in the environment",
+             "fsdp_c's CUDA kernels have no code for this GPU, whose compute capability is %d.%d (%s). Build "
+             "them with FSDP_C_CUDA_ARCHS=\"%d%d\" in the environment",
              major, minor, cudaGetErrorString(error), major, minor);
     return text;
 }
@@ -123,7 +125,8 @@ static const struct kernel_table cuda_kernels = {
 };
 
 /* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */
-extern "C" __attribute__((visibility("default"))) const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
+extern "C" __attribute__((visibility("default"))) const struct kernel_table *
+fsdp_c_cuda_kernels(const char **why) {
     int driver = 0;
     int toolkit = 0;
     cudaError_t error = cudaDriverGetVersion(&driver);

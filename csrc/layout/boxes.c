@@ -1,6 +1,7 @@
 #include "layout/boxes.h"
 
-/* The outermost dimension whose whole rows `start` can begin with: those inside are at 0 and fit before `end`. */
+/* The outermost dimension whose whole rows `start` can begin with: those inside are at 0 and fit before
+ * `end`. */
 static int outermost_dim(const int64_t *shape, int ndim, int64_t start, int64_t end, int64_t *row_numel) {
     int dim = ndim - 1;
     *row_numel = 1;

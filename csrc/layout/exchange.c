@@ -42,7 +42,8 @@ static enum status plan_sent(struct maker *maker, const struct exchange_tensor *
         if (part.rank != maker->rank) {
             const struct exchange_range range = {index, (part.start - own.start) * scale,
                                                  (part.end - part.start) * scale};
-            if (append(&maker->outgoing, range) || append(&maker->to, (struct exchange_range){.source = part.rank}))
+            if (append(&maker->outgoing, range) ||
+                append(&maker->to, (struct exchange_range){.source = part.rank}))
                 return STATUS_NO_MEMORY;
             maker->plan->sent_nbytes[part.rank] += range.nbytes;
         }
@@ -127,7 +128,8 @@ static enum status make(struct maker *maker, const struct exchange_tensor *tenso
     plan->made_nbytes = mem_new_array(count, sizeof *plan->made_nbytes);
     plan->sent_nbytes = mem_new_array((size_t)maker->world_size, sizeof *plan->sent_nbytes);
     plan->received_nbytes = mem_new_array((size_t)maker->world_size, sizeof *plan->received_nbytes);
-    if (!plan->part_counts || !plan->held_nbytes || !plan->made_nbytes || !plan->sent_nbytes || !plan->received_nbytes)
+    if (!plan->part_counts || !plan->held_nbytes || !plan->made_nbytes || !plan->sent_nbytes ||
+        !plan->received_nbytes)
         return STATUS_NO_MEMORY;
     for (size_t i = 0; i < count; i++) {
         enum status status = tensor_is_valid(&tensors[i]) ? STATUS_OK : STATUS_INVALID;
@@ -140,8 +142,8 @@ static enum status make(struct maker *maker, const struct exchange_tensor *tenso
     return status ? status : place_parts(maker);
 }
 
-enum status exchange_init(struct exchange *plan, const struct exchange_tensor *tensors, size_t count, int64_t rank,
-                          int64_t world_size, bool gathered) {
+enum status exchange_init(struct exchange *plan, const struct exchange_tensor *tensors, size_t count,
+                          int64_t rank, int64_t world_size, bool gathered) {
     struct maker maker = {.plan = plan, .rank = rank, .world_size = world_size, .gathered = gathered};
     memset(plan, 0, sizeof *plan);
     if (rank < 0 || world_size < 1 || rank >= world_size)

@@ -3,9 +3,10 @@
  *   segments   | p0 ......... |pad| p1 .... |pad| p2 ............ |pad|  numel
  *   chunks     | rank 0 .......... | rank 1 .......... | rank 2 ....##|  shard_numel each, ## = right padding
  *
- * Invariant: immutable after layout_init. All quantities are element counts; integers only, no pointers to data.
- * Pads between parameters align each one to `aligned_numel` elements; the last pad makes the total divisible by the
- * world size. Right padding (##) exists only in the last chunks, when the total is not divisible (surface C-010 to C-035). */
+ * Invariant: immutable after layout_init. All quantities are element counts; integers only, no pointers to
+ * data. Pads between parameters align each one to `aligned_numel` elements; the last pad makes the total
+ * divisible by the world size. Right padding (##) exists only in the last chunks, when the total is not
+ * divisible (surface C-010 to C-035). */
 #ifndef FSDP_LAYOUT_LAYOUT_H
 #define FSDP_LAYOUT_LAYOUT_H
 
@@ -48,7 +49,8 @@ struct flat_layout {
     int64_t world_size;
     int64_t rank;
     bool sharded;
-    int64_t numel;              /* of the flat parameter, inner and divisibility padding included, right padding not */
+    /* of the flat parameter, inner and divisibility padding included, right padding not */
+    int64_t numel;
     int64_t shard_numel;        /* of one chunk, the same on all ranks; numel when not sharded */
     int64_t padded_numel;       /* shard_numel * world_size; numel when not sharded */
     int64_t shard_start;        /* shard_numel * rank: may lie beyond numel */

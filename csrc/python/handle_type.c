@@ -59,12 +59,12 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOOUOUOippppddp", names, &layout, &spec.flat_param,
-                                     &spec.params, &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides,
-                                     &PyList_Type, &spec.slots, &spec.process_group, &spec.replicate_group,
-                                     &spec.node_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
-                                     &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views, &spec.strategy,
-                                     &orig, &keep, &skip, &verbose, &spec.predivide, &spec.postdivide, &offload))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOOO!O!O!OOOOOOUOUOippppddp", names, &layout, &spec.flat_param, &spec.params,
+            &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots,
+            &spec.process_group, &spec.replicate_group, &spec.node_group, &spec.device, &spec.param_dtype,
+            &spec.reduce_dtype, &spec.name, &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views,
+            &spec.strategy, &orig, &keep, &skip, &verbose, &spec.predivide, &spec.postdivide, &offload))
         return -1;
     spec.layout_owner = layout;
     spec.use_orig_params = orig;
@@ -102,7 +102,8 @@ static void handle_object_dealloc(PyObject *self) {
 
 /* ---- methods ---- */
 
-/* `Handle.__new__(Handle)` gives an object without anything that a method could use. NULL with an exception then. */
+/* `Handle.__new__(Handle)` gives an object without anything that a method could use. NULL with an exception
+ * then. */
 static struct handle *made(PyObject *self) {
     if (inside(self)->param.tensor)
         return inside(self);
@@ -110,7 +111,8 @@ static struct handle *made(PyObject *self) {
     return NULL;
 }
 
-/* Lazy attributes may be needed before the first forward: they follow the flat parameter's dtype and data of now. */
+/* Lazy attributes may be needed before the first forward: they follow the flat parameter's dtype and data of
+ * now. */
 static struct handle *ready(PyObject *self) {
     struct handle *handle = made(self);
     return handle && (handle->ready || handle_lazy_init(handle) == 0) ? handle : NULL;
@@ -224,7 +226,8 @@ static PyObject *hide_views(PyObject *self, PyObject *unused) {
     return call(self, handle_hide_views);
 }
 
-/* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for others. */
+/* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for
+ * others. */
 static PyObject *only_argument(PyObject *args, PyObject *kwargs, const char *name) {
     char *names[] = {(char *)name, NULL};
     PyObject *value = NULL;
@@ -269,7 +272,8 @@ static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(handle->param.sharded && handle->storage.param_state == PARAM_SHARDED);
 }
 
-/* Between steps, and between a forward and its backward, what is freed may have changed: so what a node keeps of it goes as well. */
+/* Between steps, and between a forward and its backward, what is freed may have changed: so what a node keeps
+ * of it goes as well. */
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = made(self);
     PyObject *free_storage = handle ? only_argument(args, kwargs, "free_unsharded_flat_param") : NULL;
@@ -386,7 +390,8 @@ static int set_optimizer_in_backward(PyObject *self, PyObject *value, void *unus
 }
 
 /* An enum is an int, and NULL is None. */
-#define READ_ONLY(name, type, field) {name, type, offsetof(struct handle_object, handle.field), READONLY, NULL}
+#define READ_ONLY(name, type, field)                                                                         \
+    {name, type, offsetof(struct handle_object, handle.field), READONLY, NULL}
 static PyMemberDef members[] = {
     READ_ONLY("flat_param", T_OBJECT, param.tensor),
     READ_ONLY("layout", T_OBJECT, param.layout_owner),

@@ -30,14 +30,16 @@ static int read_partition(PyObject *object, void *output) {
     PyObject *fields = PySequence_Tuple(object);
     if (!fields)
         return 0;
-    int converted = PyArg_ParseTuple(fields, "LLL;a partition is (numel, step, offset)", &numel, &step, &offset);
+    int converted =
+        PyArg_ParseTuple(fields, "LLL;a partition is (numel, step, offset)", &numel, &step, &offset);
     Py_DECREF(fields);
     if (!converted)
         return 0;
     *partition = (struct partition){numel, step, offset};
     if (partition_is_valid(partition))
         return 1;
-    PyErr_Format(PyExc_ValueError, "not a partition: numel %lld, step %lld, offset %lld", numel, step, offset);
+    PyErr_Format(PyExc_ValueError, "not a partition: numel %lld, step %lld, offset %lld", numel, step,
+                 offset);
     return 0;
 }
 
@@ -53,18 +55,20 @@ static PyObject *partition_bounds(PyObject *self, PyObject *args) {
 static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
     struct partition mine, theirs;
     long long rank;
-    if (!PyArg_ParseTuple(args, "O&O&L:partition_overlaps", read_partition, &mine, read_partition, &theirs, &rank))
+    if (!PyArg_ParseTuple(args, "O&O&L:partition_overlaps", read_partition, &mine, read_partition, &theirs,
+                          &rank))
         return NULL;
     if (mine.numel != theirs.numel)
-        return PyErr_Format(PyExc_ValueError, "partitions of %lld and of %lld elements", (long long)mine.numel,
-                            (long long)theirs.numel);
+        return PyErr_Format(PyExc_ValueError, "partitions of %lld and of %lld elements",
+                            (long long)mine.numel, (long long)theirs.numel);
     const struct partition_range own = partition_of_rank(&mine, rank);
     PyObject *overlaps = PyList_New(0);
     bool failed = !overlaps;
     for (int64_t start = own.start; !failed && start < own.end;) {
         const struct partition_range part = partition_next(&theirs, start, own.end);
-        failed = append_new(overlaps, Py_BuildValue("(LLL)", (long long)part.rank, (long long)(part.start - own.start),
-                                                    (long long)(part.end - part.start))) < 0;
+        failed = append_new(overlaps,
+                            Py_BuildValue("(LLL)", (long long)part.rank, (long long)(part.start - own.start),
+                                          (long long)(part.end - part.start))) < 0;
         start = part.end;
     }
     return tuple_or_null(overlaps, failed);
@@ -90,15 +94,15 @@ static PyObject *range_list(const struct exchange_ranges *ranges) {
 
 static int read_exchange_tensor(PyObject *item, struct exchange_tensor *tensor) {
     long long element_nbytes;
-    if (!PyArg_ParseTuple(item, "O&O&L;expected (source, target, element_nbytes)", read_partition, &tensor->source,
-                          read_partition, &tensor->target, &element_nbytes))
+    if (!PyArg_ParseTuple(item, "O&O&L;expected (source, target, element_nbytes)", read_partition,
+                          &tensor->source, read_partition, &tensor->target, &element_nbytes))
         return -1;
     tensor->element_nbytes = element_nbytes;
     return 0;
 }
 
-static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, long long rank, long long world_size,
-                         bool gathered) {
+static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, long long rank,
+                         long long world_size, bool gathered) {
     struct exchange plan;
     const enum status status = exchange_init(&plan, tensors, count, rank, world_size, gathered);
     if (status == STATUS_NO_MEMORY)
@@ -108,10 +112,11 @@ static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, lo
                             "no plan for rank %lld of %lld: partitions of different numels, sizes out "
                             "of range, or elements behind the last rank",
                             rank, world_size);
-    PyObject *result = Py_BuildValue("(NNNNNNN)", int_list(plan.held_nbytes, count), int_list(plan.made_nbytes, count),
-                                     range_list(&plan.sent), int_list(plan.sent_nbytes, (size_t)world_size),
-                                     int_list(plan.received_nbytes, (size_t)world_size), range_list(&plan.parts),
-                                     int_list(plan.part_counts, count));
+    PyObject *result =
+        Py_BuildValue("(NNNNNNN)", int_list(plan.held_nbytes, count), int_list(plan.made_nbytes, count),
+                      range_list(&plan.sent), int_list(plan.sent_nbytes, (size_t)world_size),
+                      int_list(plan.received_nbytes, (size_t)world_size), range_list(&plan.parts),
+                      int_list(plan.part_counts, count));
     exchange_free(&plan);
     return result;
 }
@@ -148,7 +153,8 @@ static int read_shape(PyObject *sequence, int64_t *shape, int64_t *numel) {
     bool failed = ndim > BOXES_MAX_DIM;
     *numel = 1;
     if (failed)
-        PyErr_Format(PyExc_ValueError, "a shape of %zd dimensions; at most %d are supported", ndim, BOXES_MAX_DIM);
+        PyErr_Format(PyExc_ValueError, "a shape of %zd dimensions; at most %d are supported", ndim,
+                     BOXES_MAX_DIM);
     for (Py_ssize_t dim = 0; !failed && dim < ndim; dim++) {
         shape[dim] = PyLong_AsLongLong(PyTuple_GetItem(sizes, dim));
         failed = shape[dim] < 0 || (shape[dim] > 0 && *numel > INT64_MAX / shape[dim]);
@@ -181,8 +187,8 @@ static PyObject *flat_range_boxes(PyObject *self, PyObject *args) {
     while (!failed && start < end) {
         struct box box;
         start += box_at(shape, ndim, start, end, &box);
-        failed =
-            append_new(boxes, Py_BuildValue("(NN)", sizes_tuple(box.offsets, ndim), sizes_tuple(box.sizes, ndim))) < 0;
+        failed = append_new(boxes, Py_BuildValue("(NN)", sizes_tuple(box.offsets, ndim),
+                                                 sizes_tuple(box.sizes, ndim))) < 0;
     }
     return tuple_or_null(boxes, failed);
 }
@@ -195,8 +201,8 @@ static PyMethodDef functions[] = {
      "For what `rank` holds under `mine`: (rank under `theirs`, offset in what is held, numel) in order."},
     {"exchange_plan", exchange_plan, METH_VARARGS,
      "exchange_plan(tensors, rank, world_size, gathered, /)\n--\n\n"
-     "What a rank sends, receives and joins to bring tensors, each (source, target, element_nbytes), to other "
-     "partitions."},
+     "What a rank sends, receives and joins to bring tensors, each (source, target, element_nbytes), to "
+     "other partitions."},
     {"flat_range_boxes", flat_range_boxes, METH_VARARGS,
      "flat_range_boxes(shape, start, end, /)\n--\n\n"
      "The boxes (offsets, sizes) of a contiguous tensor that hold its elements [start, end), in that order."},

@@ -5,7 +5,8 @@
 
 #include "base/memory.h"
 
-/* The tuples that are kept once somebody has asked, as a layout never changes: loops over parameters ask for each. */
+/* The tuples that are kept once somebody has asked, as a layout never changes: loops over parameters ask for
+ * each. */
 enum kept { PARAM_NUMELS, PARAM_OFFSETS, SEGMENT_NUMELS, PADDING_MASK, OWN_RANGES, NUM_KEPT };
 
 struct layout_object {
@@ -23,7 +24,8 @@ static void layout_object_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* The type is final, so its own dealloc tells its instances apart: no global, and it holds across reloads of the module. */
+/* The type is final, so its own dealloc tells its instances apart: no global, and it holds across reloads of
+ * the module. */
 static bool is_layout_object(PyObject *object) {
     return PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)layout_object_dealloc;
 }
@@ -49,12 +51,13 @@ static int check_arguments(const struct layout_spec *spec) {
         return -1;
     }
     if (spec->world_size < 1) {
-        PyErr_Format(PyExc_ValueError, "Expects positive `world_size` but got %lld", (long long)spec->world_size);
+        PyErr_Format(PyExc_ValueError, "Expects positive `world_size` but got %lld",
+                     (long long)spec->world_size);
         return -1;
     }
     if (spec->rank < 0 || spec->rank >= spec->world_size) {
-        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld", (long long)spec->world_size,
-                     (long long)spec->rank);
+        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
+                     (long long)spec->world_size, (long long)spec->rank);
         return -1;
     }
     return 0;
@@ -67,8 +70,8 @@ static int read_numels(PyObject *numels, int64_t *output) {
         if (output[index] == -1 && PyErr_Occurred())
             return -1;
         if (output[index] < 0) {
-            PyErr_Format(PyExc_ValueError, "Expects non-negative sizes but `param_numels[%zd]` is %lld", index,
-                         (long long)output[index]);
+            PyErr_Format(PyExc_ValueError, "Expects non-negative sizes but `param_numels[%zd]` is %lld",
+                         index, (long long)output[index]);
             return -1;
         }
     }
@@ -80,7 +83,8 @@ static int raise_status(enum status status) {
         PyErr_NoMemory();
     } else {
         /* the arguments were checked one by one: only their sum is left to be wrong */
-        PyErr_SetString(PyExc_OverflowError, "the flat parameter has more elements than a 64-bit integer counts");
+        PyErr_SetString(PyExc_OverflowError,
+                        "the flat parameter has more elements than a 64-bit integer counts");
     }
     return -1;
 }
@@ -107,8 +111,8 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
     PyObject *sequence;
     long long aligned_numel, world_size, rank;
     int sharded;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLp:FlatLayout", names, &sequence, &aligned_numel, &world_size,
-                                     &rank, &sharded)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLp:FlatLayout", names, &sequence, &aligned_numel,
+                                     &world_size, &rank, &sharded)) {
         return NULL;
     }
     struct layout_spec spec = {
@@ -128,7 +132,8 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
 typedef PyObject *(*item_getter)(const struct flat_layout *layout, int64_t index, int64_t rank);
 
 /* A tuple of `count` items. New reference, or NULL with an exception. */
-static PyObject *tuple_of(const struct flat_layout *layout, int64_t count, int64_t rank, item_getter item_at) {
+static PyObject *tuple_of(const struct flat_layout *layout, int64_t count, int64_t rank,
+                          item_getter item_at) {
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t index = 0; tuple && index < count; index++) {
         PyObject *item = item_at(layout, index, rank);
@@ -167,8 +172,8 @@ static PyObject *keep(struct layout_object *self, enum kept which) {
     const struct flat_layout *layout = &self->layout;
     const bool per_segment = which == SEGMENT_NUMELS || which == PADDING_MASK;
     if (!self->kept[which]) {
-        PyObject *made =
-            tuple_of(layout, per_segment ? layout->num_segments : layout->num_params, layout->rank, items_at[which]);
+        PyObject *made = tuple_of(layout, per_segment ? layout->num_segments : layout->num_params,
+                                  layout->rank, items_at[which]);
         Py_XDECREF(self->kept[which]); /* what is collected meanwhile may have asked as well */
         self->kept[which] = made;
     }
@@ -187,7 +192,8 @@ static int64_t parse_rank(const struct flat_layout *layout, PyObject *object) {
     if (rank == -1 && PyErr_Occurred())
         return -1;
     if (rank < 0 || rank >= layout->world_size) {
-        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld", (long long)layout->world_size, rank);
+        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
+                     (long long)layout->world_size, rank);
         return -1;
     }
     return rank;
@@ -210,7 +216,8 @@ static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) 
 #define COUNT(name, doc) {#name, T_LONGLONG, offsetof(struct layout_object, layout.name), READONLY, doc}
 static PyMemberDef members[] = {
     COUNT(num_params, "Parameters in the flat parameter."),
-    COUNT(numel, "Elements of the flat parameter, inner and divisibility padding included, right padding not."),
+    COUNT(numel,
+          "Elements of the flat parameter, inner and divisibility padding included, right padding not."),
     COUNT(shard_numel, "Elements of one shard, the same on all ranks; numel when not sharded."),
     COUNT(padded_numel, "shard_numel * world_size; numel when not sharded."),
     COUNT(shard_start, "First element of this rank's shard; may lie beyond numel."),
@@ -228,8 +235,10 @@ static const enum kept segment_numels = SEGMENT_NUMELS, padding_mask = PADDING_M
 
 static PyGetSetDef getters[] = {
     {"param_numels", get_kept, NULL, "Elements per parameter.", (void *)&numels},
-    {"param_offsets", get_kept, NULL, "First element of each parameter in the flat parameter.", (void *)&offsets},
-    {"numels_with_padding", get_kept, NULL, "Elements per segment, padding included.", (void *)&segment_numels},
+    {"param_offsets", get_kept, NULL, "First element of each parameter in the flat parameter.",
+     (void *)&offsets},
+    {"numels_with_padding", get_kept, NULL, "Elements per segment, padding included.",
+     (void *)&segment_numels},
     {"is_padding_mask", get_kept, NULL, "Per segment, whether it is padding.", (void *)&padding_mask},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -237,16 +246,18 @@ static PyGetSetDef getters[] = {
 static PyMethodDef methods[] = {
     {"shard_ranges", (PyCFunction)(void (*)(void))shard_ranges, METH_VARARGS | METH_KEYWORDS,
      "shard_ranges($self, rank=None)\n--\n\n"
-     "Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param) for a rank, by default this one.\n\n"
-     "All zero where the shard holds nothing of the parameter. ValueError for a rank outside the world."},
+     "Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param) for a rank, by default this "
+     "one.\n\nAll zero where the shard holds nothing of the parameter. ValueError for a rank outside the "
+     "world."},
     {NULL, NULL, 0, NULL},
 };
 
 static const char type_doc[] =
     "FlatLayout(param_numels, aligned_numel, world_size, rank, sharded)\n--\n\n"
     "Offsets, padding and shards of one flat parameter; element counts only. Immutable.\n\n"
-    "aligned_numel 0 packs the parameters without any padding (use_orig_params=False). ValueError for no parameters,\n"
-    "a negative size or alignment, or a rank outside the world; OverflowError when the total exceeds 64 bits.";
+    "aligned_numel 0 packs the parameters without any padding (use_orig_params=False). ValueError for no "
+    "parameters,\na negative size or alignment, or a rank outside the world; OverflowError when the total "
+    "exceeds 64 bits.";
 
 PyObject *layout_type_create(PyObject *module) {
     PyType_Slot slots[] = {

@@ -67,7 +67,8 @@ static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "z", &name))
         return NULL;
     if (!loops_use(name))
-        return PyErr_Format(PyExc_ValueError, "no kernels for \"%s\" on this processor: see cpu_capabilities()", name);
+        return PyErr_Format(PyExc_ValueError,
+                            "no kernels for \"%s\" on this processor: see cpu_capabilities()", name);
     Py_RETURN_NONE;
 }
 
@@ -95,8 +96,8 @@ static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&LL", PyUnicode_FSConverter, &path, &rank, &world_size))
         return NULL;
     int result = flight_recorder_open(PyBytes_AsString(path), rank, world_size);
-    PyObject *done =
-        result < 0 ? PyErr_SetFromErrnoWithFilename(PyExc_OSError, PyBytes_AsString(path)) : Py_NewRef(Py_None);
+    PyObject *done = result < 0 ? PyErr_SetFromErrnoWithFilename(PyExc_OSError, PyBytes_AsString(path))
+                                : Py_NewRef(Py_None);
     Py_DECREF(path);
     return done;
 }
@@ -118,8 +119,9 @@ static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
     if (result > 0)
         return PyErr_Format(PyExc_ValueError, "%S is no flight record, or a damaged one", argument);
     return Py_BuildValue("(LLLKKNNN)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
-                         (unsigned long long)page.step, (unsigned long long)(flight_recorder_place(&page) >> 32),
-                         decoded(name), PyBool_FromLong(page.failed != 0), decoded(page.host));
+                         (unsigned long long)page.step,
+                         (unsigned long long)(flight_recorder_place(&page) >> 32), decoded(name),
+                         PyBool_FromLong(page.failed != 0), decoded(page.host));
 }
 
 static PyObject *close_flight_recorder(PyObject *self, PyObject *unused) {
@@ -168,13 +170,15 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
     int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable;
     int is_segment = 0, is_optional = 0;
     if (!PyArg_ParseTuple(item,
-                          "LLiippp|ppLL;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
-                          "has_params, is_trainable[, is_segment[, is_optional[, reduce_nbytes[, node_nbytes]]]])",
+                          "LLiippp|ppLL;a unit is (parent, nbytes, strategy, backward_prefetch, "
+                          "forward_prefetch, has_params, is_trainable[, is_segment[, is_optional[, "
+                          "reduce_nbytes[, node_nbytes]]]])",
                           &parent, &nbytes, &strategy, &backward_prefetch, &forward_prefetch, &has_params,
                           &is_trainable, &is_segment, &is_optional, &reduce_nbytes, &node_nbytes))
         return -1;
     if (index ? parent < 0 || parent >= index : parent != -1) {
-        PyErr_Format(PyExc_ValueError, "unit %lld is inside unit %lld: outer units come first, and the root is one",
+        PyErr_Format(PyExc_ValueError,
+                     "unit %lld is inside unit %lld: outer units come first, and the root is one",
                      (long long)index, parent);
         return -1;
     }
@@ -229,8 +233,9 @@ static PyObject *dry_run(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *items, *syncs, *result = NULL;
     long long backward_limit, forward_limit;
     int has_streams, inputs_require_grad;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!$LLpp", names, &PyTuple_Type, &items, &PyTuple_Type, &syncs,
-                                     &backward_limit, &forward_limit, &has_streams, &inputs_require_grad))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!$LLpp", names, &PyTuple_Type, &items, &PyTuple_Type,
+                                     &syncs, &backward_limit, &forward_limit, &has_streams,
+                                     &inputs_require_grad))
         return NULL;
     struct dry_unit *units = read_units(items);
     bool *sync_gradients = units ? read_bools(syncs) : NULL;
@@ -263,7 +268,8 @@ static PyMethodDef functions[] = {
     {"let_groups_go", let_groups_go, METH_NOARGS, NULL},
     {"prefer_large_pages", prefer_large_pages, METH_O, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
-    {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes,
+     METH_VARARGS | METH_KEYWORDS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -330,7 +336,8 @@ static int add_constants(PyObject *module) {
 
 /* torch first: its symbols, its Python names, our ops; then what stands on them. */
 static int module_exec(PyObject *module) {
-    if (torch_abi_init() < 0 || torch_names_init() < 0 || profile_init() < 0 || tensor_init() < 0 || ops_init() < 0)
+    if (torch_abi_init() < 0 || torch_names_init() < 0 || profile_init() < 0 || tensor_init() < 0 ||
+        ops_init() < 0)
         return -1;
     operations_init(&operations);
     if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0)

@@ -79,7 +79,8 @@ static PyObject *final_callback(PyObject *self, PyObject *unused) {
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
     struct runtime *runtime = inside(self);
-    return none_or_error(runtime_check_thread(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime));
+    return none_or_error(runtime_check_thread(runtime) < 0 ? -1
+                                                           : runtime_reset_after_failed_backward(runtime));
 }
 
 static PyObject *hold(PyObject *self, PyObject *unused) {
@@ -171,7 +172,8 @@ static PyObject *get_handles_with_views(PyObject *self, void *unused) {
     const struct runtime *runtime = inside(self);
     PyObject *handles = PyList_New(0);
     for (int64_t i = 0; handles && i < runtime->num_units && !runtime->callback_queued; i++)
-        if (unit_shows_views(runtime->units[i]) && PyList_Append(handles, runtime->units[i]->handle_object) < 0)
+        if (unit_shows_views(runtime->units[i]) &&
+            PyList_Append(handles, runtime->units[i]->handle_object) < 0)
             Py_CLEAR(handles);
     return handles;
 }
@@ -188,7 +190,8 @@ static int read_limit(PyObject *value, int64_t *limit) {
     long long number = value ? PyLong_AsLongLong(value) : -1;
     if (number < 0) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "a prefetch limit is the number of units to gather ahead, 0 or more");
+            PyErr_SetString(PyExc_ValueError,
+                            "a prefetch limit is the number of units to gather ahead, 0 or more");
         return -1;
     }
     *limit = number < INT32_MAX ? number : INT32_MAX; /* an index and a limit must not overflow when added */
@@ -214,7 +217,8 @@ static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
 }
 
 /* An enum is an int, and NULL is None. */
-#define READ_ONLY(name, type, field) {name, type, offsetof(struct runtime_object, runtime.field), READONLY, NULL}
+#define READ_ONLY(name, type, field)                                                                         \
+    {name, type, offsetof(struct runtime_object, runtime.field), READONLY, NULL}
 static PyMemberDef members[] = {
     READ_ONLY("iteration", T_LONGLONG, order.iteration),
     READ_ONLY("callback_queued", T_BOOL, callback_queued),

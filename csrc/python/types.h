@@ -1,6 +1,7 @@
-/* What the module is made of: the Python types over the structs of the layers below, and functions over layout/. Each
- * `*_type_create` gives a new heap type, or NULL; each `*_of` the struct inside an object, borrowed while that lives, or
- * NULL with TypeError. */
+/* What the module is made of: the Python types over the structs of the layers below, and functions over
+ * layout/. Each
+ * `*_type_create` gives a new heap type, or NULL; each `*_of` the struct inside an object, borrowed while
+ * that lives, or NULL with TypeError. */
 #ifndef FSDP_PYTHON_TYPES_H
 #define FSDP_PYTHON_TYPES_H
 

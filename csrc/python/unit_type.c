@@ -64,8 +64,8 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipppO!", names, &spec.module, &handle, &spec.name,
-                                     &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch, &limit,
-                                     &full_precision, &PyTuple_Type, &spec.segments))
+                                     &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch,
+                                     &limit, &full_precision, &PyTuple_Type, &spec.segments))
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;
@@ -99,7 +99,8 @@ static void unit_object_dealloc(PyObject *self) {
 
 /* ---- methods ---- */
 
-/* `Unit.__new__(Unit)` gives an object without anything that a method could use. NULL with an exception then. */
+/* `Unit.__new__(Unit)` gives an object without anything that a method could use. NULL with an exception
+ * then. */
 static struct unit *made(PyObject *self) {
     if (inside(self)->module_ref)
         return inside(self);

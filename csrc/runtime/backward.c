@@ -9,11 +9,13 @@
 /* ---- checkpoints inside a unit ---- */
 
 /* [Note: checkpoints inside a unit]
- * A reentrant checkpoint around a part of a unit's module runs a backward of its own within the unit's. It brings the gradients of the
- * part, and the anchor's hook, but the backward around it reads the parameters still, and brings the other gradients. Then they are
- * added up as under no_sync, and it is that one's hook that reduces and frees the unit. If it does not come to the anchor, since all
- * of the module is checkpointed, that is done at once. Autograd is asked which it is: in the first backward of a unit, and in all
- * that follow one within which another was seen. Where nobody has asked, the end of the backward reduces what is left. */
+ * A reentrant checkpoint around a part of a unit's module runs a backward of its own within the unit's. It
+ * brings the gradients of the part, and the anchor's hook, but the backward around it reads the parameters
+ * still, and brings the other gradients. Then they are added up as under no_sync, and it is that one's hook
+ * that reduces and frees the unit. If it does not come to the anchor, since all of the module is
+ * checkpointed, that is done at once. Autograd is asked which it is: in the first backward of a unit, and in
+ * all that follow one within which another was seen. Where nobody has asked, the end of the backward reduces
+ * what is left. */
 
 int unit_begin_backward(struct unit *unit) {
     unit->graph_task = unit->recomputed ? torch_graph_task() : unit->runtime->graph_task;
@@ -37,14 +39,17 @@ int unit_awaits_gradients(struct unit *unit) {
 /* ---- flat parameters in the graph ---- */
 
 /* [Note: flat parameters in the graph]
- * Where a program may look for them, within DistributedDataParallel and where pipelines are there, a unit's node has an edge to each of
- * its flat parameters, without use_orig_params and not in low precision: backward(inputs=...), torch.autograd.grad() and whoever walks
- * over graphs find them by it. Elsewhere there is none, as autograd would run a further node for each unit. In a backward to all
- * leaves nothing goes along them: what is received is reduced at the anchor. A backward to named leaves comes to no anchor:
+ * Where a program may look for them, within DistributedDataParallel and where pipelines are there, a unit's
+ * node has an edge to each of its flat parameters, without use_orig_params and not in low precision:
+ * backward(inputs=...), torch.autograd.grad() and whoever walks over graphs find them by it. Elsewhere there
+ * is none, as autograd would run a further node for each unit. In a backward to all leaves nothing goes along
+ * them: what is received is reduced at the anchor. A backward to named leaves comes to no anchor:
  *   backward(inputs=...)   what has come for the parts that are named is reduced when the backward ends.
- *   autograd.grad(...)     is handed the gradient itself, of this rank's batch. A shard cannot have it: that is refused. */
+ *   autograd.grad(...)     is handed the gradient itself, of this rank's batch. A shard cannot have it: that
+ * is refused. */
 
-/* Nobody asks for more than the first node of a backward that has its callback: the others are in the same one. 1, 0 or -1. */
+/* Nobody asks for more than the first node of a backward that has its callback: the others are in the same
+ * one. 1, 0 or -1. */
 static int reaches_anchor(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (!runtime->has_edges || (runtime->callback_queued && runtime->reach == REACH_ALL))
@@ -59,8 +64,8 @@ int unit_reaches_anchor(struct unit *unit) {
     return unit->handle->param.use_orig_params ? 1 : reaches_anchor(unit);
 }
 
-/* Original parameters are in no graph: a schedule that takes the gradients of inputs first, and then those of the weights, finds none of
- * these. To take those of inputs alone is no mistake. */
+/* Original parameters are in no graph: a schedule that takes the gradients of inputs first, and then those of
+ * the weights, finds none of these. To take those of inputs alone is no mistake. */
 int unit_check_named(struct unit *unit) {
     if (!unit->anchor_node || !unit->handle->param.use_orig_params)
         return 0;
@@ -69,13 +74,14 @@ int unit_check_named(struct unit *unit) {
         return reaches < 0 ? -1 : 0;
     return PyErr_WarnFormat(
         PyExc_UserWarning, 1,
-        "rank %lld, unit %S: a backward to named tensors has passed through it, which gives its parameters no gradient "
-        "with use_orig_params=True. Schedules that take the gradients of inputs and weights apart need "
-        "use_orig_params=False",
+        "rank %lld, unit %S: a backward to named tensors has passed through it, which gives its parameters "
+        "no gradient with use_orig_params=True. Schedules that take the gradients of inputs and weights "
+        "apart need use_orig_params=False",
         unit_rank(unit), unit->name);
 }
 
-/* New reference to the accumulation node of the part with this index, None where it was frozen in the forward, or NULL. */
+/* New reference to the accumulation node of the part with this index, None where it was frozen in the
+ * forward, or NULL. */
 static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
     PyObject *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
     bool is_there = edges && PySequence_Size(edges) > 1 + index;
@@ -96,7 +102,8 @@ int unit_edge_use(PyObject *context, Py_ssize_t index) {
     Py_DECREF(node);
     if (executes >= 0)
         return executes ? EDGE_ACCUMULATES : EDGE_UNUSED;
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) /* by which it tells of a leaf that autograd.grad() asks for */
+    /* by which it tells of a leaf that autograd.grad() asks for */
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return -1;
     PyErr_Clear();
     return EDGE_CAPTURED;
@@ -116,7 +123,8 @@ int unit_receives_named(struct unit *unit) {
 
 static int prepare_part(struct runtime *runtime, struct unit *part) {
     struct handle *handle = part->handle;
-    /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
+    /* a checkpointed part of the module may run again in this backward: it finds the same views as in the
+     * forward */
     if (handle->param.use_orig_params && handle_show_views(handle) < 0)
         return -1;
     if (gradients_prepare(&handle->gradients) < 0)
@@ -137,8 +145,8 @@ static int prepare(struct unit *unit) {
     return 0;
 }
 
-/* Gathered for this backward already; unless its gradients have come since and this is another graph over it, as reentrant
- * checkpointing makes them: then it is gathered again (parity 26). */
+/* Gathered for this backward already; unless its gradients have come since and this is another graph over it,
+ * as reentrant checkpointing makes them: then it is gathered again (parity 26). */
 static bool is_prepared(const struct unit *unit) {
     bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
     return unit->ran_pre_backward && !done;
@@ -161,14 +169,15 @@ int unit_refuse_backward(const struct unit *unit) {
     return unit_error(
         PyExc_RuntimeError, unit_rank(unit), unit->name,
         "a backward has come to a forward of a tree of units that is none any more: a unit in it "
-        "has since run in a forward of another root, or the tree was reset. Call backward() before that, or let "
-        "one FullyShardedDataParallel around both roots call them in its forward.");
+        "has since run in a forward of another root, or the tree was reset. Call backward() before that, or "
+        "let one FullyShardedDataParallel around both roots call them in its forward.");
 }
 
 int unit_pre_backward(struct unit *unit) {
     if (!unit->runtime)
         return unit->handle ? unit_refuse_backward(unit) : 0;
-    if (is_prepared(unit)) /* perhaps for a forward under another stream: this one has not waited for the gather */
+    /* perhaps for a forward under another stream: this one has not waited for the gather */
+    if (is_prepared(unit))
         return stream_follow(&unit->runtime->schedule.streams);
     struct trace trace = trace_begin(TRACED_PRE_BACKWARD, unit->recorder_index);
     int result = pre_backward(unit);
@@ -227,25 +236,28 @@ static int post_backward_without_gradient(struct unit *unit) {
         return unit->runtime->operations->post_backward_reshard(unit);
     return unit_error(PyExc_AssertionError, handle->param.layout.rank, unit->name,
                       "a hook of its flat parameter has set .grad to None before the gradient was reduced, "
-                      "which the other ranks wait for: zero the gradient instead, or clear it after backward()");
+                      "which the other ranks wait for: zero the gradient instead, or clear it after "
+                      "backward()");
 }
 
 /* What has come is reduced with the unit around it, or added up under no_sync. */
 static int post_backward_of_optional(struct unit *unit) {
     if (optional_check_backward(unit) < 0)
         return -1;
-    return unit->sync_gradients ? unit->runtime->operations->post_backward_reshard(unit) : keep_unsharded(unit);
+    return unit->sync_gradients ? unit->runtime->operations->post_backward_reshard(unit)
+                                : keep_unsharded(unit);
 }
 
 /* Does no other rank have a part in the gradient, or is somebody there who looks for it? */
 static bool is_shown_at_once(const struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     bool alone = param->shard_group.world_size == 1 && !param->replicate_group.group;
-    return unit->runtime->has_edges && !param->use_orig_params && !param->sharded && !unit->handle->storage.offload &&
-           (alone || unit->runtime->ddp);
+    return unit->runtime->has_edges && !param->use_orig_params && !param->sharded &&
+           !unit->handle->storage.offload && (alone || unit->runtime->ddp);
 }
 
-/* Hooks on the flat parameter's accumulation node, which is next, find the gradient: DistributedDataParallel sends it. */
+/* Hooks on the flat parameter's accumulation node, which is next, find the gradient: DistributedDataParallel
+ * sends it. */
 static int hand_over_at_once(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
@@ -262,7 +274,8 @@ static int end_gradients(struct unit *part) {
 }
 
 static int post_backward(struct unit *unit) {
-    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
+    if (runtime_queue_final_callback(unit->runtime) < 0 ||
+        unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
     FOR_PARTS(part, unit)
         if (end_gradients(part) < 0)

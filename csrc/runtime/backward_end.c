@@ -10,8 +10,8 @@ static int final_callback(void *target) {
     return runtime_final_callback(target);
 }
 
-/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go of that, which may be
- * once another backward runs: its callback is not this one. */
+/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go
+ * of that, which may be once another backward runs: its callback is not this one. */
 static int backward_raised(void *target, const void *hook) {
     struct runtime *runtime = target;
     return runtime->callback_queued && runtime->final_hook == hook ? runtime_reset(runtime) : 0;
@@ -54,11 +54,11 @@ static int finalise_handle(struct unit *unit) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
-/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced either: an optimizer
- * may step next. Where the user calls the callback by hand, nothing is sent. */
+/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced
+ * either: an optimizer may step next. Where the user calls the callback by hand, nothing is sent. */
 static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
-    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced ||
-        unit_enclosing(unit))
+    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients ||
+        !unit->handle->gradients.unreduced || unit_enclosing(unit))
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
@@ -87,20 +87,23 @@ static int end_named(struct runtime *runtime) {
 }
 
 static int finalise_units(struct runtime *runtime) {
-    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 || runtime_reduce_all_optional(runtime) < 0)
+    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 ||
+        runtime_reduce_all_optional(runtime) < 0)
         return -1;
     for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
         if (reduce_left_over(runtime, runtime->units[i]) < 0)
             return -1;
     if (schedule_wait_reduced(&runtime->schedule) < 0 || runtime_reshard_units(runtime) < 0)
         return -1;
-    if (offloads(runtime) && schedule_synchronize(&runtime->schedule) < 0) /* an optimizer on the CPU may step next */
+    /* an optimizer on the CPU may step next */
+    if (offloads(runtime) && schedule_synchronize(&runtime->schedule) < 0)
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (!unit_ends_with_backward(unit))
             continue;
-        if (unit_unwatch_inputs(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || unit_end_step(unit) < 0)
+        if (unit_unwatch_inputs(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) ||
+            unit_end_step(unit) < 0)
             return -1;
     }
     return 0;

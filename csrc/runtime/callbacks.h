@@ -1,5 +1,5 @@
-/* All that C asks of fsdp_c's Python: functions that are bound once, when fsdp_c is imported. C looks up no other name of it. Their
- * types are those of bind_callbacks() in _C.pyi.
+/* All that C asks of fsdp_c's Python: functions that are bound once, when fsdp_c is imported. C looks up no
+ * other name of it. Their types are those of bind_callbacks() in _C.pyi.
  *
  * Invariant: from callbacks_bind on every one is there. All are off the path of the usual step. */
 #ifndef FSDP_RUNTIME_CALLBACKS_H
@@ -9,19 +9,19 @@
 #include <Python.h>
 
 /* `module` is the FullyShardedDataParallel, `handle` the FlatParamHandle. */
-#define CALLBACKS(X)                                                                                                   \
-    X(lazy_init)                  /* (module): the unit is bound to a runtime */                                       \
-    X(convert_inputs)             /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */                \
-    X(hook_inputs)                /* (args, kwargs, hook) -> what removes it, or None */                               \
-    X(tensors_of)                 /* (output) -> list of the tensors in it that require a gradient */                  \
-    X(cast_buffers_for_mode)      /* (module) */                                                                       \
-    X(step_in_backward)           /* (handle): its optimizers step */                                                  \
-    X(is_in_reentrant_checkpoint) /* () -> bool */                                                                     \
-    X(log_post_backward)          /* (module) */                                                                       \
-    X(warn_of_units_cut_off)      /* (module, names) */                                                                \
-    X(warn_of_units_left_out)     /* (module, names) */                                                                \
-    X(check_backward)             /* (module) */                                                                       \
-    X(explain_error)              /* (error, module): said in the exception itself */                                  \
+#define CALLBACKS(X)                                                                                         \
+    X(lazy_init)                  /* (module): the unit is bound to a runtime */                             \
+    X(convert_inputs)             /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */      \
+    X(hook_inputs)                /* (args, kwargs, hook) -> what removes it, or None */                     \
+    X(tensors_of)                 /* (output) -> list of the tensors in it that require a gradient */        \
+    X(cast_buffers_for_mode)      /* (module) */                                                             \
+    X(step_in_backward)           /* (handle): its optimizers step */                                        \
+    X(is_in_reentrant_checkpoint) /* () -> bool */                                                           \
+    X(log_post_backward)          /* (module) */                                                             \
+    X(warn_of_units_cut_off)      /* (module, names) */                                                      \
+    X(warn_of_units_left_out)     /* (module, names) */                                                      \
+    X(check_backward)             /* (module) */                                                             \
+    X(explain_error)              /* (error, module): said in the exception itself */                        \
     X(explain_failed_collective)  /* (error, phase, iteration, handle, enqueued): the same */
 
 struct callbacks { /* owned for ever, all of them */
@@ -38,7 +38,8 @@ int callbacks_bind(PyObject *args, PyObject *kwargs);
 /* function(a, b), of which the first NULL ends the arguments, and no result. 0 or -1. */
 int callbacks_tell(PyObject *function, PyObject *a, PyObject *b);
 
-/* ---- who looks at gradients before they are reduced (fsdp_c.debug). Nobody does in the usual step: the test of a pointer ---- */
+/* ---- who looks at gradients before they are reduced (fsdp_c.debug). Nobody does in the usual step: the test
+ * of a pointer ---- */
 
 extern PyObject *callbacks_watcher; /* owned; NULL where nobody watches */
 
@@ -46,8 +47,9 @@ void callbacks_set_watcher(PyObject *function); /* Py_None: nobody */
 
 struct unit;
 
-/* Call watcher(handle, gradients): a tuple of one gradient or None per parameter (behind the node's context) when they are
- * received, None when the unit is about to be reduced, which all ranks of its groups do. 0 or -1. */
+/* Call watcher(handle, gradients): a tuple of one gradient or None per parameter (behind the node's context)
+ * when they are received, None when the unit is about to be reduced, which all ranks of its groups do. 0 or
+ * -1. */
 int callbacks_call_watcher(const struct unit *unit, PyObject *gradients);
 
 static inline int callbacks_watch(const struct unit *unit, PyObject *gradients) {

@@ -1,17 +1,18 @@
 /* [Note: units without a gradient]
- * A unit that trains has run its forward, a backward has ended, and no gradient has come to the unit. It is said once, of a root:
- *   cut off   No gradient can come: none of the unit's outputs requires one, as inside a reentrant checkpoint where no input
- *             requires a gradient, behind frozen embeddings for instance. Or such a checkpoint ran the unit itself, without
- *             gradients, and has not run it again. This is said at the end of the first backward that left the unit out.
- *   left out  An output requires a gradient, and the backward did not pass through it. Another backward may yet do so, as in a
- *             GAN: this is said when the root begins its next forward and none has.
- * A unit to which one has come before is on purpose without one now, as a head is that takes turns with others. */
+ * A unit that trains has run its forward, a backward has ended, and no gradient has come to the unit. It is
+ * said once, of a root: cut off   No gradient can come: none of the unit's outputs requires one, as inside a
+ * reentrant checkpoint where no input requires a gradient, behind frozen embeddings for instance. Or such a
+ * checkpoint ran the unit itself, without gradients, and has not run it again. This is said at the end of the
+ * first backward that left the unit out. left out  An output requires a gradient, and the backward did not
+ * pass through it. Another backward may yet do so, as in a GAN: this is said when the root begins its next
+ * forward and none has. A unit to which one has come before is on purpose without one now, as a head is that
+ * takes turns with others. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
 static bool is_told(const struct unit *unit) {
-    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached || unit->optional.enclosing ||
-           unit->had_gradient;
+    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached ||
+           unit->optional.enclosing || unit->had_gradient;
 }
 
 static int cut_off(struct unit *unit) {

@@ -1,5 +1,6 @@
-/* DistributedDataParallel around the root. It averages the gradients of flat parameters that are whole on each rank, by hooks that come
- * after the anchor's. What it cannot average is said when the root's forward begins. */
+/* DistributedDataParallel around the root. It averages the gradients of flat parameters that are whole on
+ * each rank, by hooks that come after the anchor's. What it cannot average is said when the root's forward
+ * begins. */
 #include "handle/unit_error.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
@@ -27,7 +28,8 @@ static int warn(const struct flat_param *param) {
 static int refuse(const struct flat_param *param) {
     return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
                       "DistributedDataParallel cannot average the gradient of its flat parameter, which "
-                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU offload",
+                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
+                      "offload",
                       param->sharded ? "sharded, each rank's being of another part" : "offloaded");
 }
 
@@ -48,7 +50,8 @@ static int check(struct runtime *runtime, PyObject *managed) {
     return 0;
 }
 
-/* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in the graph] in backward.c. */
+/* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in the
+ * graph] in backward.c. */
 static int note_edges(struct runtime *runtime) {
     if (runtime->has_edges)
         return 0;

@@ -147,10 +147,13 @@ static int init_runtime(struct dry_run *run) {
     PyObject *cpu = PyObject_GetAttr(run->tensor, torch_names.device);
     run->operations = operations_own;
     run->operations.gather = gather;
-    *runtime = (struct runtime){
-        .units = run->units, .num_units = run->tree->num_units, .operations = &run->operations, .trains = true};
-    int result =
-        cpu && order_init(&runtime->order, runtime->num_units) == 0 ? schedule_init(&runtime->schedule, cpu) : -1;
+    *runtime = (struct runtime){.units = run->units,
+                                .num_units = run->tree->num_units,
+                                .operations = &run->operations,
+                                .trains = true};
+    int result = cpu && order_init(&runtime->order, runtime->num_units) == 0
+                     ? schedule_init(&runtime->schedule, cpu)
+                     : -1;
     Py_XDECREF(cpu);
     order_set_limits(&runtime->order, run->tree->backward_prefetch_limit, run->tree->forward_prefetch_limit);
     return result;
@@ -247,8 +250,8 @@ static int begin_backward(struct actor *actor) {
     return begins ? unit_unshard_for_backward(&actor->unit) : 0;
 }
 
-/* The output of a unit is that of the last unit inside, whose hook was there before; but a unit around optional ones has its hook
- * called before theirs. */
+/* The output of a unit is that of the last unit inside, whose hook was there before; but a unit around
+ * optional ones has its hook called before theirs. */
 static int pre_backward(struct actor *actor) {
     bool comes_first = actor->unit.optional.first;
     if (comes_first && begin_backward(actor) < 0)
@@ -271,7 +274,8 @@ static bool follows_unit(const struct actor *actor) {
     return !actor->parent->is->has_params && follows_unit(actor->parent);
 }
 
-/* A frozen unit goes when its inputs have gradients: after the pre-backward of the unit that they come from. */
+/* A frozen unit goes when its inputs have gradients: after the pre-backward of the unit that they come
+ * from. */
 static int end_frozen_backward(struct actor *actor) {
     if (!actor->has_inputs)
         return 0;
@@ -316,7 +320,8 @@ static int finish_backward(struct dry_run *run) {
         schedule_end_backward(&run->runtime.schedule) < 0)
         return -1;
     for (int64_t i = 0; i < run->runtime.num_units; i++)
-        if (handle_set_training_state(&run->actors[i].handle, USE_IDLE) < 0 || unit_end_step(run->units[i]) < 0)
+        if (handle_set_training_state(&run->actors[i].handle, USE_IDLE) < 0 ||
+            unit_end_step(run->units[i]) < 0)
             return -1;
     order_next_iteration(&run->runtime.order);
     run->passed = NULL;

@@ -194,7 +194,8 @@ static int read_at_unit(int descriptor, struct recorder_page *page, char name[RE
 }
 
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nobody may write into a FIFO of that name */
+    /* nobody may write into a FIFO of that name */
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0)
         return -1;
     memset(name, 0, RECORDER_NAME_NBYTES);

@@ -2,8 +2,9 @@
  *
  *   page: rank, step, place (phase and unit) | names of the units, RECORDER_NAME_NBYTES each
  *
- * Invariant: `flight_recorder` is NULL while no file is open, and then an event costs a load and a branch; otherwise a few stores. `place`
- * is one aligned word, so that a reader never sees the phase of one unit with another. */
+ * Invariant: `flight_recorder` is NULL while no file is open, and then an event costs a load and a branch;
+ * otherwise a few stores. `place` is one aligned word, so that a reader never sees the phase of one unit with
+ * another. */
 #ifndef FSDP_RUNTIME_FLIGHT_RECORDER_H
 #define FSDP_RUNTIME_FLIGHT_RECORDER_H
 
@@ -40,14 +41,15 @@ struct recorder_page {
 
 extern struct recorder_page *flight_recorder;
 
-/* Open `path` anew, and write what it says to stderr on SIGUSR1 unless that signal is handled already. All of the file is allocated at
- * once, and a forked child leaves it. 0, or -1 with errno and without a file. */
+/* Open `path` anew, and write what it says to stderr on SIGUSR1 unless that signal is handled already. All of
+ * the file is allocated at once, and a forked child leaves it. 0, or -1 with errno and without a file. */
 int flight_recorder_open(const char *path, int64_t rank, int64_t world_size);
 void flight_recorder_close(void);
-int32_t flight_recorder_add_name(const char *name); /* the unit's index, or -1 where no file is open or it is full */
+/* the unit's index, or -1 where no file is open or it is full */
+int32_t flight_recorder_add_name(const char *name);
 
-/* Read another process's file: its page, and the name of the unit at flight_recorder_place(), "" where it has none. 0, -1 with errno, or
- * 1 for a file that is no flight record, as one of a rank that cannot be. */
+/* Read another process's file: its page, and the name of the unit at flight_recorder_place(), "" where it has
+ * none. 0, -1 with errno, or 1 for a file that is no flight record, as one of a rank that cannot be. */
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]);
 
 /* Where the rank is; between steps, where a collective failed before. */

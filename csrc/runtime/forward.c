@@ -8,15 +8,16 @@
 
 /* ---- pre-forward ---- */
 
-/* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in place but for its inputs
- * (D-030). */
+/* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in
+ * place but for its inputs (D-030). */
 static bool recomputing(const struct unit *unit) {
     if (unit->handle)
         return unit->handle->training_state == USE_BACKWARD_PRE;
     return unit->ran_pre_backward && unit->runtime->callback_queued;
 }
 
-/* Does the module call its unit? The parameters are there, and the forward around it gives them back (parity 53). */
+/* Does the module call its unit? The parameters are there, and the forward around it gives them back (parity
+ * 53). */
 static bool calls_itself(const struct unit *unit) {
     return unit->handle && unit->handle->training_state == USE_FORWARD;
 }
@@ -76,7 +77,8 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
         return -1;
     if (validate_order(unit) < 0 || unit_unshard_for_forward(unit) < 0)
         return -1;
-    if (unit_convert_inputs(unit, args, kwargs) < 0 || unit->runtime->operations->register_post_backward_hook(unit) < 0)
+    if (unit_convert_inputs(unit, args, kwargs) < 0 ||
+        unit->runtime->operations->register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
@@ -111,7 +113,8 @@ static int post_forward(struct unit *unit, PyObject **output) {
 
 /* ---- forward ---- */
 
-/* A layer of another unit, called past that unit, has failed on a parameter that is sharded: said in the exception itself. */
+/* A layer of another unit, called past that unit, has failed on a parameter that is sharded: said in the
+ * exception itself. */
 static void explain_error(const struct unit *unit, PyObject *error, PyObject *traceback) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
     if (!module || !error || !traceback || PyException_SetTraceback(error, traceback) < 0)
@@ -130,8 +133,8 @@ static void abandon_parts(struct unit *unit) {
     }
 }
 
-/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is its whole tree's:
- * units that had finished wait for a backward that will not come. */
+/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is
+ * its whole tree's: units that had finished wait for a backward that will not come. */
 static void abandon_forward(struct unit *unit) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -210,13 +213,14 @@ static bool is_summoned(const struct unit *unit) {
 }
 
 /* Inside summon_full_params: the parameters are there, in full precision, and stay there. */
-static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args,
+                                        PyObject *kwargs) {
     if (!torch_grad_enabled())
         return PyObject_Call(wrapped, args, kwargs);
     unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
                "illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
-               "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the forward, or leave "
-               "summon_full_params() first.");
+               "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the "
+               "forward, or leave summon_full_params() first.");
     return NULL;
 }
 
@@ -228,7 +232,8 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
         return NULL;
     if (recomputing(unit) || calls_itself(unit))
-        return runtime_check_forward_thread(unit->runtime) < 0 ? NULL : run_within(unit, wrapped, args, kwargs);
+        return runtime_check_forward_thread(unit->runtime) < 0 ? NULL
+                                                               : run_within(unit, wrapped, args, kwargs);
     if (begin_forward(unit) < 0)
         return NULL;
     unit->recomputed = unit->runtime->callback_queued;

@@ -5,8 +5,8 @@
 
 /* ---- failure ---- */
 
-/* A collective failed: its error says of which unit and phase and, where the flight recorder is on, where the other ranks are. Where it was
- * only being enqueued, that goes for the backend's own errors. Returns -1. */
+/* A collective failed: its error says of which unit and phase and, where the flight recorder is on, where the
+ * other ranks are. Where it was only being enqueued, that goes for the backend's own errors. Returns -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     PyObject *type, *value, *traceback;
     struct trace trace = trace_begin(part, unit->recorder_index);
@@ -25,7 +25,8 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
 
 static enum traced gather_of(const struct unit *unit) {
     enum training_state state = unit->handle->training_state;
-    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? TRACED_BACKWARD_GATHER : TRACED_FORWARD_GATHER;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? TRACED_BACKWARD_GATHER
+                                                                   : TRACED_FORWARD_GATHER;
 }
 
 static int explain_gather(struct unit *unit, bool enqueued) {
@@ -39,8 +40,8 @@ bool unit_is_there(const struct unit *unit) {
     return unit->handle->storage.copy->is_local;
 }
 
-/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
- * after that, and after a step of the unit's optimizers in this backward. */
+/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
+ * on. Gathers come after that, and after a step of the unit's optimizers in this backward. */
 int unit_prepare_gather(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool has_stepped = schedule_has_stepped(schedule, &unit->gather), copied;
@@ -92,21 +93,24 @@ static int gather(struct unit *unit) {
         handle_free_unshard(unit->handle);
         return explain_gather(unit, false);
     }
-    if (schedule_end_gather(&unit->runtime->schedule, mark_of(unit), unit->runtime->operations->gather(unit)) < 0)
+    if (schedule_end_gather(&unit->runtime->schedule, mark_of(unit),
+                            unit->runtime->operations->gather(unit)) < 0)
         return explain_gather(unit, false);
     return 0;
 }
 
 /* ---- of several parts ---- */
 
-/* On a GPU one launch sends them all; elsewhere nothing is won. Outside code that gathers does it part by part. */
+/* On a GPU one launch sends them all; elsewhere nothing is won. Outside code that gathers does it part by
+ * part. */
 static bool goes_together(struct unit *unit) {
     if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
         unit->runtime->operations->gather != unit_enqueue_gather)
         return false;
     FOR_PARTS(part, unit)
         if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED ||
-            storage_gathers_in_node(&part->handle->storage) != storage_gathers_in_node(&unit->handle->storage))
+            storage_gathers_in_node(&part->handle->storage) !=
+                storage_gathers_in_node(&unit->handle->storage))
             return false;
     return collective_gathers_together(storage_gather_group(&unit->handle->storage));
 }
@@ -121,9 +125,10 @@ static int add_parts(struct unit *unit, struct gather_batch *batch) {
 static int enqueue_batch(struct unit *unit, struct gather_batch *batch) {
     if (!batch->outputs || !batch->inputs || add_parts(unit, batch) < 0)
         return -1;
-    PyObject *work =
-        collective_all_gather_together(storage_gather_group(&unit->handle->storage), batch->outputs, batch->inputs);
-    int result = work ? storage_unshard_enqueued(&unit->handle->storage, work) : -1; /* what comes next is after that */
+    PyObject *work = collective_all_gather_together(storage_gather_group(&unit->handle->storage),
+                                                    batch->outputs, batch->inputs);
+    /* what comes next is after that */
+    int result = work ? storage_unshard_enqueued(&unit->handle->storage, work) : -1;
     FOR_PARTS(part, unit->next_segment)
         if (!result)
             result = storage_unshard_enqueued(&part->handle->storage, Py_None);
@@ -207,8 +212,8 @@ int unit_forget_secondary_shards(struct unit *unit) {
     return 0;
 }
 
-/* Before the module may change what is gathered, as a gather over all ranks would not see that. The root stays gathered until its
- * backward, and an optional unit need not run on all ranks of a node. */
+/* Before the module may change what is gathered, as a gather over all ranks would not see that. The root
+ * stays gathered until its backward, and an optional unit need not run on all ranks of a node. */
 int unit_keep_secondary_shards(struct unit *unit) {
     if (!storage_keeps_secondary_shards(&unit->handle->storage))
         return 0;

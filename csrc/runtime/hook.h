@@ -10,8 +10,8 @@ typedef int (*hook_function)(void *target);
 
 int hook_init(void);
 
-/* A hook on `target`. `owner`, when not NULL, is kept alive by the hook; without one the target must call hook_disarm before it
- * goes. New reference or NULL. */
+/* A hook on `target`. `owner`, when not NULL, is kept alive by the hook; without one the target must call
+ * hook_disarm before it goes. New reference or NULL. */
 PyObject *hook_new(hook_function function, void *target, PyObject *owner);
 /* `function` is called when the hook goes without ever having been called, with the hook to know it by. */
 typedef int (*hook_drop_function)(void *target, const void *hook);

@@ -9,14 +9,15 @@
 
 /* ---- inputs ---- */
 
-/* What a unit does with the inputs of its forward: they are moved and cast, and a frozen unit waits for their gradients. */
+/* What a unit does with the inputs of its forward: they are moved and cast, and a frozen unit waits for their
+ * gradients. */
 
 static bool is_on(const struct tensor_view *view, const struct tensor_view *device) {
     return view->device == device->device && view->device_index == device->device_index;
 }
 
-/* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype must. `mover` is
- * NULL where inputs stay where they are. */
+/* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype
+ * must. `mover` is NULL where inputs stay where they are. */
 static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *mover, bool cast) {
     struct tensor_view view;
     if (value == Py_None || PyBool_Check(value) || PyLong_Check(value) || PyFloat_Check(value) ||
@@ -42,8 +43,8 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
     return ready;
 }
 
-static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs, const struct handle *mover,
-                             bool cast) {
+static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
+                             const struct handle *mover, bool cast) {
     Py_ssize_t position = 0;
     PyObject *key, *value;
     for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++)
@@ -68,16 +69,16 @@ static bool casts_inputs(const struct unit *unit) {
     return handle && unit->cast_forward_inputs;
 }
 
-/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root moves them, also
- * one whose parameters all belong to inner units. */
+/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root
+ * moves them, also one whose parameters all belong to inner units. */
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
     const struct handle *mover = unit->is_root ? unit_handle_or_first(unit) : NULL;
     bool cast = casts_inputs(unit);
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
-    PyObject *converted =
-        PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs, mover ? mover->param.device : Py_None,
-                                     cast ? unit->param_dtype : Py_None, NULL);
+    PyObject *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
+                                                       mover ? mover->param.device : Py_None,
+                                                       cast ? unit->param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -107,7 +108,8 @@ int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
         return 0;
     PyObject *hook = hook_new(reshard_only, unit, unit->object);
-    PyObject *removable = hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
+    PyObject *removable =
+        hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
     Py_XDECREF(hook);
     if (!removable)
         return -1;

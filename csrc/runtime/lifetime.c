@@ -1,5 +1,5 @@
-/* When the unsharded parameters of a unit come and go in a step. Whoever brings a unit into its forward or backward calls these, and
- * so does a dry run (dry_run.h), which has neither tensors nor modules. */
+/* When the unsharded parameters of a unit come and go in a step. Whoever brings a unit into its forward or
+ * backward calls these, and so does a dry run (dry_run.h), which has neither tensors nor modules. */
 #include "runtime/runtime.h"
 
 #include "handle/unit_error.h"
@@ -38,7 +38,8 @@ void unit_expect_backward(struct unit *unit, bool expected) {
     unit->needs_pre_backward_unshard = expected && unit->handle;
 }
 
-/* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use (parity 4). */
+/* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use
+ * (parity 4). */
 static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     struct handle *handle = part->handle;
     bool expected = unit->needs_pre_backward_unshard;
@@ -107,7 +108,8 @@ static bool stays_for_graph(const struct unit *unit) {
 
 int unit_reshard_in_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
-    bool keeps = stays_for_graph(unit) || !(unit->sync_gradients || flat_param_reshards_after_forward(&handle->param));
+    bool keeps =
+        stays_for_graph(unit) || !(unit->sync_gradients || flat_param_reshards_after_forward(&handle->param));
     bool free_storage = !handle->param.sharded || !keeps;
     if (!free_storage)
         unit_keep_for_next(unit);
@@ -161,7 +163,8 @@ bool unit_ends_with_backward(const struct unit *unit) {
     if (!unit->handle)
         return unit->ran_pre_backward;
     enum training_state state = unit->handle->training_state;
-    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->place.prefetched);
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ||
+           (state == USE_IDLE && unit->place.prefetched);
 }
 
 int runtime_reshard_units(struct runtime *runtime) {
@@ -176,8 +179,8 @@ int runtime_reshard_units(struct runtime *runtime) {
 
 /* ---- prefetch ---- */
 
-/* Gathering a unit ahead of its turn: in the order of units (D-110 to D-116), or on the user's word. A step that begins without its
- * root. */
+/* Gathering a unit ahead of its turn: in the order of units (D-110 to D-116), or on the user's word. A step
+ * that begins without its root. */
 
 /* ---- in the order of units ---- */
 
@@ -187,7 +190,8 @@ static bool can_prefetch(const struct unit *unit) {
 
 static struct unit *next_forward(const struct unit *unit) {
     const struct order *order = &unit->runtime->order;
-    for (int64_t distance = 1; unit->forward_prefetch && distance <= order->forward_prefetch_limit; distance++) {
+    for (int64_t distance = 1; unit->forward_prefetch && distance <= order->forward_prefetch_limit;
+         distance++) {
         int64_t next = order_after(order, &unit->place, distance);
         if (next < 0)
             return NULL;
@@ -230,7 +234,8 @@ int unit_gather_ahead(struct unit *candidate, enum training_state state) {
         return 0;
     bool in_forward = state == USE_FORWARD;
     int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || (in_forward && unit_forget_secondary_shards(candidate) < 0) || unit_gather(candidate) < 0)
+    if (chosen < 0 || (in_forward && unit_forget_secondary_shards(candidate) < 0) ||
+        unit_gather(candidate) < 0)
         return -1;
     unit_set_prefetched(candidate, true);
     return 0;

@@ -5,7 +5,8 @@
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
-static PyObject *apply; /* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
+/* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
+static PyObject *apply;
 
 /* ---- the function's two methods ---- */
 
@@ -15,7 +16,8 @@ static int append(PyObject **list, PyObject *item) {
     return PyList_Append(*list, item);
 }
 
-/* Parameters that are frozen beside others. `*frozen`: NULL, or a list; `*which`: a sum that tells such sets apart. */
+/* Parameters that are frozen beside others. `*frozen`: NULL, or a list; `*which`: a sum that tells such sets
+ * apart. */
 static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *which) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
@@ -29,8 +31,8 @@ static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *whic
     return 0;
 }
 
-/* Autograd takes the history from a view that is frozen from now on, which another graph may still read: that keeps the view, and the
- * part has others. */
+/* Autograd takes the history from a view that is frozen from now on, which another graph may still read: that
+ * keeps the view, and the part has others. */
 static int add_frozen_anew(struct unit *part, PyObject **frozen) {
     Py_ssize_t before = *frozen ? PyList_Size(*frozen) : 0;
     uint64_t which = 0;
@@ -61,8 +63,9 @@ static PyObject *frozen_views(struct unit *unit) {
     return tuple;
 }
 
-/* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may come when something else is
- * frozen: a unit with segments keeps with the node which parts were in it, a byte for each. */
+/* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may
+ * come when something else is frozen: a unit with segments keeps with the node which parts were in it, a byte
+ * for each. */
 static int choose_parts(struct unit *unit) {
     FOR_PARTS(part, unit) {
         int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
@@ -103,7 +106,8 @@ static PyObject *views_in_node(struct unit *unit) {
     return views;
 }
 
-/* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among them get no gradient. */
+/* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among
+ * them get no gradient. */
 static PyObject *node_forward(PyObject *self, PyObject *args) {
     PyObject *context = PyTuple_GetItem(args, 0), *token = PyTuple_GetItem(args, 2), *frozen;
     (void)self;
@@ -122,7 +126,8 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     return result < 0 ? NULL : views_in_node(unit);
 }
 
-/* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
+/* Gradients of gradients end here, and must not do so in silence (X-069). Grad mode is on only under
+ * create_graph. */
 static int refuse_double_backward(struct unit *unit, PyObject *args) {
     if (!torch_grad_enabled())
         return 0;
@@ -133,8 +138,8 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
             continue;
         if (requires_grad > 0)
             PyErr_Format(PyExc_RuntimeError,
-                         "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() without "
-                         "create_graph=True",
+                         "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() "
+                         "without create_graph=True",
                          (long long)unit->handle->param.layout.rank, unit->name);
         return -1;
     }
@@ -149,7 +154,8 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     if (trains <= 0)
         return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(gradients);
-    if (callbacks_watch(part, args) < 0 || (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0))
+    if (callbacks_watch(part, args) < 0 ||
+        (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0))
         return -1;
     return gradients_receive(gradients, args);
 }
@@ -238,8 +244,9 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     struct unit *unit = hook_target(token);
     Py_DECREF(token);
     if (!unit) {
-        PyErr_SetString(PyExc_RuntimeError, "backward through a FullyShardedDataParallel that is gone: keep the model "
-                                            "until its backward has run");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "backward through a FullyShardedDataParallel that is gone: keep the model "
+                        "until its backward has run");
         return NULL;
     }
     if ((unit->runtime ? take(unit, &arrival) : unit_refuse_backward(unit)) < 0)
@@ -247,7 +254,8 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     return arrival.answer;
 }
 
-/* Compiled autograd asks for it before it traces a backward. What a unit's hooks do cannot be traced (parity 70). */
+/* Compiled autograd asks for it before it traces a backward. What a unit's hooks do cannot be traced (parity
+ * 70). */
 static PyObject *node_compiled_autograd_key(PyObject *self, PyObject *context) {
     PyObject *token = PyObject_GetAttr(context, torch_names.unit);
     (void)self;
@@ -275,9 +283,9 @@ static PyObject *make_class(PyObject *function) {
     PyObject *forward = PyCFunction_New(&forward_def, NULL), *backward = PyCFunction_New(&backward_def, NULL);
     PyObject *key = PyCFunction_New(&key_def, NULL), *class = NULL;
     if (forward && backward && key)
-        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOsOss}", "FlatParameterViews", function,
-                                      "forward", forward, "backward", backward, key_def.ml_name, key, "__module__",
-                                      "fsdp_c");
+        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOsOss}", "FlatParameterViews",
+                                      function, "forward", forward, "backward", backward, key_def.ml_name,
+                                      key, "__module__", "fsdp_c");
     Py_XDECREF(forward);
     Py_XDECREF(backward);
     Py_XDECREF(key);
@@ -287,7 +295,8 @@ static PyObject *make_class(PyObject *function) {
 int node_init(void) {
     if (apply)
         return 0;
-    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL, *super = NULL;
+    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL,
+             *super = NULL;
     if (autograd)
         function = PyObject_GetAttrString(autograd, "Function");
     if (function)
@@ -305,8 +314,8 @@ int node_init(void) {
 
 /* ---- anchor ---- */
 
-/* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward did under another one, to
- * which the memory of the gradients belongs. */
+/* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward
+ * did under another one, to which the memory of the gradients belongs. */
 static int on_all_gradients(void *target) {
     struct unit *unit = target;
     if (stream_follow(&unit->runtime->schedule.streams) < 0 || unit_post_backward(unit) < 0)
@@ -372,7 +381,8 @@ static int forget_hooks_of(PyObject *views) {
     return 0;
 }
 
-/* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of more of them. */
+/* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of
+ * more of them. */
 static int forget_hooks(struct unit *unit) {
     int registered = torch_hooks_registered_since(&unit->hooks_seen);
     FOR_PARTS(part, unit)
@@ -396,8 +406,8 @@ static bool is_transformed(void) {
     return result;
 }
 
-/* Such a transformation takes no autograd function as a unit's node is: without gradients none is needed (parity 54). What it has made
- * belongs to it. 0 or -1. */
+/* Such a transformation takes no autograd function as a unit's node is: without gradients none is needed
+ * (parity 54). What it has made belongs to it. 0 or -1. */
 static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
     if (!is_transformed())
         return -1;
@@ -408,11 +418,12 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
         return 0;
     return unit_error(PyExc_NotImplementedError, unit_rank(unit), unit->name,
                       "its forward is called inside of a transformation of torch.func (vmap, grad, jvp) "
-                      "while gradients are enabled, which cannot be recorded for sharded parameters. Call it under "
-                      "torch.no_grad(), or transform the module that is not wrapped.");
+                      "while gradients are enabled, which cannot be recorded for sharded parameters. Call it "
+                      "under torch.no_grad(), or transform the module that is not wrapped.");
 }
 
-/* In low precision the flat parameter changes its dtype for the forward and back, with which it loses its accumulation node. */
+/* In low precision the flat parameter changes its dtype for the forward and back, with which it loses its
+ * accumulation node. */
 static bool has_edges(struct unit *unit) {
     if (!unit->runtime->has_edges)
         return false;
@@ -452,7 +463,8 @@ int unit_attach_views(struct unit *unit) {
     bool has_anchor = unit->anchor;
     if (!enabled)
         torch_set_grad_enabled(true);
-    /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit the views */
+    /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit
+     * the views */
     if (forget_hooks(unit) == 0 && (unit->anchor || make_anchor(unit) == 0))
         views = apply_node(unit);
     if (!enabled)

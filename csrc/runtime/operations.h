@@ -1,8 +1,9 @@
-/* The operations of a step that outside code may put a function of its own in the place of (H-016, H-025). A step calls each through
- * this table alone. They are called where upstream calls them, with upstream's arguments; what such a function wraps are fsdp_c's
- * functions of the same names.
+/* The operations of a step that outside code may put a function of its own in the place of (H-016, H-025). A
+ * step calls each through this table alone. They are called where upstream calls them, with upstream's
+ * arguments; what such a function wraps are fsdp_c's functions of the same names.
  *
- * Invariant: an entry is the runtime's own where nothing was put in its place, and else one that calls what was. */
+ * Invariant: an entry is the runtime's own where nothing was put in its place, and else one that calls what
+ * was. */
 #ifndef FSDP_RUNTIME_OPERATIONS_H
 #define FSDP_RUNTIME_OPERATIONS_H
 
@@ -35,7 +36,8 @@ struct operations {
     int (*reshard)(struct unit *unit, bool free_storage);
     /* _runtime_utils._post_backward_reshard(state, handle) */
     int (*post_backward_reshard)(struct unit *unit);
-    /* _runtime_utils._get_handle_to_prefetch(state, handle): gather ahead what it returns, a handle or None */
+    /* _runtime_utils._get_handle_to_prefetch(state, handle): gather ahead what it returns, a handle or
+     * None */
     int (*prefetch)(struct unit *unit, enum training_state state);
     /* ..._register_pre_backward_hooks(state, module, outputs, handle): *outputs become those returned */
     int (*register_pre_backward_hooks)(struct unit *unit, PyObject **outputs);
@@ -52,7 +54,8 @@ extern const struct operations
     operations_calls; /* operations_calls.c: those that call what is in operations.replaced */
 
 void operations_init(struct operations *table); /* the runtime's own, but for what is replaced */
-/* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for another name. */
+/* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for
+ * another name. */
 int operations_replace(struct operations *table, const char *name, PyObject *function);
 void operations_check(const struct operations *table); /* the invariant, where FSDP_C_CHECK is defined */
 

@@ -1,4 +1,5 @@
-/* The operations of a step: as the runtime has them, and as calls of what outside code has put in their place. */
+/* The operations of a step: as the runtime has them, and as calls of what outside code has put in their
+ * place. */
 #include "runtime/operations.h"
 
 #include "handle/unit_error.h"
@@ -30,7 +31,8 @@ static PyObject *handle_or_none(const struct unit *unit) {
     return unit->handle_object ? unit->handle_object : Py_None;
 }
 
-/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or NULL. */
+/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or
+ * NULL. */
 static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
     PyObject *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
     PyObject *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
@@ -58,8 +60,8 @@ static int call_prepare_gather(struct unit *unit) {
 static int refuse_sharded(const struct unit *unit) {
     return unit_error(PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
                       "the function in place of FlatParamHandle.unshard has not gathered the parameters: "
-                      "call the original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
-                      "_use_unsharded_flat_param");
+                      "call the original in it, or _alloc_padded_unsharded_flat_param, "
+                      "_all_gather_flat_param and _use_unsharded_flat_param");
 }
 
 static int call_gather(struct unit *unit) {
@@ -76,7 +78,8 @@ static int call_gather(struct unit *unit) {
 
 /* Wherever it leaves the storage, it is as it should be then. */
 static int call_reshard(struct unit *unit, bool free_storage) {
-    PyObject *result = call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL);
+    PyObject *result =
+        call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL);
     return done(result) < 0 ? -1 : operations_own.reshard(unit, free_storage);
 }
 
@@ -121,7 +124,8 @@ static int call_prefetch(struct unit *unit, enum training_state state) {
 
 static int call_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *result = call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs, handle_or_none(unit));
+    PyObject *result =
+        call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs, handle_or_none(unit));
     if (!result)
         return -1;
     ref_set(outputs, result);

@@ -1,7 +1,7 @@
 /* Units that a rank need not run in a step, as experts and the encoders of modalities.
  *
- * [Note: optional units] Collectives must come in one order on all ranks, and no rank knows which optional units the others are
- * about to run. So theirs hang on those of the enclosing unit, which every rank runs:
+ * [Note: optional units] Collectives must come in one order on all ranks, and no rank knows which optional
+ * units the others are about to run. So theirs hang on those of the enclosing unit, which every rank runs:
  *
  *   its pre-forward     all of its optional units are gathered, in the order of modules            opens
  *   its post-forward    they are given back, run or not                                           closes
@@ -9,12 +9,13 @@
  *   its post-backward   their gradients are reduced before its own, zeros where there are none;   closes
  *                       at the end of the backward where it has no gradients itself
  *
- * Between these an optional unit runs as often as it likes and in any order; it sends nothing, and stays gathered. What it does is
- * this rank's own business, so nothing above may depend on it: not on what ran, nor on what requires a gradient. The units inside
- * an optional one are optional too. None is in the order of units (order.h): they are neither gathered ahead nor validated.
+ * Between these an optional unit runs as often as it likes and in any order; it sends nothing, and stays
+ * gathered. What it does is this rank's own business, so nothing above may depend on it: not on what ran, nor
+ * on what requires a gradient. The units inside an optional one are optional too. None is in the order of
+ * units (order.h): they are neither gathered ahead nor validated.
  *
- * Invariants: an optional unit is in the list of its enclosing unit, which is not optional itself. Outside of a step nothing is
- * open and nothing reached. */
+ * Invariants: an optional unit is in the list of its enclosing unit, which is not optional itself. Outside of
+ * a step nothing is open and nothing reached. */
 #ifndef FSDP_RUNTIME_OPTIONAL_H
 #define FSDP_RUNTIME_OPTIONAL_H
 
@@ -26,12 +27,14 @@
 
 struct unit;
 
-/* Of each unit; zeros where nothing is optional. Segments (see [Note: segments] in unit.h) go with their unit. */
+/* Of each unit; zeros where nothing is optional. Segments (see [Note: segments] in unit.h) go with their
+ * unit. */
 struct optional {
     struct unit *enclosing; /* borrowed, from the same runtime; of an optional unit, else NULL */
     struct unit *next;      /* borrowed; the next optional unit with parameters of the same enclosing unit */
-    bool
-        trains; /* of each part: a parameter required a gradient in the last forward of the enclosing unit that a backward can follow */
+    /* of each part: a parameter required a gradient in the last forward of the enclosing unit that a backward
+     * can follow */
+    bool trains;
     bool owes; /* of each part: a backward under no_sync has passed it since its last reduction */
 
     struct unit *first; /* borrowed; of an enclosing unit: the first in it */
@@ -43,8 +46,8 @@ struct optional {
 void optional_add(struct unit *unit, struct unit *enclosing);
 void optional_unbind(struct optional *optional);
 
-/* The enclosing unit begins its forward or its backward, or ends its forward. The end of its backward is in lifetime.c, and in
- * reduction.c. 0 or -1. */
+/* The enclosing unit begins its forward or its backward, or ends its forward. The end of its backward is in
+ * lifetime.c, and in reduction.c. 0 or -1. */
 int optional_begin_forward(struct unit *enclosing);
 int optional_end_forward(struct unit *enclosing);
 int optional_begin_backward(struct unit *enclosing);

@@ -27,7 +27,8 @@ struct order_validation *order_validation_new(PyObject *names, PyObject *process
     if (!validation)
         return (struct order_validation *)PyErr_NoMemory();
     validation->names = Py_NewRef(names);
-    if (collective_group_init(&validation->group, process_group) == 0 && init_tensors(validation, device) == 0)
+    if (collective_group_init(&validation->group, process_group) == 0 &&
+        init_tensors(validation, device) == 0)
         return validation;
     order_validation_free(validation);
     return NULL;
@@ -57,17 +58,19 @@ static PyObject *names_of(const struct order_validation *validation, int64_t ind
 /* list of each rank's value. New reference. */
 static PyObject *gather_values(struct order_validation *validation, int64_t value) {
     PyObject *filled = PyObject_CallMethod(validation->own, "fill_", "L", (long long)value);
-    PyObject *work = filled ? collective_all_gather(&validation->group, validation->everyone, validation->own) : NULL;
+    PyObject *work =
+        filled ? collective_all_gather(&validation->group, validation->everyone, validation->own) : NULL;
     Py_XDECREF(filled);
     if (!work || collective_wait(work) < 0)
         return NULL;
     return PyObject_CallMethod(validation->everyone, "tolist", NULL);
 }
 
-/* The index that each rank is about to gather. Before it upstream sends how many there are, which is 1: whoever counts collectives
- * finds as many. */
+/* The index that each rank is about to gather. Before it upstream sends how many there are, which is 1:
+ * whoever counts collectives finds as many. */
 static int compare_ranks(struct order_validation *validation, int64_t index) {
-    PyObject *counts = gather_values(validation, 1), *indices = counts ? gather_values(validation, index) : NULL;
+    PyObject *counts = gather_values(validation, 1),
+             *indices = counts ? gather_values(validation, index) : NULL;
     Py_XDECREF(counts);
     if (!indices)
         return -1;
@@ -78,7 +81,8 @@ static int compare_ranks(struct order_validation *validation, int64_t index) {
             PyErr_Format(
                 PyExc_RuntimeError,
                 "Forward order differs across ranks: rank 0 is all-gathering parameters for %R while rank "
-                "%lld is all-gathering parameters for %R. Every rank must run the same units in the same order.",
+                "%lld is all-gathering parameters for %R. Every rank must run the same units in the same "
+                "order.",
                 names_of(validation, first), (long long)rank, names_of(validation, other));
     }
     Py_DECREF(indices);
@@ -109,21 +113,23 @@ static int append(struct order_validation *validation, int64_t index) {
 
 static int warn(struct order_validation *validation, int64_t index, int64_t expected) {
     static const char *const beginning =
-        "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and may give "
-        "incorrect results or hang.\nIn the first iteration came ";
+        "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and "
+        "may give incorrect results or hang.\nIn the first iteration came ";
     PyObject *text = PyUnicode_FromFormat(beginning, (long long)validation->group.rank), *rest = NULL;
     if (text)
         rest = expected < 0 ? PyUnicode_FromFormat("%Uno more", text)
                             : PyUnicode_FromFormat("%U%R next", text, names_of(validation, expected));
     int result =
-        rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U, but %R was run", rest, names_of(validation, index)) : -1;
+        rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U, but %R was run", rest, names_of(validation, index))
+             : -1;
     Py_XDECREF(text);
     Py_XDECREF(rest);
     return result;
 }
 
 static int compare_iterations(struct order_validation *validation, int64_t index) {
-    int64_t expected = validation->position < validation->count ? validation->first[validation->position] : -1;
+    int64_t expected =
+        validation->position < validation->count ? validation->first[validation->position] : -1;
     validation->position++;
     if (validation->warned || validation->deviates || index == expected)
         return 0;

@@ -1,4 +1,5 @@
-/* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its shard (D-123). */
+/* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its
+ * shard (D-123). */
 #include "runtime/runtime.h"
 #include "torch/names.h"
 

@@ -4,7 +4,8 @@
 
 /* Its gradients are still to come in this backward. */
 static bool awaits_gradients(const struct unit *unit) {
-    return unit->handle && (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE);
+    return unit->handle &&
+           (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE);
 }
 
 /* Mostly the root is found at once, which is the first of the units and the last in backward. */
@@ -44,10 +45,12 @@ int runtime_reduce(struct runtime *runtime, struct unit *unit) {
     return 0;
 }
 
-/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
+/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there
+ * (D-089). */
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
+    if (schedule_wait_reduced(schedule) < 0 ||
+        (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
         return -1;
     if (gradients_hand_over(&unit->handle->gradients) < 0)
         return -1;
@@ -81,7 +84,8 @@ int runtime_reduce_part(struct unit *part) {
 
 int runtime_drop_reduction(struct runtime *runtime) {
     runtime->reducing = NULL;
-    return schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL); /* which is legal from everywhere */
+    /* which is legal from everywhere */
+    return schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL);
 }
 
 /* ---- optional units ---- */

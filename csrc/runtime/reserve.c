@@ -1,6 +1,7 @@
-/* Before the first step: the pool holds what as many units want as are gathered at a time. It is one piece, so that torch's allocator
- * cuts off what a unit wants, to 512 bytes; from pieces of their own units would be given up to 1 MiB more, and no two of them could
- * make room for a larger one. At the end of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
+/* Before the first step: the pool holds what as many units want as are gathered at a time. It is one piece,
+ * so that torch's allocator cuts off what a unit wants, to 512 bytes; from pieces of their own units would be
+ * given up to 1 MiB more, and no two of them could make room for a larger one. At the end of a backward, when
+ * nothing gathered is left in it, its last reduction reads the same memory. */
 #include "runtime/runtime.h"
 
 /* In use, gathered ahead, and in forward held until its last use is over. */
@@ -23,7 +24,8 @@ static bool has_storage_to_take(const struct unit *unit) {
 /* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
 static bool stays_gathered(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
-    return unit->is_root || (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
+    return unit->is_root ||
+           (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
 }
 
 static int64_t gathered_nbytes(struct unit *unit) {
@@ -38,7 +40,8 @@ static bool is_larger(struct unit *unit, struct unit *other) {
     return nbytes > nbytes_of_other || (nbytes == nbytes_of_other && unit->place.unit < other->place.unit);
 }
 
-/* The largest among the units that give their storage back in a step, after `previous`; NULL when there is none. */
+/* The largest among the units that give their storage back in a step, after `previous`; NULL when there is
+ * none. */
 static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
     struct unit *largest = NULL;
     for (int64_t i = 0; i < runtime->num_units; i++) {
@@ -75,11 +78,12 @@ static int64_t input_nbytes(const struct unit *part) {
     if (!part->handle->param.sharded)
         return 0;
     int trains = flat_param_is_trainable(&part->handle->param);
-    return trains > 0 ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&part->handle->gradients)) : trains;
+    return trains > 0 ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&part->handle->gradients))
+                      : trains;
 }
 
-/* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the root's, whose forward was the
- * first to begin. -1 with an exception. */
+/* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the
+ * root's, whose forward was the first to begin. -1 with an exception. */
 static int64_t last_input_nbytes(const struct runtime *runtime) {
     int64_t first = 0, most = 0;
     while (first < runtime->num_units && !runtime->units[first]->handle)

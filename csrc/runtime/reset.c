@@ -6,7 +6,8 @@
 
 #include "torch/names.h"
 
-/* The first exception of several. A collective that fails again must not leave the units behind it as they were. */
+/* The first exception of several. A collective that fails again must not leave the units behind it as they
+ * were. */
 struct first_error {
     PyObject *type, *value, *traceback; /* owned; NULL: there is none */
 };
@@ -55,8 +56,8 @@ static int reset(struct runtime *runtime) {
     return -1;
 }
 
-/* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next forward already: whoever
- * comes second waits, or what it has gathered meanwhile would be given back. */
+/* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next
+ * forward already: whoever comes second waits, or what it has gathered meanwhile would be given back. */
 static int wait_for_reset(const struct runtime *runtime, unsigned long thread) {
     while (runtime->resetting && runtime->resetting != thread) {
         if (PyErr_CheckSignals() < 0)
@@ -95,8 +96,9 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
     return runtime_reset(runtime);
 }
 
-/* On a GPU the error reaches the script before autograd's own thread lets go of the backward, which takes it no longer than to get
- * the interpreter's lock. Amid a backward of another thread nothing is let go of, so that the wait has an end. */
+/* On a GPU the error reaches the script before autograd's own thread lets go of the backward, which takes it
+ * no longer than to get the interpreter's lock. Amid a backward of another thread nothing is let go of, so
+ * that the wait has an end. */
 int runtime_await_failed_backward(const struct runtime *runtime) {
     const struct timespec moment = {.tv_nsec = 100 * 1000};
     if (!streams_are_real(&runtime->schedule.streams) || !(runtime->callback_queued || runtime->resetting))
@@ -116,7 +118,8 @@ static int end_failed_backward(struct runtime *runtime) {
     return runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
 }
 
-/* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid the backward still. */
+/* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid
+ * the backward still. */
 static int wait_in_script(void *waiting) {
     struct runtime *runtime = waiting;
     PyObject *object = runtime->object;
@@ -127,8 +130,9 @@ static int wait_in_script(void *waiting) {
     return result;
 }
 
-/* An optimizer asks nobody before it reads or clears gradients, and what this backward hides is shown again if it raises. The
- * interpreter makes pending calls before the script's next call; where it has too many, it makes none. */
+/* An optimizer asks nobody before it reads or clears gradients, and what this backward hides is shown again
+ * if it raises. The interpreter makes pending calls before the script's next call; where it has too many, it
+ * makes none. */
 void runtime_have_script_wait(struct runtime *runtime) {
     if (runtime->script_waits || !streams_are_real(&runtime->schedule.streams))
         return;

@@ -51,8 +51,8 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     return init_schedule(runtime);
 }
 
-/* Units outlive their runtime when lazy init failed half-way: they are as before it. What is still gathered goes with its handle,
- * after all that was computed on it. */
+/* Units outlive their runtime when lazy init failed half-way: they are as before it. What is still gathered
+ * goes with its handle, after all that was computed on it. */
 static void unbind_units(struct runtime *runtime) {
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
@@ -96,8 +96,8 @@ int runtime_root_pre_forward(struct runtime *runtime) {
     if (runtime_check_holder(runtime) < 0)
         return -1;
     runtime->trains = torch_grad_enabled();
-    if (runtime_note_ddp(runtime) < 0 || runtime_tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
-        runtime_give_back_stale(runtime) < 0)
+    if (runtime_note_ddp(runtime) < 0 || runtime_tell_of_left_out(runtime) < 0 ||
+        runtime_check_kept(runtime) < 0 || runtime_give_back_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
         return -1;
@@ -131,9 +131,10 @@ int runtime_release(struct runtime *runtime) {
 
 /* One thread at a time uses a tree.
  *
- * A state dict, or a look at whole parameters, in one thread while another steps the same model would take what that one is amid for
- * what a failed backward has left, and drop it. It is refused, and so is a step that begins while another thread is amid a state dict:
- * each before it changes anything. Both are asked once per step, so that a forward of an inner unit alone is not. */
+ * A state dict, or a look at whole parameters, in one thread while another steps the same model would take
+ * what that one is amid for what a failed backward has left, and drop it. It is refused, and so is a step
+ * that begins while another thread is amid a state dict: each before it changes anything. Both are asked once
+ * per step, so that a forward of an inner unit alone is not. */
 
 static bool is_in_backward(void) {
     return torch_graph_task() >= 0;
@@ -143,7 +144,9 @@ static int refuse(const struct runtime *runtime, const char *what, const char *r
     if (!runtime->num_units)
         return 0;
     return unit_error(PyExc_RuntimeError, unit_rank(runtime->units[0]), runtime->units[0]->name,
-                      "another thread is amid %s of this model, and %s. The other thread goes on.", what, remedy);
+                      "another thread is amid %s of this model, and %s. The other thread goes "
+                      "on.",
+                      what, remedy);
 }
 
 /* On a GPU autograd's own thread runs the backward of the thread of the forward. */
@@ -153,16 +156,18 @@ int runtime_check_thread(const struct runtime *runtime) {
     if (is_stepped && runtime->forward_thread != thread && !is_in_backward())
         return refuse(
             runtime, "a forward or backward",
-            "whoever looks at its parameters meanwhile, as state_dict() does, must be the thread that trains: "
-            "call it there, or after the step");
+            "whoever looks at its parameters meanwhile, as state_dict() does, must be the thread that "
+            "trains: call it there, or after the step");
     return runtime_check_holder(runtime);
 }
 
 int runtime_check_forward_thread(const struct runtime *runtime) {
-    if (!runtime->num_in_forward || runtime->forward_thread == PyThread_get_thread_ident() || is_in_backward())
+    if (!runtime->num_in_forward || runtime->forward_thread == PyThread_get_thread_ident() ||
+        is_in_backward())
         return 0;
     return refuse(runtime, "a forward",
-                  "two of them cannot run it at once: let threads take turns, by a lock, or give each a model");
+                  "two of them cannot run it at once: let threads take turns, by a lock, or give each a "
+                  "model");
 }
 
 int runtime_check_holder(const struct runtime *runtime) {

@@ -1,13 +1,14 @@
 /* One root and its units: what runs when in a step.
  *
- *   forward(unit):   [lazy init] root pre-forward -> pre-forward (unshard, views) -> the module -> post-forward (reshard, hooks)
- *   backward:        pre-backward hook on the outputs (unshard, prefetch) -> the unit's node receives all gradients ->
- *                    the anchor's hook, once all contributions are there: pack, reshard, reduce -> final callback
+ *   forward(unit):   [lazy init] root pre-forward -> pre-forward (unshard, views) -> the module ->
+ * post-forward (reshard, hooks) backward:        pre-backward hook on the outputs (unshard, prefetch) -> the
+ * unit's node receives all gradients -> the anchor's hook, once all contributions are there: pack, reshard,
+ * reduce -> final callback
  *
- * Invariant: outside of a step every unit and handle is IDLE, nothing is in flight, no unit is in the order of this iteration, and
- * every handle is SHARDED unless its strategy keeps it gathered. A unit belongs to one
- * runtime at most. A runtime owns its units; a unit knows its runtime through an owned reference too: the cycle is one of
- * Python objects and is collected. */
+ * Invariant: outside of a step every unit and handle is IDLE, nothing is in flight, no unit is in the order
+ * of this iteration, and every handle is SHARDED unless its strategy keeps it gathered. A unit belongs to one
+ * runtime at most. A runtime owns its units; a unit knows its runtime through an owned reference too: the
+ * cycle is one of Python objects and is collected. */
 #ifndef FSDP_RUNTIME_RUNTIME_H
 #define FSDP_RUNTIME_RUNTIME_H
 
@@ -34,14 +35,16 @@ struct runtime {
     const struct operations *operations; /* borrowed; a dry run has one of its own */
     struct order order;
     bool callback_queued;
-    int64_t num_forwards;   /* that have begun while no other was on its way, nor a backward */
-    bool keeps;             /* a backward under no_sync has left some unit gathered for the next forward, */
-    int64_t num_writes;     /* when the user had written so often to parameters */
-    int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it, */
-    bool graph_goes_on;     /* and of that autograd makes a graph, which the step's backward goes through */
-    int64_t graph_task;     /* autograd's number of the backward that the callback was queued in */
-    bool has_edges;         /* its units' nodes have edges to flat parameters, */
-    const void *ddp; /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
+    int64_t num_forwards; /* that have begun while no other was on its way, nor a backward */
+    bool keeps;           /* a backward under no_sync has left some unit gathered for the next forward, */
+    int64_t num_writes;   /* when the user had written so often to parameters */
+    /* units amid their forward: a backward then is one of part of the model, within it, */
+    int64_t num_in_forward;
+    bool graph_goes_on; /* and of that autograd makes a graph, which the step's backward goes through */
+    int64_t graph_task; /* autograd's number of the backward that the callback was queued in */
+    bool has_edges;     /* its units' nodes have edges to flat parameters, */
+    /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
+    const void *ddp;
     enum backward_reach reach; /* see [Note: flat parameters in the graph] in backward.c */
     bool any_cut_off, any_left_out, told_of_no_gradient;
     bool unchecked;               /* callbacks.check_backward looks at the next backward that ends */
@@ -50,7 +53,8 @@ struct runtime {
     unsigned long resetting;      /* the thread that does so now, or 0 */
     unsigned long forward_thread; /* in which the last forward began outside of a backward */
     unsigned long holder;         /* the thread that is amid a state dict, or 0 */
-    bool script_waits;            /* a pending call of the interpreter's is to come: runtime_have_script_wait() */
+    /* a pending call of the interpreter's is to come: runtime_have_script_wait() */
+    bool script_waits;
     struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
@@ -68,18 +72,22 @@ int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
 void runtime_leave_forward(struct runtime *runtime);
 
-int runtime_reserve(struct runtime *runtime); /* reserve.c: before the first step, memory for what it gathers */
-int64_t runtime_piece_nbytes(const struct runtime *runtime); /* in one piece, before it is taken for each storage */
-int runtime_take_memory(struct runtime *runtime);            /* for each, and give it back. 0 or -1 */
+/* reserve.c: before the first step, memory for what it gathers */
+int runtime_reserve(struct runtime *runtime);
+/* in one piece, before it is taken for each storage */
+int64_t runtime_piece_nbytes(const struct runtime *runtime);
+int runtime_take_memory(struct runtime *runtime); /* for each, and give it back. 0 or -1 */
 int runtime_reshard_units(
     struct runtime *runtime); /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
 
 /* stale.c: see [Note: stale parameters] there. 0 or -1 */
 int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
 int runtime_give_back_unused(
-    struct runtime *runtime);                    /* it ends: what was gathered ahead of units that it has not run */
-int runtime_note_kept(struct runtime *runtime);  /* a backward has ended */
-int runtime_check_kept(struct runtime *runtime); /* a forward begins: is what that backward has left still good? */
+    /* it ends: what was gathered ahead of units that it has not run */
+    struct runtime *runtime);
+int runtime_note_kept(struct runtime *runtime); /* a backward has ended */
+/* a forward begins: is what that backward has left still good? */
+int runtime_check_kept(struct runtime *runtime);
 
 /* backward_end.c. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);
@@ -88,17 +96,20 @@ void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
 
 /* reduction.c. 0 or -1 */
 int runtime_pack(struct runtime *runtime, struct unit *unit);
-int runtime_reduce(struct runtime *runtime, struct unit *unit); /* what was packed; it is in flight from now on */
-int runtime_finish_reduction(struct runtime *runtime);          /* of the unit in flight, if there is one */
+/* what was packed; it is in flight from now on */
+int runtime_reduce(struct runtime *runtime, struct unit *unit);
+int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
 int runtime_reduce_optional(
     struct unit *around); /* the backward of the unit around them ends: zeros where nothing came */
 int runtime_reduce_all_optional(
-    struct runtime *runtime);               /* the whole backward does: what was not, and what no_sync has left */
+    /* the whole backward does: what was not, and what no_sync has left */
+    struct runtime *runtime);
 int runtime_reduce_part(struct unit *part); /* all of that, of gradients that have come, or of zeros */
 int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 
 /* reset.c. 0 or -1 */
-int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */
+/* after an exception in a step: IDLE, SHARDED, no gradient of that step */
+int runtime_reset(struct runtime *runtime);
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
 void runtime_have_script_wait(
@@ -107,16 +118,19 @@ void runtime_have_script_wait(
 /* runtime.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
 int runtime_check_thread(const struct runtime *runtime);
 int runtime_check_holder(const struct runtime *runtime);
-int runtime_check_forward_thread(const struct runtime *runtime); /* amid the forward of a unit that is called again */
-int runtime_hold(struct runtime *runtime);    /* a state dict begins: 1, or 0 within another one of this thread */
+/* amid the forward of a unit that is called again */
+int runtime_check_forward_thread(const struct runtime *runtime);
+/* a state dict begins: 1, or 0 within another one of this thread */
+int runtime_hold(struct runtime *runtime);
 void runtime_let_go(struct runtime *runtime); /* it ends */
 
 int runtime_note_ddp(struct runtime *runtime);      /* ddp.c: the root's forward begins. 0 or -1 */
 void runtime_detach_views(struct runtime *runtime); /* unit.c: the root has gone */
-void runtime_check(const struct runtime *runtime);  /* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */
+/* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */
+void runtime_check(const struct runtime *runtime);
 
-/* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where there is none, or NULL.
- * Those that it left out are noted. */
+/* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where
+ * there is none, or NULL. Those that it left out are noted. */
 PyObject *runtime_take_cut_off(struct runtime *runtime);
 int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names); /* warn, once. 0 or -1 */
 int runtime_tell_of_left_out(struct runtime *runtime); /* warn, once: the next forward begins. 0 or -1 */

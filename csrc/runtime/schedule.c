@@ -3,8 +3,10 @@
 #include "runtime/trace.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
-    schedule->unsharded = (struct deferred_free){
-        .streams = &schedule->streams, .owner = STREAM_UNSHARD, .writer = STREAM_PRE_UNSHARD, .user = STREAM_COMPUTE};
+    schedule->unsharded = (struct deferred_free){.streams = &schedule->streams,
+                                                 .owner = STREAM_UNSHARD,
+                                                 .writer = STREAM_PRE_UNSHARD,
+                                                 .user = STREAM_COMPUTE};
     return streams_init(&schedule->streams, device) < 0 ? -1 : pool_init(&schedule->pool, device);
 }
 
@@ -24,7 +26,8 @@ void schedule_fini(struct schedule *schedule) {
     pool_fini(&schedule->pool);
 }
 
-/* The end of what stream_enter began: `*mark`, where there is one, is recorded after what was enqueued, unless that failed. */
+/* The end of what stream_enter began: `*mark`, where there is one, is recorded after what was enqueued,
+ * unless that failed. */
 static int leave(struct schedule *schedule, enum stream_role role, stream_event *mark, int result) {
     if (!result && mark)
         result = stream_record(&schedule->streams, role, mark);
@@ -36,7 +39,8 @@ static int leave(struct schedule *schedule, enum stream_role role, stream_event 
 /* Memory of the stream that gathers is written first by the one that makes what a gather reads. */
 static int gathers_wait(struct schedule *schedule, stream_event event) {
     struct streams *streams = &schedule->streams;
-    return stream_wait(streams, STREAM_PRE_UNSHARD, event) < 0 ? -1 : stream_wait(streams, STREAM_UNSHARD, event);
+    return stream_wait(streams, STREAM_PRE_UNSHARD, event) < 0 ? -1
+                                                               : stream_wait(streams, STREAM_UNSHARD, event);
 }
 
 int schedule_begin_step(struct schedule *schedule) {
@@ -123,7 +127,8 @@ static int wait_for_free(struct schedule *schedule) {
     return stream_synchronize(&schedule->streams, oldest);
 }
 
-/* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight: as upstream's. */
+/* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight:
+ * as upstream's. */
 int schedule_limit(struct schedule *schedule) {
     if (schedule->num_frees < LIMITER_DEPTH)
         return 0;
@@ -169,7 +174,8 @@ static int take_from_pool(struct schedule *schedule, struct gradients *gradients
     return pool_leave(&schedule->pool) < 0 ? -1 : result;
 }
 
-/* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after that. */
+/* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after
+ * that. */
 static int take_gathered(struct schedule *schedule, struct gradients *gradients) {
     struct streams *streams = &schedule->streams;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
@@ -231,7 +237,8 @@ int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
     return schedule_set_reduction(schedule, REDUCTION_ENQUEUED, gradients->param);
 }
 
-static int finish_on(struct schedule *schedule, struct gradients *gradients, enum stream_role role, stream_event *end) {
+static int finish_on(struct schedule *schedule, struct gradients *gradients, enum stream_role role,
+                     stream_event *end) {
     if (stream_enter(&schedule->streams, role) < 0)
         return -1;
     return leave(schedule, role, end, gradients_reduce_finish(gradients));
@@ -248,14 +255,16 @@ static int release_scattered_output(struct schedule *schedule) {
 
 static int finish_hybrid_reduction(struct schedule *schedule, struct gradients *gradients) {
     struct streams *streams = &schedule->streams;
-    if (release_scattered_output(schedule) < 0 || stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
+    if (release_scattered_output(schedule) < 0 ||
+        stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
         finish_on(schedule, gradients, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
         return -1;
     schedule->all_reducing = true;
     schedule->scattered_output = gradients_take_reduce_output(gradients);
     if (schedule->input_owner == STREAM_UNSHARD)
         return gathers_wait(schedule, schedule->scattered);
-    return schedule->input_owner == STREAM_COMPUTE ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered) : 0;
+    return schedule->input_owner == STREAM_COMPUTE ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered)
+                                                   : 0;
 }
 
 static int wait_for_reduction(struct schedule *schedule) {
@@ -286,7 +295,8 @@ int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradi
 
 /* Nothing is kept of the last one, also where the stream cannot wait. */
 static int wait_for_all_reduces(struct schedule *schedule) {
-    int result = schedule->all_reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) : 0;
+    int result =
+        schedule->all_reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) : 0;
     if (release_scattered_output(schedule) < 0)
         result = -1;
     schedule->all_reducing = false;

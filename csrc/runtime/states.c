@@ -1,5 +1,5 @@
-/* The states of a unit and of a reduction: for each the table of legal transitions and its only writer. What holds of a root between
- * steps. */
+/* The states of a unit and of a reduction: for each the table of legal transitions and its only writer. What
+ * holds of a root between steps. */
 #include "handle/unit_error.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -54,10 +54,12 @@ static const bool reduction_allowed[REDUCTION_STATES][REDUCTION_STATES] = {
 static const char *const reduction_names[REDUCTION_STATES] = {"REDUCTION_NONE", "REDUCTION_PACKED",
                                                               "REDUCTION_ENQUEUED"};
 
-int schedule_set_reduction(struct schedule *schedule, enum reduction_state state, const struct flat_param *param) {
+int schedule_set_reduction(struct schedule *schedule, enum reduction_state state,
+                           const struct flat_param *param) {
     if (!reduction_allowed[schedule->reduction][state])
-        return unit_error(PyExc_RuntimeError, param->layout.rank, param->name, "illegal transition from %s to %s",
-                          reduction_names[schedule->reduction], reduction_names[state]);
+        return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                          "illegal transition from %s to %s", reduction_names[schedule->reduction],
+                          reduction_names[state]);
     schedule->reduction = state;
     CHECKED(schedule_check(schedule));
     return 0;
@@ -65,13 +67,15 @@ int schedule_set_reduction(struct schedule *schedule, enum reduction_state state
 
 bool schedule_is_flushed(const struct schedule *schedule) {
     return schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
-           !schedule->all_reducing && !schedule->scattered_output && !schedule->uploading && !schedule->unsharded.held;
+           !schedule->all_reducing && !schedule->scattered_output && !schedule->uploading &&
+           !schedule->unsharded.held;
 }
 
 #ifdef FSDP_C_CHECK
 static bool needs_no_streams(const struct schedule *schedule) {
-    return !schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients && !schedule->reducing &&
-           !schedule->all_reducing && !schedule->uploading && !schedule->unsharded.held;
+    return !schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
+           !schedule->reducing && !schedule->all_reducing && !schedule->uploading &&
+           !schedule->unsharded.held;
 }
 #endif
 
@@ -94,15 +98,18 @@ static void check_unit(const struct unit *unit) {
     INVARIANT(!unit->optional.open && !unit->optional.reached);
     INVARIANT(!unit->optional.enclosing || !unit->optional.first);
     order_check_place(&unit->runtime->order, &unit->place);
-    INVARIANT(!handle || handle->training_state == USE_IDLE || handle->training_state == USE_SUMMON_FULL_PARAMS);
-    INVARIANT(!handle || (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
+    INVARIANT(!handle || handle->training_state == USE_IDLE ||
+              handle->training_state == USE_SUMMON_FULL_PARAMS);
+    INVARIANT(!handle ||
+              (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
     INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
     if (handle && handle->ready)
         handle_check(handle);
 }
 
 void runtime_check(const struct runtime *runtime) {
-    INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting && !runtime->num_in_forward);
+    INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting &&
+              !runtime->num_in_forward);
     order_check(&runtime->order);
     INVARIANT(runtime->order.num_post == 0);
     schedule_check(&runtime->schedule);

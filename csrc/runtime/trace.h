@@ -1,6 +1,6 @@
-/* What others see of a step: ranges in torch's profiler, under the names that users grep traces for (D-130), and where this rank is, in
- * the flight recorder. All of them are listed here, and nothing else in this folder opens one.
- * Inline, as the part is a constant nearly everywhere: what it has not costs nothing.
+/* What others see of a step: ranges in torch's profiler, under the names that users grep traces for (D-130),
+ * and where this rank is, in the flight recorder. All of them are listed here, and nothing else in this
+ * folder opens one. Inline, as the part is a constant nearly everywhere: what it has not costs nothing.
  *
  * Invariant: what was begun last ends first, also after an exception, which stays as it is. */
 #ifndef FSDP_RUNTIME_TRACE_H
@@ -57,7 +57,8 @@ static const struct traced_part {
     [TRACED_PRE_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._pre_backward_prefetch"},
     [TRACED_POST_BACKWARD] = {"FullyShardedDataParallel._post_backward_hook", .asks = true},
     [TRACED_POST_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._post_backward_prefetch"},
-    [TRACED_POST_BACKWARD_RESHARD_ONLY] = {"FullyShardedDataParallel._post_backward_hook_reshard_only", .asks = true},
+    [TRACED_POST_BACKWARD_RESHARD_ONLY] = {"FullyShardedDataParallel._post_backward_hook_reshard_only",
+                                           .asks = true},
     [TRACED_RATE_LIMITER] = {"FullyShardedDataParallel.rate_limiter"},
     [TRACED_FORWARD_GATHER] = {.phase = RECORDER_FORWARD_GATHER},
     [TRACED_BACKWARD_GATHER] = {.phase = RECORDER_BACKWARD_GATHER},

@@ -14,8 +14,8 @@ static int on_module_end(void *target) {
     return 0;
 }
 
-/* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the collector does not look:
- * it is cut when the module goes, for the whole tree when that is the root. */
+/* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
+ * collector does not look: it is cut when the module goes, for the whole tree when that is the root. */
 static int watch_module(struct unit *unit, PyObject *module) {
     unit->module_end = hook_new(on_module_end, unit, NULL);
     if (unit->module_end)

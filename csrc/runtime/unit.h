@@ -1,7 +1,7 @@
 /* One FullyShardedDataParallel instance: its forward, its backward, and what they leave for each other.
  *
- * Invariant: outside of a step the phase is IDLE or SUMMON_FULL_PARAMS, the handle is IDLE too, and no flag of a step is set. A unit
- * without a runtime has not seen lazy init, or its root has gone. */
+ * Invariant: outside of a step the phase is IDLE or SUMMON_FULL_PARAMS, the handle is IDLE too, and no flag
+ * of a step is set. A unit without a runtime has not seen lazy init, or its root has gone. */
 #ifndef FSDP_RUNTIME_UNIT_H
 #define FSDP_RUNTIME_UNIT_H
 
@@ -34,14 +34,15 @@ static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
 struct unit {
     PyObject *object;        /* borrowed; the Python object that this struct lives in */
     PyObject *module_ref;    /* owned; weak reference to the instance, which owns the unit; its _lazy_init
-                             * builds the runtime, its end detaches the views */
+                              * builds the runtime, its end detaches the views */
     PyObject *module_end;    /* owned; a hook that does not own the unit: that reference's callback */
     PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
     struct handle *handle;   /* borrowed from handle_object */
-    /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter. Then a unit has
-     * several: its own, and one for each of its segments. A segment is a struct unit too, with a handle and a place among the
-     * runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and frees it. They share the unit's node:
-     * where a gradient comes to any part, all that are trained are reduced, in one order on all ranks. */
+    /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat
+     * parameter. Then a unit has several: its own, and one for each of its segments. A segment is a struct
+     * unit too, with a handle and a place among the runtime's units, so that whatever goes over those finds
+     * it; but its unit gathers, shows and frees it. They share the unit's node: where a gradient comes to any
+     * part, all that are trained are reduced, in one order on all ranks. */
     struct unit *leader;       /* borrowed; of a segment: the unit that it is part of, else NULL */
     struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
     PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
@@ -59,16 +60,18 @@ struct unit {
     bool sync_gradients;
     enum unit_phase phase; /* written by states.c */
 
-    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its outputs are the
-     * unit's cached views and its backward receives all their gradients at once. It returns no gradient for the anchor, yet
-     * autograd runs the anchor's accumulation node once per backward, after every contribution: the post-backward moment. */
+    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its
+     * outputs are the unit's cached views and its backward receives all their gradients at once. It returns
+     * no gradient for the anchor, yet autograd runs the anchor's accumulation node once per backward, after
+     * every contribution: the post-backward moment. */
     PyObject *anchor;      /* owned */
     PyObject *anchor_node; /* owned; keeps the accumulation node, and the hook on it, alive */
     PyObject *anchor_hook; /* owned; a hook that does not own the unit */
     bool views_attached;   /* the views carry history of an earlier forward */
     bool in_node;          /* of a part: its own do, as it was trained in the last one */
     uint64_t frozen;       /* of a part: which of its parameters were not; 0: all were */
-    PyObject *hooks_seen;  /* owned; the views had no hooks yet when torch's hook of this number was registered */
+    /* owned; the views had no hooks yet when torch's hook of this number was registered */
+    PyObject *hooks_seen;
 
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     bool ran_pre_backward, needs_pre_backward_unshard;
@@ -84,9 +87,11 @@ struct unit {
     int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
     struct order_place place;       /* in the order of units */
     struct gather_mark gather;      /* its last all-gather */
-    int64_t gathered_for;           /* the forward, as num_forwards counts: see [Note: stale parameters] in stale.c */
-    const void *backward_hook;      /* that of its last forward, where the views stay: compared, never followed */
-    struct optional optional;       /* need it not run on every rank, or is it around units that need not? */
+    /* the forward, as num_forwards counts: see [Note: stale parameters] in stale.c */
+    int64_t gathered_for;
+    /* that of its last forward, where the views stay: compared, never followed */
+    const void *backward_hook;
+    struct optional optional; /* need it not run on every rank, or is it around units that need not? */
 };
 
 struct unit_spec {
@@ -115,8 +120,9 @@ static inline struct unit *unit_enclosing(struct unit *part) {
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
 int unit_clear(struct unit *unit);
-void unit_drop_anchor(struct unit *unit);                /* and its node and hook */
-void unit_lead(struct unit *unit, struct unit *segment); /* which comes after those that it has; see [Note: segments] */
+void unit_drop_anchor(struct unit *unit); /* and its node and hook */
+/* which comes after those that it has; see [Note: segments] */
+void unit_lead(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
 /* Lazy init: the unit belongs to a root, as the one at `index` of its units. 0 or -1. */
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
@@ -134,7 +140,8 @@ long long unit_rank(const struct unit *unit);  /* for messages; -1 where there a
 
 /* ---- forward.c ---- */
 
-/* The instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle again. */
+/* The instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle
+ * again. */
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
 /* The gathered views belong to a new node, if gradients come. 0 or -1. */
 int unit_register_post_backward_hook(struct unit *unit);
@@ -152,10 +159,13 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
 int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the limiter */
 int unit_wait_gathered(struct unit *unit); /* computation waits for them */
 int unit_gather_and_wait(struct unit *unit);
-int unit_reshard(struct unit *unit, bool free_storage); /* one part of a unit, as all that reshards in backward */
-int unit_keep_secondary_shards(struct unit *unit); /* of what this forward has gathered, where a backward may follow */
+/* one part of a unit, as all that reshards in backward */
+int unit_reshard(struct unit *unit, bool free_storage);
+/* of what this forward has gathered, where a backward may follow */
+int unit_keep_secondary_shards(struct unit *unit);
 int unit_forget_secondary_shards(struct unit *unit); /* what is gathered next comes from the shards */
-/* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
+/* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before
+ * the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);
 int unit_enqueue_gather(struct unit *unit);
@@ -165,14 +175,16 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 /* stale.c: see [Note: stale parameters] there */
 int unit_give_back_stale(struct unit *unit); /* but not amid a backward. 0 or -1 */
 void unit_note_used(struct unit *unit);      /* what is gathered is for the forward that is on its way */
-void unit_keep_for_next(struct unit *part);  /* it is as good for the next forward as it was for the last one */
+/* it is as good for the next forward as it was for the last one */
+void unit_keep_for_next(struct unit *part);
 
 /* inputs_outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
 bool unit_shows_views(struct unit *part);
 
-/* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
- * said. */
-/* The unit, the optional ones that belong to it, and ahead what comes after it in the order. It may have no parameters. */
+/* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1,
+ * where nothing else is said. */
+/* The unit, the optional ones that belong to it, and ahead what comes after it in the order. It may have no
+ * parameters. */
 int unit_set_training_state(struct unit *unit, enum training_state state); /* of all its parts */
 int unit_unshard_for_forward(struct unit *unit);
 void unit_expect_backward(struct unit *unit, bool expected);
@@ -180,36 +192,42 @@ int unit_reshard_after_forward(struct unit *unit);
 int unit_unshard_for_backward(struct unit *unit);
 int unit_reshard_in_backward(
     struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
-int unit_reshard_optional(struct unit *around);    /* its backward is over for the optional units that belong to it */
+/* its backward is over for the optional units that belong to it */
+int unit_reshard_optional(struct unit *around);
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
 int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
-/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid
- * their forward, or wait for the backward of the whole. */
+/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain.
+ * The others are amid their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
 
 /* lifetime.c, ahead of its turn. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
-void unit_set_prefetched(struct unit *unit, bool prefetched);             /* it was gathered ahead of its turn */
+/* it was gathered ahead of its turn */
+void unit_set_prefetched(struct unit *unit, bool prefetched);
 int unit_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already */
-int unit_prefetch(struct unit *unit, enum training_state state);          /* what is to be gathered ahead now */
+/* what is to be gathered ahead now */
+int unit_prefetch(struct unit *unit, enum training_state state);
 int unit_prefetch_in_order(struct unit *unit,
                            enum training_state state); /* as order.h says, unless outside code does */
-int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */
+/* gather ahead, on the user's word; the module shows the whole parameters */
+int unit_unshard(struct unit *unit);
 int unit_wait_unsharded(struct unit *unit); /* computation may use them */
 int unit_begin_step_alone(
     struct unit *unit); /* outside of the root's forward the script has called this unit by itself */
 
 /* precision.c: in which precision the unit is gathered next. 0 or -1. */
 int unit_precision_for_forward(
-    struct unit *unit);                      /* follows the mode of the wrapped module, where that was asked for */
-void unit_note_precision(struct unit *unit); /* of a forward that a backward can follow */
+    /* follows the mode of the wrapped module, where that was asked for */
+    struct unit *unit);
+void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
 
 /* cut_off.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
-int unit_note_cut_off(struct unit *unit);      /* no output of this forward requires a gradient */
-int unit_note_checkpointed(struct unit *unit); /* a forward without gradients has ended; perhaps a checkpoint's */
+int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient */
+/* a forward without gradients has ended; perhaps a checkpoint's */
+int unit_note_checkpointed(struct unit *unit);
 
 /* backward.c: reentrant checkpoints around parts of the module. 0 or -1, where nothing else is said. */
 int unit_begin_backward(struct unit *unit);
@@ -228,10 +246,12 @@ int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
 int unit_check_named(
     struct unit *unit); /* warns where a backward to named tensors gives its parameters nothing. 0 or -1 */
 int unit_edge_use(PyObject *context,
-                  Py_ssize_t index);        /* that to the flat parameter of the part with this index; or -1 */
+                  /* that to the flat parameter of the part with this index; or -1 */
+                  Py_ssize_t index);
 int unit_receives_named(struct unit *unit); /* a part does, and the anchor's hook will not come. 0 or -1 */
 
-/* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */
+/* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is
+ * made on the first call. */
 int unit_attach_views(struct unit *unit);
 int unit_detach_part(struct unit *part);  /* unit.c: its views have no history. 0 or -1 */
 int unit_detach_views(struct unit *unit); /* nor those of any part */

@@ -1,7 +1,8 @@
 /* A tensor whose storage comes and goes while the tensor object, and every view of it, stays the same.
  *
- * Invariant: `allocated` says whether the storage has its full size; `data` is valid only then. The live and peak byte
- * counts of this process cover every counted buffer, so that a test can hold the runtime to what a strategy promises. */
+ * Invariant: `allocated` says whether the storage has its full size; `data` is valid only then. The live and
+ * peak byte counts of this process cover every counted buffer, so that a test can hold the runtime to what a
+ * strategy promises. */
 #ifndef FSDP_TORCH_BUFFER_H
 #define FSDP_TORCH_BUFFER_H
 
@@ -24,10 +25,11 @@ struct buffer {
     struct buffer *next_held; /* borrowed; in the list of deferred_free.h */
 };
 
-/* Create the tensor with its storage allocated, so that views of it can be made; buffer_free follows. `counted` buffers
- * enter the live and peak byte counts: those that hold unsharded parameters. 0 or -1. */
+/* Create the tensor with its storage allocated, so that views of it can be made; buffer_free follows.
+ * `counted` buffers enter the live and peak byte counts: those that hold unsharded parameters. 0 or -1. */
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted);
-/* For a dry run: it takes no memory, is not counted, and `resize` is called in the place of its storage's. `tensor` is any. */
+/* For a dry run: it takes no memory, is not counted, and `resize` is called in the place of its storage's.
+ * `tensor` is any. */
 void buffer_init_without_memory(struct buffer *buffer, PyObject *tensor, PyObject *resize, int64_t nbytes);
 void buffer_fini(struct buffer *buffer);
 

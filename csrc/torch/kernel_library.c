@@ -18,7 +18,8 @@
 static const struct kernel_table *cuda_kernels;
 static const char *why_no_cuda;
 
-/* Beside the file that holds this module, unless the environment says where: tests take kernels for another device so. */
+/* Beside the file that holds this module, unless the environment says where: tests take kernels for another
+ * device so. */
 static bool find_library(char *path, size_t size) {
     const char *elsewhere = getenv("FSDP_C_CUDA_KERNELS");
     if (elsewhere && *elsewhere)
@@ -36,8 +37,10 @@ static const char *why_not_loaded(const char *path) {
     static char text[512];
     const char *said = dlerror();
     if (access(path, F_OK) != 0)
-        return "fsdp_c was built without its CUDA kernels: build it where nvcc is, of the same CUDA version as torch";
-    snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s", said ? said : "no reason was given");
+        return "fsdp_c was built without its CUDA kernels: build it where nvcc is, of the same CUDA version "
+               "as torch";
+    snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s",
+             said ? said : "no reason was given");
     return text;
 }
 

@@ -6,8 +6,8 @@
 struct torch_names torch_names;
 
 static int intern_attributes(void) {
-#define TORCH_NAME_INTERN(name)                                                                                        \
-    if (!(torch_names.name = PyUnicode_InternFromString(#name)))                                                       \
+#define TORCH_NAME_INTERN(name)                                                                              \
+    if (!(torch_names.name = PyUnicode_InternFromString(#name)))                                             \
         return -1;
     TORCH_ATTRIBUTES(TORCH_NAME_INTERN)
 #undef TORCH_NAME_INTERN
@@ -51,7 +51,8 @@ static PyObject *read_attribute(PyObject *tensor, const struct attribute *attrib
     return PyObject_GetAttr(tensor, name);
 }
 
-static int write_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name, PyObject *value) {
+static int write_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name,
+                           PyObject *value) {
     if (is_parameter(tensor) && attribute->set)
         return attribute->set(attribute->descriptor, tensor, value);
     return PyObject_SetAttr(tensor, name, value);
@@ -120,7 +121,8 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
 
 /* A TorchDispatchMode may read what it sees, and `tensor` may have no memory. */
 static PyObject *empty_of(PyObject *tensor) {
-    PyObject *numel = PyObject_CallMethod(tensor, "numel", NULL), *dtype = NULL, *device = NULL, *result = NULL;
+    PyObject *numel = PyObject_CallMethod(tensor, "numel", NULL), *dtype = NULL, *device = NULL,
+             *result = NULL;
     if (numel)
         dtype = PyObject_GetAttr(tensor, torch_names.dtype);
     if (dtype)
@@ -156,8 +158,8 @@ PyObject *torch_empty_pinned_like(PyObject *tensor) {
     if (tensor_view_of(tensor, &view) < 0)
         return NULL;
     PyObject *args = PyTuple_Pack(1, tensor);
-    PyObject *kwargs =
-        Py_BuildValue("{sssO}", "device", "cpu", "pin_memory", view.device != DEVICE_CPU ? Py_True : Py_False);
+    PyObject *kwargs = Py_BuildValue("{sssO}", "device", "cpu", "pin_memory",
+                                     view.device != DEVICE_CPU ? Py_True : Py_False);
     PyObject *result = args && kwargs ? PyObject_Call(torch_names.empty_like, args, kwargs) : NULL;
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
@@ -172,8 +174,8 @@ int torch_set_grad(PyObject *tensor, PyObject *grad) {
     return write_attribute(tensor, &of_grad, torch_names.grad, grad);
 }
 
-/* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not the end. The
- * exception stays set. */
+/* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not
+ * the end. The exception stays set. */
 void torch_restore_data(PyObject *tensor, PyObject *data) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -277,7 +279,8 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
     return result;
 }
 
-/* Every handle takes the next number of all, so that the number is another object as soon as there was one more. */
+/* Every handle takes the next number of all, so that the number is another object as soon as there was one
+ * more. */
 int torch_hooks_registered_since(PyObject **seen) {
     PyObject *next = PyObject_GetAttr(torch_names.removable_handle, torch_names.next_id);
     if (!next)

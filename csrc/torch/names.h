@@ -1,5 +1,5 @@
-/* The Python side of torch as the runtime calls it: interned attribute names and bound functions, found once per process.
- * Every call is one line here, so that the layers above read as verbs. */
+/* The Python side of torch as the runtime calls it: interned attribute names and bound functions, found once
+ * per process. Every call is one line here, so that the layers above read as verbs. */
 #ifndef FSDP_TORCH_NAMES_H
 #define FSDP_TORCH_NAMES_H
 
@@ -11,29 +11,29 @@
 #include "torch/ref.h"
 
 /* attribute name -> field of the same name holding the interned string */
-#define TORCH_ATTRIBUTES(X)                                                                                            \
-    X(data)                                                                                                            \
-    X(grad)                                                                                                            \
-    X(requires_grad)                                                                                                   \
-    X(grad_fn)                                                                                                         \
-    X(grad_dtype)                                                                                                      \
-    X(dtype)                                                                                                           \
-    X(device)                                                                                                          \
-    X(wait)                                                                                                            \
-    X(unit)                                                                                                            \
-    X(parts)                                                                                                           \
-    X(materialize_grads)                                                                                               \
-    X(non_differentiable)                                                                                              \
-    X(_backward_hooks)                                                                                                 \
-    X(_post_accumulate_grad_hooks)                                                                                     \
-    X(next_id)                                                                                                         \
-    X(_register_hook_dict)                                                                                             \
-    X(view)                                                                                                            \
-    X(detach)                                                                                                          \
-    X(_version)                                                                                                        \
-    X(_compiled_call_impl)                                                                                             \
-    X(_active_ddp_module)                                                                                              \
-    X(_module_parameters)                                                                                              \
+#define TORCH_ATTRIBUTES(X)                                                                                  \
+    X(data)                                                                                                  \
+    X(grad)                                                                                                  \
+    X(requires_grad)                                                                                         \
+    X(grad_fn)                                                                                               \
+    X(grad_dtype)                                                                                            \
+    X(dtype)                                                                                                 \
+    X(device)                                                                                                \
+    X(wait)                                                                                                  \
+    X(unit)                                                                                                  \
+    X(parts)                                                                                                 \
+    X(materialize_grads)                                                                                     \
+    X(non_differentiable)                                                                                    \
+    X(_backward_hooks)                                                                                       \
+    X(_post_accumulate_grad_hooks)                                                                           \
+    X(next_id)                                                                                               \
+    X(_register_hook_dict)                                                                                   \
+    X(view)                                                                                                  \
+    X(detach)                                                                                                \
+    X(_version)                                                                                              \
+    X(_compiled_call_impl)                                                                                   \
+    X(_active_ddp_module)                                                                                    \
+    X(_module_parameters)                                                                                    \
     X(training)
 
 struct torch_names {
@@ -64,33 +64,40 @@ int torch_names_init(void);
 /* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_zeros_like(PyObject *tensor);
-PyObject *torch_empty_like(PyObject *tensor);        /* of one dimension */
-PyObject *torch_empty_pinned_like(PyObject *tensor); /* in CPU memory, pinned where there is a GPU to copy from */
+PyObject *torch_empty_like(PyObject *tensor); /* of one dimension */
+/* in CPU memory, pinned where there is a GPU to copy from */
+PyObject *torch_empty_pinned_like(PyObject *tensor);
 
-int torch_set_data(PyObject *tensor, PyObject *data);         /* tensor.data = data */
-void torch_restore_data(PyObject *tensor, PyObject *data);    /* where it must succeed; an exception stays set */
+int torch_set_data(PyObject *tensor, PyObject *data); /* tensor.data = data */
+/* where it must succeed; an exception stays set */
+void torch_restore_data(PyObject *tensor, PyObject *data);
 int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = grad; Py_None clears */
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* of any shape and dtype */
 PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, Py_None when absent */
-int64_t torch_graph_task(void);            /* of the backward that runs in this thread; -1: none. -2 */
-PyObject *torch_active_ddp(void);          /* new reference to the DistributedDataParallel amid its forward, or None */
+int64_t torch_graph_task(void); /* of the backward that runs in this thread; -1: none. -2 */
+/* new reference to the DistributedDataParallel amid its forward, or None */
+PyObject *torch_active_ddp(void);
 int torch_will_execute(PyObject *node);    /* in that backward? 1, 0 or -1 */
 int torch_requires_grad(PyObject *tensor); /* 1, 0, or -1 */
-int64_t torch_version(PyObject *tensor);   /* counts what was written in place, but not through `.data`; or -1 */
+/* counts what was written in place, but not through `.data`; or -1 */
+int64_t torch_version(PyObject *tensor);
 bool torch_is_tensor(PyObject *object);
 PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no history */
-PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel); /* that of tensor[offset:offset + numel] */
+/* that of tensor[offset:offset + numel] */
+PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel);
 
-/* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of autograd. */
+/* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of
+ * autograd. */
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides);
 
-/* Has anybody in this process registered a hook with torch since the call before with the same `*seen`, which is NULL at first?
- * Looking at a tensor's hooks is 20 times slower. 1, 0, or -1 and `*seen` is as it was. */
+/* Has anybody in this process registered a hook with torch since the call before with the same `*seen`, which
+ * is NULL at first? Looking at a tensor's hooks is 20 times slower. 1, 0, or -1 and `*seen` is as it was. */
 int torch_hooks_registered_since(PyObject **seen /* owned by the caller */);
 
 bool torch_inference_mode(void);
-/* In inference mode no history is let go of, and nothing that is made may be written outside of it: so it is left, without grad mode, for
- * what outlives it. `*left`: what to return to it with, which comes in any case; NULL where it was not on. 0 or -1 */
+/* In inference mode no history is let go of, and nothing that is made may be written outside of it: so it is
+ * left, without grad mode, for what outlives it. `*left`: what to return to it with, which comes in any case;
+ * NULL where it was not on. 0 or -1 */
 int torch_leave_inference_mode(PyObject **left);
 /* Steals `left`. An exception that is set stays. 0 or -1 */
 int torch_return_to_inference_mode(PyObject *left);

@@ -1,8 +1,9 @@
-/* The ops of torch.ops.fsdp_c over plain tensors, and what they share. Each has one body for all devices and Meta: read, check, make
- * the output, and, but for Meta, run the kernel, on the device's current stream there.
+/* The ops of torch.ops.fsdp_c over plain tensors, and what they share. Each has one body for all devices and
+ * Meta: read, check, make the output, and, but for Meta, run the kernel, on the device's current stream
+ * there.
  *
- * Invariant: an op that writes in place does not bump the version counter: it is called on detached tensors. What is refused is raised
- * as the op's error, and does not come back. */
+ * Invariant: an op that writes in place does not bump the version counter: it is called on detached tensors.
+ * What is refused is raised as the op's error, and does not come back. */
 #ifndef FSDP_TORCH_OP_CALL_H
 #define FSDP_TORCH_OP_CALL_H
 
@@ -25,20 +26,24 @@ struct op_call {
 const struct kernel_table *op_call_kernels(struct op_call *call);
 void op_call_check(struct op_call *call, enum status status); /* what a kernel returned */
 
-/* Memory a kernel can read: on the op's one device (or Meta), and not freed; of a known dtype; contiguous; of one dimension. */
+/* Memory a kernel can read: on the op's one device (or Meta), and not freed; of a known dtype; contiguous; of
+ * one dimension. */
 void op_call_read_memory(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                          const char *argument);
-void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor, const char *argument);
+void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                  const char *argument);
 void op_call_read_contiguous(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                              const char *argument);
-void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor, const char *argument);
+void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                       const char *argument);
 
 int32_t op_call_read_dtype(struct op_call *call, StableIValue slot);
 double op_call_read_divisor(struct op_call *call, StableIValue slot);
 /* One float32 that a kernel reads or writes. */
 float *op_call_read_number(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                            const char *argument);
-void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what);
+void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total,
+                         const char *what);
 
 /* Pack sources into the output, one pass; nothing to do on Meta. */
 void op_call_pack(struct op_call *call, const struct op_operand *output, const struct pack_source *sources,

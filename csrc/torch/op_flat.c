@@ -9,7 +9,8 @@ static int64_t align_up(int64_t value, int64_t alignment) {
     return over ? value + alignment - over : value;
 }
 
-/* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel are zero. */
+/* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel
+ * are zero. */
 void op_flatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
@@ -19,18 +20,19 @@ void op_flatten(StableIValue *stack, struct op_call *call) {
     int64_t padded_numel = op_int(stack[2]);
     int32_t dtype = op_call_read_dtype(call, stack[3]);
     OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
-    OP_CHECK(aligned_numel >= 0, "%s: aligned_numel must not be negative, not %" PRId64, call->name, aligned_numel);
+    OP_CHECK(aligned_numel >= 0, "%s: aligned_numel must not be negative, not %" PRId64, call->name,
+             aligned_numel);
     sources = op_alloc(tensors.count, sizeof *sources);
     int64_t end = 0;
     for (size_t i = 0; i < tensors.count; i++) {
         struct op_operand operand;
         op_call_read(call, &operand, op_tensor(tensors.items[i]), "each of tensors");
-        sources[i] =
-            (struct pack_source){.view = operand.view, .numel = operand.numel, .offset = align_up(end, aligned_numel)};
+        sources[i] = (struct pack_source){
+            .view = operand.view, .numel = operand.numel, .offset = align_up(end, aligned_numel)};
         end = sources[i].offset + operand.numel;
     }
-    OP_CHECK(padded_numel >= end, "%s: padded_numel is %" PRId64 ", but the tensors end at %" PRId64, call->name,
-             padded_numel, end);
+    OP_CHECK(padded_numel >= end, "%s: padded_numel is %" PRId64 ", but the tensors end at %" PRId64,
+             call->name, padded_numel, end);
     struct op_operand like = {0};
     op_read_operand(&like, op_tensor(tensors.items[0]));
     output = op_empty(1, &padded_numel, dtype, &like);
@@ -41,7 +43,8 @@ void op_flatten(StableIValue *stack, struct op_call *call) {
 }
 
 /* Copy numel elements of a flat tensor into a new one. */
-static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand *flat, int64_t offset, int64_t numel) {
+static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand *flat, int64_t offset,
+                                  int64_t numel) {
     AtenTensorHandle part = op_empty(1, &numel, flat->dtype_code, flat);
     if (!call->is_meta) {
         struct op_operand output;
@@ -63,7 +66,8 @@ void op_unflatten(StableIValue *stack, struct op_call *call) {
     op_read_list(&numels);
     struct op_operand flat;
     op_call_read_flat(call, &flat, tensor, "flat");
-    OP_CHECK(offsets.count == numels.count, "%s: %zu offsets, but %zu numels", call->name, offsets.count, numels.count);
+    OP_CHECK(offsets.count == numels.count, "%s: %zu offsets, but %zu numels", call->name, offsets.count,
+             numels.count);
     for (size_t i = 0; i < offsets.count; i++)
         op_call_check_range(call, op_int(offsets.items[i]), op_int(numels.items[i]), flat.numel, "flat");
     OP_CALL(torch_abi.torch_new_list_reserve_size(offsets.count, &result.list));
@@ -85,8 +89,8 @@ void op_shard(StableIValue *stack, struct op_call *call) {
     struct op_operand flat;
     op_call_read_flat(call, &flat, tensor, "flat");
     OP_CHECK(world_size > 0, "%s: world_size must be positive, not %" PRId64, call->name, world_size);
-    OP_CHECK(rank >= 0 && rank < world_size, "%s: rank %" PRId64 " is outside of a world of %" PRId64, call->name, rank,
-             world_size);
+    OP_CHECK(rank >= 0 && rank < world_size, "%s: rank %" PRId64 " is outside of a world of %" PRId64,
+             call->name, rank, world_size);
     int64_t shard_numel = (flat.numel + world_size - 1) / world_size;
     int64_t start = shard_numel * rank < flat.numel ? shard_numel * rank : flat.numel;
     int64_t valid_numel = flat.numel - start < shard_numel ? flat.numel - start : shard_numel;
@@ -109,8 +113,9 @@ static void read_gradients(struct op_call *call, const struct op_list *grads, co
         struct op_operand grad;
         op_call_read(call, &grad, op_tensor(grads->items[i]), "each of grads");
         int64_t offset = op_int(offsets->items[i]);
-        OP_CHECK(offset >= end, "%s: grad %zu begins at %" PRId64 ", before the end of the one before, %" PRId64,
-                 call->name, i, offset, end);
+        OP_CHECK(offset >= end,
+                 "%s: grad %zu begins at %" PRId64 ", before the end of the one before, %" PRId64, call->name,
+                 i, offset, end);
         op_call_check_range(call, offset, grad.numel, numel, "out");
         sources[i] = (struct pack_source){.view = grad.view, .numel = grad.numel, .offset = offset};
         end = offset + grad.numel;
@@ -128,7 +133,8 @@ void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     double divisor = op_call_read_divisor(call, stack[3]);
     struct op_operand out;
     op_call_read_flat(call, &out, tensor, "out");
-    OP_CHECK(grads.count == offsets.count, "%s: %zu grads, but %zu offsets", call->name, grads.count, offsets.count);
+    OP_CHECK(grads.count == offsets.count, "%s: %zu grads, but %zu offsets", call->name, grads.count,
+             offsets.count);
     sources = op_alloc(grads.count, sizeof *sources);
     read_gradients(call, &grads, &offsets, out.numel, sources);
     op_call_pack(call, &out, sources, grads.count, divisor);
@@ -159,11 +165,11 @@ void op_accumulate_shard(StableIValue *stack, struct op_call *call) {
     op_call_read_contiguous(call, &accumulator, target, "accumulator");
     struct op_operand input;
     op_call_read_contiguous(call, &input, addend, "shard");
-    OP_CHECK(accumulator.numel == input.numel, "%s: accumulator has %" PRId64 " elements, shard %" PRId64, call->name,
-             accumulator.numel, input.numel);
+    OP_CHECK(accumulator.numel == input.numel, "%s: accumulator has %" PRId64 " elements, shard %" PRId64,
+             call->name, accumulator.numel, input.numel);
     if (!call->is_meta) {
         op_call_check(call, op_call_kernels(call)->accumulate(accumulator.view.data, accumulator.view.dtype,
-                                                              input.view.data, input.view.dtype, input.numel, divisor,
-                                                              tensor_kernel_stream(&input.view)));
+                                                              input.view.data, input.view.dtype, input.numel,
+                                                              divisor, tensor_kernel_stream(&input.view)));
     }
 }

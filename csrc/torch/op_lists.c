@@ -25,13 +25,15 @@ void op_unscale(StableIValue *stack, struct op_call *call) {
         numels[i] = operand.numel;
     }
     if (!call->is_meta) {
-        op_call_check(call, op_call_kernels(call)->unscale(views, numels, (int64_t)tensors.count, factor, found_number,
-                                                           tensor_kernel_stream(&found_inf.view)));
+        op_call_check(call,
+                      op_call_kernels(call)->unscale(views, numels, (int64_t)tensors.count, factor,
+                                                     found_number, tensor_kernel_stream(&found_inf.view)));
     }
 }
 
 /* Bytes of a contiguous tensor of any dtype. */
-static struct byte_range read_bytes(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor) {
+static struct byte_range read_bytes(struct op_call *call, struct op_operand *operand,
+                                    AtenTensorHandle tensor) {
     op_call_read_memory(call, operand, tensor, "each of tensors");
     OP_CHECK(operand->is_contiguous, "%s: each of tensors must be contiguous", call->name);
     int64_t element_nbytes = (int64_t)torch_abi.aoti_torch_dtype_element_size(operand->dtype_code);
@@ -78,7 +80,8 @@ static void read_adam_operands(struct op_call *call, const struct op_list *list,
 }
 
 /* The steps taken so far, one float32 per parameter; the kernel counts them up. */
-static void read_steps(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors, size_t count) {
+static void read_steps(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors,
+                       size_t count) {
     OP_CHECK(list->count == count, "%s: %zu params, but %zu steps", call->name, count, list->count);
     for (size_t i = 0; i < count; i++) {
         struct op_operand read;
@@ -98,8 +101,8 @@ static void read_lr(struct op_call *call, const struct op_list *list, struct ada
     }
 }
 
-/* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without amsgrad, lr_tensors
- * where the learning rate is the number `lr`. */
+/* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without
+ * amsgrad, lr_tensors where the learning rate is the number `lr`. */
 void op_adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
@@ -135,7 +138,8 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
     read_steps(call, &step_list, tensors, params.count);
     read_lr(call, &lr_list, &options);
     if (!call->is_meta && params.count > 0) {
-        op_call_check(call, op_call_kernels(call)->adamw(tensors, (int64_t)params.count, &options,
-                                                         tensor_kernel_stream(&tensors[0].operands[ADAM_PARAM])));
+        op_call_check(call,
+                      op_call_kernels(call)->adamw(tensors, (int64_t)params.count, &options,
+                                                   tensor_kernel_stream(&tensors[0].operands[ADAM_PARAM])));
     }
 }

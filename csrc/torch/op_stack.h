@@ -1,8 +1,9 @@
 /* Reading and writing the stack of a boxed op kernel, and failing inside one.
  *
- * Invariant: an op kernel owns its inputs. Each is read once into an OP_OWNED variable, which is released when the function
- * is left, also while an error unwinds: files that include this are compiled with -fexceptions. Outputs are written last,
- * from slot 0 on, as new owners. No PyObject may be touched: ops run without the interpreter's lock. */
+ * Invariant: an op kernel owns its inputs. Each is read once into an OP_OWNED variable, which is released
+ * when the function is left, also while an error unwinds: files that include this are compiled with
+ * -fexceptions. Outputs are written last, from slot 0 on, as new owners. No PyObject may be touched: ops run
+ * without the interpreter's lock. */
 #ifndef FSDP_TORCH_OP_STACK_H
 #define FSDP_TORCH_OP_STACK_H
 
@@ -26,19 +27,19 @@ __attribute__((format(printf, 3, 4))) _Noreturn static inline void op_fail(const
     abort(); /* not reached */
 }
 
-#define OP_CHECK(condition, ...)                                                                                       \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            op_fail(__func__, __LINE__, __VA_ARGS__);                                                                  \
-        }                                                                                                              \
+#define OP_CHECK(condition, ...)                                                                             \
+    do {                                                                                                     \
+        if (!(condition)) {                                                                                  \
+            op_fail(__func__, __LINE__, __VA_ARGS__);                                                        \
+        }                                                                                                    \
     } while (0)
 
 /* Fail with torch's own words if a call into it failed. */
-#define OP_CALL(call)                                                                                                  \
-    do {                                                                                                               \
-        if ((call) != 0) {                                                                                             \
-            op_fail(__func__, __LINE__, "%s", op_error_text(#call));                                                   \
-        }                                                                                                              \
+#define OP_CALL(call)                                                                                        \
+    do {                                                                                                     \
+        if ((call) != 0) {                                                                                   \
+            op_fail(__func__, __LINE__, "%s", op_error_text(#call));                                         \
+        }                                                                                                    \
     } while (0)
 
 static inline const char *op_error_text(const char *otherwise) {
@@ -162,13 +163,15 @@ static inline enum dtype op_dtype(int32_t code) {
     return code == torch_abi.aoti_torch_dtype_float64() ? DTYPE_FLOAT64 : DTYPE_OTHER;
 }
 
-/* A size that may be symbolic while a graph is traced: asked for through the dispatcher, where the tracer specialises on it. */
+/* A size that may be symbolic while a graph is traced: asked for through the dispatcher, where the tracer
+ * specialises on it. */
 static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
     AtenTensorHandle reference = NULL;
     OP_CALL(torch_abi.aoti_torch_new_tensor_handle(tensor, &reference));
     StableIValue slots[2] = {op_give(&reference), (StableIValue)dim};
     OP_CALL(
-        torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION)); /* takes the reference */
+        /* takes the reference */
+        torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION));
     return op_int(slots[0]);
 }
 
@@ -228,8 +231,8 @@ static inline AtenTensorHandle op_empty(int64_t ndim, const int64_t *sizes, int3
     int64_t strides[OP_MAX_NDIM];
     AtenTensorHandle tensor = NULL;
     op_contiguous_strides(ndim, sizes, strides);
-    OP_CALL(torch_abi.aoti_torch_empty_strided(ndim, sizes, strides, dtype_code, like->device_type, like->device_index,
-                                               &tensor));
+    OP_CALL(torch_abi.aoti_torch_empty_strided(ndim, sizes, strides, dtype_code, like->device_type,
+                                               like->device_index, &tensor));
     return tensor;
 }
 

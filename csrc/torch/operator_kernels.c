@@ -15,7 +15,8 @@ void operator_kernels_bind(PyObject *module) {
 
 /* ---- calls ---- */
 
-/* The function of that name, called with `arguments`, which are stolen, or NULL with an exception; the lock is given back. */
+/* The function of that name, called with `arguments`, which are stolen, or NULL with an exception; the lock
+ * is given back. */
 static enum status finish(PyGILState_STATE lock, const char *name, PyObject *arguments) {
     PyObject *function = arguments ? PyObject_GetAttrString(functions, name) : NULL;
     PyObject *done = function ? PyObject_CallObject(function, arguments) : NULL;
@@ -38,8 +39,10 @@ static PyObject *over(const struct tensor_view *view, const struct kernel_stream
     return tensor_over(&there);
 }
 
-static PyObject *over_flat(const void *data, enum dtype dtype, int64_t numel, const struct kernel_stream *stream) {
-    return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype, .ndim = 1, .sizes = &numel}, stream);
+static PyObject *over_flat(const void *data, enum dtype dtype, int64_t numel,
+                           const struct kernel_stream *stream) {
+    return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype, .ndim = 1, .sizes = &numel},
+                stream);
 }
 
 static PyObject *over_number(const void *data, enum dtype dtype, const struct kernel_stream *stream) {
@@ -69,10 +72,12 @@ static void *address(const struct pack *pack, int64_t offset) {
 static int append_gap(const struct packing *packing, const struct pack *pack, int64_t begin, int64_t end) {
     if (pack->add || begin >= end)
         return 0;
-    return append(packing->gaps, over_flat(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
+    return append(packing->gaps,
+                  over_flat(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
 }
 
-static int append_source(const struct packing *packing, const struct pack *pack, const struct pack_source *source) {
+static int append_source(const struct packing *packing, const struct pack *pack,
+                         const struct pack_source *source) {
     struct tensor_view target = source->view;
     if (source->numel == 0)
         return 0;
@@ -90,7 +95,8 @@ static int fill(const struct packing *packing, const struct pack *pack) {
         const struct pack_source *source = &pack->sources[i];
         if (!source->view.data)
             continue;
-        if (append_gap(packing, pack, position, source->offset) < 0 || append_source(packing, pack, source) < 0)
+        if (append_gap(packing, pack, position, source->offset) < 0 ||
+            append_source(packing, pack, source) < 0)
             return -1;
         position = source_end(source);
     }
@@ -104,9 +110,11 @@ static enum status run_pack(const struct pack *pack) {
     PyGILState_STATE lock = PyGILState_Ensure();
     struct packing packing = {PyList_New(0), PyList_New(0), PyList_New(0)};
     bool made = packing.targets && packing.sources && packing.gaps && fill(&packing, pack) == 0;
-    PyObject *output = made ? over_flat(pack->output, pack->output_dtype, pack->output_numel, pack->stream) : NULL;
-    PyObject *arguments =
-        output ? Py_BuildValue("(OOOOd)", output, packing.targets, packing.sources, packing.gaps, pack->divisor) : NULL;
+    PyObject *output =
+        made ? over_flat(pack->output, pack->output_dtype, pack->output_numel, pack->stream) : NULL;
+    PyObject *arguments = output ? Py_BuildValue("(OOOOd)", output, packing.targets, packing.sources,
+                                                 packing.gaps, pack->divisor)
+                                 : NULL;
     Py_XDECREF(output);
     Py_XDECREF(packing.targets);
     Py_XDECREF(packing.sources);
@@ -114,21 +122,25 @@ static enum status run_pack(const struct pack *pack) {
     return finish(lock, pack->add ? "pack_add" : "pack", arguments);
 }
 
-static enum status pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
-                        int64_t num_sources, double divisor, const struct kernel_stream *stream) {
-    return run_pack(&(struct pack){output, output_dtype, output_numel, sources, num_sources, divisor, false, stream});
+static enum status pack(void *output, enum dtype output_dtype, int64_t output_numel,
+                        const struct pack_source *sources, int64_t num_sources, double divisor,
+                        const struct kernel_stream *stream) {
+    return run_pack(
+        &(struct pack){output, output_dtype, output_numel, sources, num_sources, divisor, false, stream});
 }
 
 static enum status pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
                             int64_t num_sources, const struct kernel_stream *stream) {
     int64_t output_numel = num_sources > 0 ? source_end(&sources[num_sources - 1]) : 0;
-    return run_pack(&(struct pack){output, output_dtype, output_numel, sources, num_sources, 1.0, true, stream});
+    return run_pack(
+        &(struct pack){output, output_dtype, output_numel, sources, num_sources, 1.0, true, stream});
 }
 
 /* ---- contiguous elements ---- */
 
 static enum status run_flat(const char *name, void *output, enum dtype output_dtype, const void *input,
-                            enum dtype input_dtype, int64_t numel, double divisor, const struct kernel_stream *stream) {
+                            enum dtype input_dtype, int64_t numel, double divisor,
+                            const struct kernel_stream *stream) {
     if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
         return STATUS_UNSUPPORTED;
     if (numel < 0)
@@ -142,8 +154,9 @@ static enum status run_flat(const char *name, void *output, enum dtype output_dt
     return finish(lock, name, arguments);
 }
 
-static enum status cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
-                               int64_t numel, double divisor, const struct kernel_stream *stream) {
+static enum status cast_divide(void *output, enum dtype output_dtype, const void *input,
+                               enum dtype input_dtype, int64_t numel, double divisor,
+                               const struct kernel_stream *stream) {
     if (output == input && output_dtype != input_dtype && numel > 0)
         return STATUS_INVALID;
     return run_flat("cast_divide", output, output_dtype, input, input_dtype, numel, divisor, stream);
@@ -155,8 +168,8 @@ static enum status accumulate(void *accumulator, enum dtype accumulator_dtype, c
     return run_flat("accumulate", accumulator, accumulator_dtype, input, input_dtype, numel, divisor, stream);
 }
 
-static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
-                               const struct kernel_stream *stream) {
+static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
+                               int64_t num_ranges, const struct kernel_stream *stream) {
     enum status status = STATUS_OK;
     for (int64_t i = 0; i < num_ranges && status == STATUS_OK; i++) {
         char *to = (char *)output + ranges[i].output_offset * dtype_nbytes(dtype);
@@ -210,9 +223,9 @@ static PyObject *adam_operands(const struct adam_tensor *tensor, const struct ke
     int result = operands ? 0 : -1;
     for (int i = 0; !result && i < ADAM_OPERANDS; i++) {
         const struct tensor_view *view = &tensor->operands[i];
-        result =
-            append(operands, adam_has_operand(tensor, i) ? over_flat(view->data, view->dtype, tensor->numel, stream)
-                                                         : Py_NewRef(Py_None));
+        result = append(operands, adam_has_operand(tensor, i)
+                                      ? over_flat(view->data, view->dtype, tensor->numel, stream)
+                                      : Py_NewRef(Py_None));
     }
     if (!result)
         result = append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
@@ -221,8 +234,8 @@ static PyObject *adam_operands(const struct adam_tensor *tensor, const struct ke
     return tuple;
 }
 
-static enum status adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
-                         const struct kernel_stream *stream) {
+static enum status adamw(const struct adam_tensor *tensors, int64_t num_tensors,
+                         const struct adamw_options *options, const struct kernel_stream *stream) {
     enum status status = adam_check(tensors, num_tensors, options);
     if (status != STATUS_OK)
         return status;
@@ -234,9 +247,10 @@ static enum status adamw(const struct adam_tensor *tensors, int64_t num_tensors,
     PyObject *lr = result               ? NULL
                    : options->lr_memory ? over_number(options->lr_memory, options->lr_dtype, stream)
                                         : PyFloat_FromDouble(options->lr);
-    PyObject *arguments = lr ? Py_BuildValue("(OOddddO)", list, lr, options->beta1, options->beta2, options->eps,
-                                             options->weight_decay, options->maximize ? Py_True : Py_False)
-                             : NULL;
+    PyObject *arguments =
+        lr ? Py_BuildValue("(OOddddO)", list, lr, options->beta1, options->beta2, options->eps,
+                           options->weight_decay, options->maximize ? Py_True : Py_False)
+           : NULL;
     Py_XDECREF(list);
     Py_XDECREF(lr);
     return finish(lock, "adamw", arguments);

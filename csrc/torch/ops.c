@@ -26,30 +26,31 @@
       "float beta2, float eps, float weight_decay, bool maximize) -> ()")
 /* clang-format on */
 
-#define DEFINE_BOXED(op, body, schema)                                                                                 \
-    static void op##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                          \
-        (void)num_inputs;                                                                                              \
-        (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_cpu = true});                                        \
-    }                                                                                                                  \
-    static void op##_elsewhere(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
-        (void)num_inputs;                                                                                              \
-        (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){.name = "fsdp_c::" #op});                                                        \
-    }                                                                                                                  \
-    static void op##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                         \
-        (void)num_inputs;                                                                                              \
-        (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_meta = true, .is_cpu = true});                       \
+#define DEFINE_BOXED(op, body, schema)                                                                       \
+    static void op##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                \
+        (void)num_inputs;                                                                                    \
+        (void)num_outputs;                                                                                   \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_cpu = true});                              \
+    }                                                                                                        \
+    static void op##_elsewhere(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {             \
+        (void)num_inputs;                                                                                    \
+        (void)num_outputs;                                                                                   \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op});                                              \
+    }                                                                                                        \
+    static void op##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {               \
+        (void)num_inputs;                                                                                    \
+        (void)num_outputs;                                                                                   \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_meta = true, .is_cpu = true});             \
     }
 EACH_OP(DEFINE_BOXED)
 
 #define SCHEMA(name, body, schema) #name schema,
 static const char *const schemas[] = {EACH_OP(SCHEMA)};
 
-#define KERNELS(name, body, schema)                                                                                    \
-    {"CPU", #name, name##_on_cpu}, {"Meta", #name, name##_on_meta}, {"CUDA", #name, name##_elsewhere},                 \
-        {"XPU", #name, name##_elsewhere}, {"MAIA", #name, name##_elsewhere}, {"PrivateUse1", #name, name##_elsewhere},
+#define KERNELS(name, body, schema)                                                                          \
+    {"CPU", #name, name##_on_cpu}, {"Meta", #name, name##_on_meta}, {"CUDA", #name, name##_elsewhere},       \
+        {"XPU", #name, name##_elsewhere}, {"MAIA", #name, name##_elsewhere},                                 \
+        {"PrivateUse1", #name, name##_elsewhere},
 static const struct op_kernel kernels[] = {EACH_OP(KERNELS)};
 
 static struct op_library library = {.schemas = schemas,
@@ -68,12 +69,14 @@ static bool is_left_out(const struct op_kernel *kernel) {
     return kernel->kernel == join_ranges_elsewhere;
 }
 
-/* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per key. */
+/* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per
+ * key. */
 static bool register_kernel(const struct op_kernel *kernel) {
     TorchLibraryHandle implementations = NULL;
     return is_left_out(kernel) ||
            (!torch_abi.aoti_torch_library_init_impl("fsdp_c", kernel->key, "fsdp_c", 0, &implementations) &&
-            !torch_abi.torch_library_impl(implementations, kernel->name, kernel->kernel, TORCH_BUILD_VERSION));
+            !torch_abi.torch_library_impl(implementations, kernel->name, kernel->kernel,
+                                          TORCH_BUILD_VERSION));
 }
 
 static bool register_all(const struct op_library *ops) {
@@ -91,6 +94,7 @@ int ops_register(struct op_library *ops) {
         ops->is_registered = true;
         return 0;
     }
-    PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s", op_error_text("torch refused them"));
+    PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
+                 op_error_text("torch refused them"));
     return -1;
 }

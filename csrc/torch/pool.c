@@ -20,8 +20,8 @@ static int has_pools(PyObject *module) {
     return result;
 }
 
-/* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for ever. 1; 0 for a torch
- * whose functions have other names; or -1. */
+/* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for
+ * ever. 1; 0 for a torch whose functions have other names; or -1. */
 static int find_functions(struct pool *pool) {
     PyObject *module = PyImport_ImportModule("torch._C");
     if (module && (pool->enter = PyObject_GetAttrString(module, "_cuda_beginAllocateCurrentThreadToPool")) &&
@@ -132,8 +132,8 @@ int64_t pool_piece_nbytes(int64_t nbytes_of_blocks) {
     return nbytes_of_blocks ? nbytes_of_blocks + POOL_LARGEST_REST + POOL_UNIT : 0;
 }
 
-/* A tensor without elements, whose storage grows: in deterministic mode torch fills those with elements, on the stream that is
- * current now, while other streams may be first to write here. */
+/* A tensor without elements, whose storage grows: in deterministic mode torch fills those with elements, on
+ * the stream that is current now, while other streams may be first to write here. */
 static int take_memory(struct pool *pool, int64_t nbytes) {
     PyObject *tensor = torch_empty(0, torch_names.uint8, pool->device);
     PyObject *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
@@ -163,7 +163,8 @@ static int empty_cache(void) {
     return done ? 0 : -1;
 }
 
-/* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of memory. */
+/* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of
+ * memory. */
 static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
     if (take_piece(pool, nbytes) == 0)
         return 0;

@@ -1,7 +1,8 @@
-/* Memory of one root's own on CUDA, so that what its steps gather never waits for, or breaks up, anybody else's. Nothing elsewhere,
- * and nothing with an allocator of torch's that has no pools.
+/* Memory of one root's own on CUDA, so that what its steps gather never waits for, or breaks up, anybody
+ * else's. Nothing elsewhere, and nothing with an allocator of torch's that has no pools.
  *
- * It is a torch.cuda.MemPool: what is freed stays in it and is handed out again, by the rules of torch's allocator. */
+ * It is a torch.cuda.MemPool: what is freed stays in it and is handed out again, by the rules of torch's
+ * allocator. */
 #ifndef FSDP_TORCH_POOL_H
 #define FSDP_TORCH_POOL_H
 
@@ -16,32 +17,38 @@ struct pool {
     PyObject *enter, *leave, *release; /* owned; functions of torch._C, which use_mem_pool calls as well */
     PyObject *device, *index;          /* owned */
     bool entered;                      /* between pool_enter and pool_leave */
-    bool reserved;                     /* written by the owner, once it has taken all that its steps will take */
-    int64_t piece;     /* bytes of the one that pool_grow has made, or 0; free where nothing of the pool is in use */
+    /* written by the owner, once it has taken all that its steps will take */
+    bool reserved;
+    /* bytes of the one that pool_grow has made, or 0; free where nothing of the pool is in use */
+    int64_t piece;
     const void *begin; /* of the piece */
 };
 
-/* As torch's allocator has it: at most this much comes from segments for small blocks, and so large a rest stays with a block. */
+/* As torch's allocator has it: at most this much comes from segments for small blocks, and so large a rest
+ * stays with a block. */
 enum { POOL_UNIT = 512, POOL_SMALL = 1 << 20, POOL_LARGEST_REST = 1 << 20 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `pool` zeroed. */
 int pool_init(struct pool *pool, PyObject *device);
 void pool_fini(struct pool *pool);
 
-/* What it holds free goes to torch's allocator, whose empty_cache() gives it to the driver; it holds nothing, and nothing is
- * reserved. 0, or -1 and the pool is as before. */
+/* What it holds free goes to torch's allocator, whose empty_cache() gives it to the driver; it holds nothing,
+ * and nothing is reserved. 0, or -1 and the pool is as before. */
 int pool_empty(struct pool *pool);
 /* The same, amid a reservation: it has no piece. 0, or -1 and the pool is as before. */
 int pool_renew(struct pool *pool);
 
 /* What a block of `nbytes` takes of a piece; 0 where it comes from segments for small blocks. */
 int64_t pool_nbytes_of_piece(int64_t nbytes);
-/* How large a piece is that is cut into blocks of so much in all: what is over stays free, as it would belong to one of them otherwise. */
+/* How large a piece is that is cut into blocks of so much in all: what is over stays free, as it would belong
+ * to one of them otherwise. */
 int64_t pool_piece_nbytes(int64_t nbytes_of_blocks);
-/* On the stream whose memory it is to be: a free piece of so much is there, unless the device has none. 0 or -1. */
+/* On the stream whose memory it is to be: a free piece of so much is there, unless the device has none. 0 or
+ * -1. */
 int pool_grow(struct pool *pool, int64_t nbytes);
 
-/* Does the block that begins at `data` lie in the piece? Settings of torch's allocator, as max_split_size_mb, may keep it whole. */
+/* Does the block that begins at `data` lie in the piece? Settings of torch's allocator, as max_split_size_mb,
+ * may keep it whole. */
 bool pool_is_cut(const struct pool *pool, const void *data);
 
 /* Where nothing of the pool is in use: is a block of `nbytes` cut of the piece? */

@@ -1,4 +1,5 @@
-/* Ranges in torch's profiler, under the names that users grep traces for (D-130). One dict lookup while no profiler is on. */
+/* Ranges in torch's profiler, under the names that users grep traces for (D-130). One dict lookup while no
+ * profiler is on. */
 #ifndef FSDP_TORCH_PROFILE_H
 #define FSDP_TORCH_PROFILE_H
 

@@ -6,14 +6,16 @@
 #include <Python.h>
 #include <stdio.h>
 
-/* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be NULL. */
+/* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be
+ * NULL. */
 static inline void ref_set(PyObject **field, PyObject *value) {
     PyObject *old = *field;
     *field = value;
     Py_XDECREF(old);
 }
 
-/* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an exception. */
+/* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an
+ * exception. */
 static inline PyObject *context_enter(PyObject *context) {
     PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
     Py_XDECREF(entered);

@@ -95,8 +95,8 @@ static int hand_over(struct streams *streams) {
     return wait_on(streams, STREAM_COMPUTE, streams->followed);
 }
 
-/* A script may run its steps, parts of a model, or a backward under other streams than the rest; and the engine runs a unit's
- * hook under the stream that was current when its anchor was made. */
+/* A script may run its steps, parts of a model, or a backward under other streams than the rest; and the
+ * engine runs a unit's hook under the stream that was current when its anchor was made. */
 int stream_follow(struct streams *streams) {
     if (!streams_are_real(streams) || streams->entered)
         return 0;
@@ -138,7 +138,8 @@ int stream_end_backward(struct streams *streams) {
 void stream_note_end(struct streams *streams) {
     if (!streams->is_external || PyErr_Occurred())
         return;
-    streams->has_ended = !is_capturing(streams) && record_on(streams, STREAM_COMPUTE, &streams->followed) == 0;
+    streams->has_ended =
+        !is_capturing(streams) && record_on(streams, STREAM_COMPUTE, &streams->followed) == 0;
     PyErr_Clear();
 }
 
@@ -266,8 +267,8 @@ int streams_init(struct streams *streams, PyObject *device) {
     if (!type)
         return -1;
     bool is_cuda = PyUnicode_CompareWithASCIIString(type, "cuda") == 0;
-    bool is_host =
-        PyUnicode_CompareWithASCIIString(type, "cpu") == 0 || PyUnicode_CompareWithASCIIString(type, "meta") == 0;
+    bool is_host = PyUnicode_CompareWithASCIIString(type, "cpu") == 0 ||
+                   PyUnicode_CompareWithASCIIString(type, "meta") == 0;
     Py_DECREF(type);
     if (is_host)
         return 0;

@@ -1,7 +1,7 @@
 /* Streams and events behind one interface: real on a GPU, nothing on the CPU.
  *
- * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a point of a stream,
- * and another stream waits for it. */
+ * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a
+ * point of a stream, and another stream waits for it. */
 #ifndef FSDP_TORCH_STREAM_H
 #define FSDP_TORCH_STREAM_H
 
@@ -11,7 +11,8 @@
 #include <stdint.h>
 
 enum stream_role {
-    STREAM_COMPUTE, /* the stream that is current outside of stream_enter and stream_leave: of the script, or of a hook */
+    /* the stream that is current outside of stream_enter and stream_leave: of the script, or of a hook */
+    STREAM_COMPUTE,
     STREAM_PRE_UNSHARD, /* what a gather reads: the shard brought to the device, or cast */
     STREAM_UNSHARD,
     STREAM_POST_BACKWARD,
@@ -35,9 +36,10 @@ struct streams {
     PyObject *set_stream; /* owned; of the module */
     PyObject *device;     /* owned; torch.device, NULL on the CPU */
     int32_t device_index;
-    bool entered;          /* a side stream is current */
-    void *context;         /* the driver's, of the device */
-    PyObject *left_device; /* owned; index of the current device that stream_enter left for this one, or NULL */
+    bool entered;  /* a side stream is current */
+    void *context; /* the driver's, of the device */
+    /* owned; index of the current device that stream_enter left for this one, or NULL */
+    PyObject *left_device;
     stream_event followed; /* owned; where the compute stream was another one */
     /* What was the compute stream before, the last ones, since the last backward ended. */
     struct stream_handle former[MOST_FORMER];
@@ -57,20 +59,22 @@ static inline bool streams_are_real(const struct streams *streams) {
 
 /* Each does nothing on the CPU, and with a NULL event. 0 or -1. */
 
-/* The compute stream is the one that is current now, and comes after what the one before it was given. Every other verb begins with
- * it. */
+/* The compute stream is the one that is current now, and comes after what the one before it was given. Every
+ * other verb begins with it. */
 int stream_follow(struct streams *streams);
-/* What was the compute stream before waits for what is now: memory that was taken there has been used and given back here. */
+/* What was the compute stream before waits for what is now: memory that was taken there has been used and
+ * given back here. */
 int stream_give_back(struct streams *streams);
-/* What was the compute stream before is forgotten; the host waits in the place of one that the script may have destroyed. */
+/* What was the compute stream before is forgotten; the host waits in the place of one that the script may
+ * have destroyed. */
 int stream_end_backward(struct streams *streams);
-/* The root's forward, or a backward, is over: an external compute stream is asked nothing from now on. Nothing where an exception is
- * set; never sets one. */
+/* The root's forward, or a backward, is over: an external compute stream is asked nothing from now on.
+ * Nothing where an exception is set; never sets one. */
 void stream_note_end(struct streams *streams);
 /* Work is enqueued there from now on; from there, another role's stream may be entered. */
 int stream_enter(struct streams *streams, enum stream_role role);
-/* The compute stream is current until stream_leave, or torch's default stream where the script may destroy that one: autograd's nodes
- * remember which it was when they were made. */
+/* The compute stream is current until stream_leave, or torch's default stream where the script may destroy
+ * that one: autograd's nodes remember which it was when they were made. */
 int stream_enter_lasting(struct streams *streams);
 int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
 int stream_record(struct streams *streams, enum stream_role role,

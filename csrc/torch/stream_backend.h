@@ -1,5 +1,5 @@
-/* Who keeps streams and events: the CUDA driver, in stream_driver.c, or, for any other device, torch's module of it, in
- * stream_module.c. stream.c says what is done with them. */
+/* Who keeps streams and events: the CUDA driver, in stream_driver.c, or, for any other device, torch's module
+ * of it, in stream_module.c. stream.c says what is done with them. */
 #ifndef FSDP_TORCH_STREAM_BACKEND_H
 #define FSDP_TORCH_STREAM_BACKEND_H
 
@@ -16,7 +16,8 @@ struct stream_backend {
     bool (*is_current)(const struct streams *streams, const struct stream_handle *stream); /* never raises */
     /* Whether a CUDA graph is made of what is enqueued there. Never raises. */
     bool (*is_capturing)(const struct streams *streams, const struct stream_handle *stream);
-    int (*is_elsewhere)(const struct streams *streams); /* another device is the thread's current one: 1; or 0 or -1 */
+    /* another device is the thread's current one: 1; or 0 or -1 */
+    int (*is_elsewhere)(const struct streams *streams);
 };
 
 extern const struct stream_backend driver_backend;

@@ -50,8 +50,9 @@ static int check(int code, const char *what) {
     return -1;
 }
 
-/* [Note: contexts] Events are made in the current context, and the default stream, whose handle is NULL, is that of the current
- * context. A thread may have another device's, or none: so the device's is current while the driver is asked. */
+/* [Note: contexts] Events are made in the current context, and the default stream, whose handle is NULL, is
+ * that of the current context. A thread may have another device's, or none: so the device's is current while
+ * the driver is asked. */
 static void *current_context(void) {
     void *context = NULL;
     return driver.current_context(&context) == 0 ? context : NULL;
@@ -69,7 +70,8 @@ static void pop_context(bool pushed) {
 }
 
 static int init(struct streams *streams) {
-    return check(driver.context_of_stream(streams->roles[STREAM_UNSHARD].raw, &streams->context), "cuStreamGetCtx");
+    return check(driver.context_of_stream(streams->roles[STREAM_UNSHARD].raw, &streams->context),
+                 "cuStreamGetCtx");
 }
 
 static int record(const struct streams *streams, const struct stream_handle *stream, stream_event *event) {
@@ -109,7 +111,8 @@ static void destroy(stream_event event) {
 static bool is_current(const struct streams *streams, const struct stream_handle *stream) {
     void *current = NULL;
     return torch_abi.aoti_torch_get_current_cuda_stream &&
-           !torch_abi.aoti_torch_get_current_cuda_stream(streams->device_index, &current) && current == stream->raw;
+           !torch_abi.aoti_torch_get_current_cuda_stream(streams->device_index, &current) &&
+           current == stream->raw;
 }
 
 static bool is_capturing(const struct streams *streams, const struct stream_handle *stream) {

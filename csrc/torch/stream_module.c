@@ -1,5 +1,5 @@
-/* Streams and events of any device by the functions of torch's module of it, as torch.cuda and torch.xpu have them. An event is a
- * Python object here, and a stream is told by its number. */
+/* Streams and events of any device by the functions of torch's module of it, as torch.cuda and torch.xpu have
+ * them. An event is a Python object here, and a stream is told by its number. */
 #include "torch/stream_backend.h"
 
 #include "torch/ref.h"
@@ -37,7 +37,8 @@ static void destroy(stream_event event) {
 static bool is_current(const struct streams *streams, const struct stream_handle *stream) {
     void *number = NULL;
     PyObject *current = PyObject_CallMethod(streams->module, "current_stream", "O", streams->device);
-    bool same = current && stream_number(current, streams->backend->number, &number) == 0 && number == stream->raw;
+    bool same =
+        current && stream_number(current, streams->backend->number, &number) == 0 && number == stream->raw;
     Py_XDECREF(current);
     PyErr_Clear();
     return same;

@@ -1,4 +1,5 @@
-/* Views of tensors from their Python objects, through the C functions that torch.Tensor publishes for DLPack. */
+/* Views of tensors from their Python objects, through the C functions that torch.Tensor publishes for
+ * DLPack. */
 #include "torch/tensor.h"
 
 #include <stdlib.h>
@@ -9,7 +10,8 @@
 #include "torch/torch_abi.h"
 
 /* DLPack's types, version 1, as far as they are read here. */
-enum { DLPACK_MAJOR = 1, DL_CPU = 1, DL_CUDA_HOST = 3, DL_ROCM_HOST = 11 }; /* other devices: enum device_kind */
+/* other devices: enum device_kind */
+enum { DLPACK_MAJOR = 1, DL_CPU = 1, DL_CUDA_HOST = 3, DL_ROCM_HOST = 11 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
 
 struct dl_tensor {
@@ -104,7 +106,8 @@ int tensor_init(void) {
     PyObject *tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
     Py_XDECREF(torch);
     if (!tensor_type || !PyType_Check(tensor_type)) {
-        PyErr_SetString(PyExc_ImportError, "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
+        PyErr_SetString(PyExc_ImportError,
+                        "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
         Py_XDECREF(tensor_type);
         return -1;
     }
@@ -138,7 +141,8 @@ static const struct {
     int32_t type;
     const char *name;
     enum device_kind kind;
-} devices[] = {{0, "cpu", DEVICE_CPU}, {1, "cuda", DEVICE_CUDA}, {8, "maia", DEVICE_MAIA}, {12, "xpu", DEVICE_XPU}};
+} devices[] = {
+    {0, "cpu", DEVICE_CPU}, {1, "cuda", DEVICE_CUDA}, {8, "maia", DEVICE_MAIA}, {12, "xpu", DEVICE_XPU}};
 enum { NUM_DEVICES = sizeof devices / sizeof *devices };
 
 static enum device_kind device_at(int index) {
@@ -161,8 +165,9 @@ enum device_kind tensor_device_named(const char *type) {
     return device_at(index);
 }
 
-/* [Note: sizes without the table] Without the exchange table the sizes and strides have no address in torch that could be
- * borrowed. They are kept in a ring large enough for the views of one pass over a unit with tens of thousands of parameters. */
+/* [Note: sizes without the table] Without the exchange table the sizes and strides have no address in torch
+ * that could be borrowed. They are kept in a ring large enough for the views of one pass over a unit with
+ * tens of thousands of parameters. */
 enum { RING_NUMEL = 1 << 17 };
 
 static int64_t *ring_reserve(Py_ssize_t count) {
@@ -269,8 +274,9 @@ static int refuse_memory(PyObject *tensor) {
     PyObject *device = attribute_text(tensor, "device");
     PyObject *layout = attribute_text(tensor, "layout");
     if (device && layout) {
-        PyErr_Format(PyExc_RuntimeError, "expected a dense tensor with memory, got one of layout %U on device %U",
-                     layout, device);
+        PyErr_Format(PyExc_RuntimeError,
+                     "expected a dense tensor with memory, got one of layout %U on device %U", layout,
+                     device);
     }
     Py_XDECREF(layout);
     Py_XDECREF(device);

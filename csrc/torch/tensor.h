@@ -1,5 +1,6 @@
-/* Tensors as the C layers see them: Python objects whose memory is viewed through torch's DLPack exchange table.
- * Nothing here keeps a tensor alive: a view is borrowed while its tensor lives and its storage is not resized. */
+/* Tensors as the C layers see them: Python objects whose memory is viewed through torch's DLPack exchange
+ * table. Nothing here keeps a tensor alive: a view is borrowed while its tensor lives and its storage is not
+ * resized. */
 #ifndef FSDP_TORCH_TENSOR_H
 #define FSDP_TORCH_TENSOR_H
 
@@ -14,8 +15,8 @@ int tensor_init(void);
 /* View `tensor` (a dense torch.Tensor or Parameter). 0, or -1 with an exception naming what it is instead. */
 int tensor_view_of(PyObject *tensor, struct tensor_view *view);
 
-/* The reverse: a new tensor over the memory of `view`, which must outlive it. NULL with an exception, as where torch has no exchange
- * table (tensor_has_exchange). */
+/* The reverse: a new tensor over the memory of `view`, which must outlive it. NULL with an exception, as
+ * where torch has no exchange table (tensor_has_exchange). */
 PyObject *tensor_over(const struct tensor_view *view);
 bool tensor_has_exchange(void);
 
@@ -29,7 +30,8 @@ enum device_kind tensor_device_named(const char *type); /* as torch.device has i
 /* See pages_prefer_large; nothing to do off the CPU, nor for a dtype that kernels do not know. */
 void tensor_prefer_large_pages(const struct tensor_view *view);
 
-/* The stream on which kernels for this device run now: CPU threads by torch_parallel_for, or the device's current stream. */
+/* The stream on which kernels for this device run now: CPU threads by torch_parallel_for, or the device's
+ * current stream. */
 const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view);
 
 /* Turn a kernel's status into a Python exception: 0 for STATUS_OK, else -1. `what` names the operation. */

@@ -27,7 +27,8 @@ static PyObject *torch_version(void) {
     PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
     PyObject *text = version ? PyObject_Str(version) : NULL;
     if (!text && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ImportError, "fsdp_c needs torch to be imported first: import torch, then fsdp_c");
+        PyErr_SetString(PyExc_ImportError,
+                        "fsdp_c needs torch to be imported first: import torch, then fsdp_c");
     Py_XDECREF(version);
     Py_XDECREF(torch);
     Py_XDECREF(name);
@@ -45,8 +46,8 @@ static int check_version(void) {
         goto done;
     if (sscanf(text, "%d.%d", &major, &minor) != 2 || major < OLDEST_MAJOR ||
         (major == OLDEST_MAJOR && minor < OLDEST_MINOR)) {
-        PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed", OLDEST_MAJOR,
-                     OLDEST_MINOR, text);
+        PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed",
+                     OLDEST_MAJOR, OLDEST_MINOR, text);
         goto done;
     }
     result = 0;
@@ -59,19 +60,19 @@ done:
 /* 0, or -1 with an ImportError naming the first required symbol that is not there. */
 static int find_all(struct torch_abi *found, void *library, void *cuda_library) {
     const char *missing = NULL;
-#define FIND_REQUIRED(result, name, arguments)                                                                         \
-    if (!find_symbol(library, #name, &found->name) && !missing) {                                                      \
-        missing = #name;                                                                                               \
+#define FIND_REQUIRED(result, name, arguments)                                                               \
+    if (!find_symbol(library, #name, &found->name) && !missing) {                                            \
+        missing = #name;                                                                                     \
     }
-#define FIND_OPTIONAL(result, name, arguments)                                                                         \
-    if (!find_symbol(library, #name, &found->name)) {                                                                  \
-        find_symbol(cuda_library, #name, &found->name);                                                                \
+#define FIND_OPTIONAL(result, name, arguments)                                                               \
+    if (!find_symbol(library, #name, &found->name)) {                                                        \
+        find_symbol(cuda_library, #name, &found->name);                                                      \
     }
     TORCH_ABI_REQUIRED(FIND_REQUIRED)
     TORCH_ABI_OPTIONAL(FIND_OPTIONAL)
     if (missing) {
-        PyErr_Format(PyExc_ImportError, "fsdp_c cannot be used with this torch: its library lacks the symbol %s",
-                     missing);
+        PyErr_Format(PyExc_ImportError,
+                     "fsdp_c cannot be used with this torch: its library lacks the symbol %s", missing);
         return -1;
     }
     return 0;

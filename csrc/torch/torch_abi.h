@@ -1,8 +1,10 @@
-/* libtorch's stable C ABI, as far as this project uses it: prototypes by hand, because torch's headers are C++.
+/* libtorch's stable C ABI, as far as this project uses it: prototypes by hand, because torch's headers are
+ * C++.
  *
- * Invariant: after torch_abi_init every required function is set; an optional one may be NULL (a symbol of a newer torch, or
- * of one with CUDA) and is tested before use. tests/native/abi_check.cpp compares each prototype with torch's own header.
- * Every function that returns AOTITorchError returns 0 on success, and never throws. */
+ * Invariant: after torch_abi_init every required function is set; an optional one may be NULL (a symbol of a
+ * newer torch, or of one with CUDA) and is tested before use. tests/native/abi_check.cpp compares each
+ * prototype with torch's own header. Every function that returns AOTITorchError returns 0 on success, and
+ * never throws. */
 #ifndef FSDP_TORCH_TORCH_ABI_H
 #define FSDP_TORCH_TORCH_ABI_H
 
@@ -86,7 +88,8 @@ struct torch_abi {
 
 extern struct torch_abi torch_abi;
 
-/* Fill `torch_abi` from the libtorch that Python has loaded. 0, or -1 with an ImportError that says what is wrong. Idempotent. */
+/* Fill `torch_abi` from the libtorch that Python has loaded. 0, or -1 with an ImportError that says what is
+ * wrong. Idempotent. */
 int torch_abi_init(void);
 
 #endif

@@ -1,14 +1,15 @@
 """Archives of torch.save, read without trusting them: where each record lies, and tensors one by one.
 
 [Note: One view of an archive]
-A zip archive can be laid out so that one reader sees other records in it than the next: torch a tensor of a gigabyte in
-a few compressed bytes, or code, where Python sees four empty files. So an archive is read only as torch.save lays it
-out: its directory stands right before the end, lists each record once, uncompressed, and the records lie apart. Then
-torch's own reader must see the same records at the same places. Records of TorchScript, which is code, are refused
-before anything is unpickled: ``torch.load`` would run them.
+A zip archive can be laid out so that one reader sees other records in it than the next: torch a tensor of a
+gigabyte in a few compressed bytes, or code, where Python sees four empty files. So an archive is read only as
+torch.save lays it out: its directory stands right before the end, lists each record once, uncompressed, and
+the records lie apart. Then torch's own reader must see the same records at the same places. Records of
+TorchScript, which is code, are refused before anything is unpickled: ``torch.load`` would run them.
 
-Tensors come out of the pickle on the meta device. Their storages stand for records, of which ``read_stored`` reads what
-a tensor needs: into memory rather than by a mapping, so that a file that is cut meanwhile is an error and no signal.
+Tensors come out of the pickle on the meta device. Their storages stand for records, of which ``read_stored``
+reads what a tensor needs: into memory rather than by a mapping, so that a file that is cut meanwhile is an
+error and no signal.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Record(NamedTuple):
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open for reading. CheckpointError for what is no file: a named pipe, which would be waited for, or a device."""
+    """Open for reading. CheckpointError for what is no file: a named pipe, which would be waited for, or a
+    device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -83,14 +85,17 @@ def _directory(file: BinaryIO) -> tuple[int, int, int]:
     _require(end >= 0, "it is torn")
     magic, *disks, here, count, nbytes, start, comment = _END.unpack(_read(file, end, _END.size))
     _require(
-        magic == 0x06054B50 and disks == [0, 0] and here == count and not comment, "no archive of torch.save ends so"
+        magic == 0x06054B50 and disks == [0, 0] and here == count and not comment,
+        "no archive of torch.save ends so",
     )
     if end >= _LOCATOR64.size:
         magic, disk, at, _ = _LOCATOR64.unpack(_read(file, end - _LOCATOR64.size, _LOCATOR64.size))
         if magic == 0x07064B50:
             end -= _LOCATOR64.size + _END64.size
             _require(disk == 0 and at == end, "no archive of torch.save ends so")
-            magic, length, _, _, *disks, here, count, nbytes, start = _END64.unpack(_read(file, end, _END64.size))
+            magic, length, _, _, *disks, here, count, nbytes, start = _END64.unpack(
+                _read(file, end, _END64.size)
+            )
             sound = magic == 0x06064B50 and length == _END64.size - 12 and disks == [0, 0] and here == count
             _require(sound, "no archive of torch.save ends so")
     _require(start + nbytes == end, "its directory lies elsewhere than torch.save puts it")
@@ -121,8 +126,8 @@ def read_records(file: BinaryIO) -> dict[str, Record]:
     at = 0
     for _ in range(count):
         _require(at + _CENTRAL.size <= len(directory), "its directory is damaged")
-        magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = _CENTRAL.unpack_from(
-            directory, at
+        magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = (
+            _CENTRAL.unpack_from(directory, at)
         )
         named = at + _CENTRAL.size
         at = named + sum(lengths)
@@ -143,7 +148,9 @@ def read_records(file: BinaryIO) -> dict[str, Record]:
         headers.append((header, offset + nbytes))
     _require(at == len(directory), "its directory is damaged")
     begins = [*(begin for begin, _ in sorted(headers)), start]
-    apart = begins[0] == 0 and all(end <= begin for (_, end), begin in zip(sorted(headers), begins[1:], strict=True))
+    apart = begins[0] == 0 and all(
+        end <= begin for (_, end), begin in zip(sorted(headers), begins[1:], strict=True)
+    )
     _require(apart, "its records do not lie one behind the other")
     _check_as_torch_sees(file, records)
     return records
@@ -163,7 +170,8 @@ def _check_as_torch_sees(file: BinaryIO, records: dict[str, Record]) -> None:
 
 
 def check_archive(file: BinaryIO) -> dict[str, Record]:
-    """Its records. ValueError for an archive that could run code, or take far more memory or time than its size."""
+    """Its records. ValueError for an archive that could run code, or take far more memory or time than its
+    size."""
     records = read_records(file)
     _require("data.pkl" in records, "it has no data.pkl")
     content = _read(file, records["data.pkl"].offset, records["data.pkl"].nbytes)
@@ -188,7 +196,8 @@ StoredByAddress = dict[int, Stored]  # by UntypedStorage._cdata
 
 
 class Archive:
-    """A file of torch.save. Its values are read by ``unpickle``, and tensors among them by ``read_stored``."""
+    """A file of torch.save. Its values are read by ``unpickle``, and tensors among them by
+    ``read_stored``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -215,7 +224,9 @@ class Archive:
 
     def _storage(self, persistent_id: Any) -> TypedStorage:
         kind, storage_type, key, _, numel = persistent_id
-        _require(kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside")
+        _require(
+            kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside"
+        )
         dtype = torch.uint8 if storage_type is UntypedStorage else storage_type.dtype
         record = self.records.get(f"data/{key}")
         if record is None or not 0 <= numel * dtype.itemsize <= record.nbytes:
@@ -234,7 +245,8 @@ class Archive:
 
 
 class LegacyFile(Archive):
-    """A file of torch.save of before 1.6: five pickles, of which the fourth has the values, and then storages."""
+    """A file of torch.save of before 1.6: five pickles, of which the fourth has the values, and then
+    storages."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.records, self.by_key = path, {}, {}
@@ -257,7 +269,10 @@ class LegacyFile(Archive):
         with open_file(self.path) as file:
             for key in self.keys:
                 stored = self.by_key[key]
-                _require(_read(file, at, 8) == self.numels[key].to_bytes(8, "little"), "a storage is of another size")
+                _require(
+                    _read(file, at, 8) == self.numels[key].to_bytes(8, "little"),
+                    "a storage is of another size",
+                )
                 self.by_key[key] = stored._replace(record=stored.record._replace(offset=at + 8))
                 at += 8 + stored.record.nbytes
         _require(at <= self.nbytes, "it is torn")
@@ -265,10 +280,14 @@ class LegacyFile(Archive):
 
     def _storage(self, persistent_id: Any) -> TypedStorage:
         kind, storage_type, key, _, numel, view = persistent_id
-        _require(kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside")
+        _require(
+            kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside"
+        )
         _require(view is None, "a view of a storage, as torch 0.3 saved it")
         nbytes = numel * storage_type.dtype.itemsize
-        _require(0 <= nbytes <= self.nbytes, f"{numel} elements of {storage_type.dtype} in {self.nbytes} bytes")
+        _require(
+            0 <= nbytes <= self.nbytes, f"{numel} elements of {storage_type.dtype} in {self.nbytes} bytes"
+        )
         if key not in self.by_key:
             self.numels[key] = numel
             storage = UntypedStorage(nbytes, device="meta")
@@ -305,9 +324,14 @@ def is_within(tensor: Tensor, stored: StoredByAddress) -> bool:
         return False
     place = stored.get(tensor.untyped_storage()._cdata)
     if place is None:
-        return tensor.is_meta or not tensor.nbytes  # others were made by their size, of whatever lay in memory
+        return (
+            tensor.is_meta or not tensor.nbytes
+        )  # others were made by their size, of whatever lay in memory
     available = place.record.nbytes
-    return tensor.nbytes <= available and (tensor.storage_offset() + _span(tensor)) * tensor.itemsize <= available
+    return (
+        tensor.nbytes <= available
+        and (tensor.storage_offset() + _span(tensor)) * tensor.itemsize <= available
+    )
 
 
 def _span(tensor: Tensor) -> int:
@@ -347,7 +371,9 @@ def _read_tensor(
     tensor: Tensor, place: Stored, stored: StoredByAddress, read: dict[Any, UntypedStorage] | None
 ) -> Tensor:
     if not is_within(tensor, stored):
-        raise CheckpointError(f"{place.path}: a tensor of {tuple(tensor.shape)} has more elements than the file")
+        raise CheckpointError(
+            f"{place.path}: a tensor of {tuple(tensor.shape)} has more elements than the file"
+        )
     first, dtype = int(tensor.storage_offset()), tensor.dtype
     if read is None:
         storage, first = _read_storage(place, dtype, first, _span(tensor)), 0

@@ -65,12 +65,19 @@ def make_parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="read everything and compare it with its checksums")
     verify.add_argument("path", type=Path, metavar="PATH")
 
-    convert = commands.add_parser("convert", help="write a checkpoint in another format, dtype or number of parts")
+    convert = commands.add_parser(
+        "convert", help="write a checkpoint in another format, dtype or number of parts"
+    )
     convert.add_argument("path", type=Path, metavar="PATH")
     convert.add_argument("target", type=Path, metavar="TARGET")
-    convert.add_argument("--to", choices=FORMATS, help="default: by TARGET's suffix (.safetensors, .pt), else dcp")
     convert.add_argument(
-        "--ranks", type=_ranks, default=1, help="dcp: as many files as so many ranks would write (default: %(default)s)"
+        "--to", choices=FORMATS, help="default: by TARGET's suffix (.safetensors, .pt), else dcp"
+    )
+    convert.add_argument(
+        "--ranks",
+        type=_ranks,
+        default=1,
+        help="dcp: as many files as so many ranks would write (default: %(default)s)",
     )
     convert.add_argument(
         "--dtype", choices=DTYPES, help="cast floating-point tensors, but for single numbers (default: none)"
@@ -96,7 +103,9 @@ def make_parser() -> argparse.ArgumentParser:
     diff = commands.add_parser("diff", help="compare two checkpoints, of any formats")
     diff.add_argument("path", type=Path, metavar="PATH")
     diff.add_argument("other", type=Path, metavar="OTHER")
-    diff.add_argument("--select", metavar="NAME", help="only what is below NAME in PATH, and in OTHER if it has NAME")
+    diff.add_argument(
+        "--select", metavar="NAME", help="only what is below NAME in PATH, and in OTHER if it has NAME"
+    )
     diff.add_argument(
         "--tolerance",
         type=_tolerance,
@@ -132,7 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as error:
-        why = "more memory is needed than there is" if isinstance(error, MemoryError) else str(error).split("\n")[0]
+        why = (
+            "more memory is needed than there is"
+            if isinstance(error, MemoryError)
+            else str(error).split("\n")[0]
+        )
         _say(f"error: {args.path}: {why}", file=sys.stderr)
         return 2
     except Exception:  # a bug; 1 would say that the checkpoint is damaged
@@ -183,7 +196,9 @@ def _inspect(args: argparse.Namespace) -> int:
     entries = {key: info for key, info in selected(source, args.select).values()}
     if args.json:
         print(
-            json.dumps({"format": source.kind, "entries": {key: _as_json(i) for key, i in entries.items()}}, indent=1)
+            json.dumps(
+                {"format": source.kind, "entries": {key: _as_json(i) for key, i in entries.items()}}, indent=1
+            )
         )
         return 0
     tensors = [info for info in entries.values() if info.is_tensor]
@@ -259,9 +274,14 @@ def _convert(args: argparse.Namespace) -> int:
         for name, (key, info) in entries.items():
             value = source.read(key)
             sink.add(name, info, value.to(info.dtype) if isinstance(value, Tensor) else value)
-    _say(f"{args.target}: {kind}, {len(entries)} entries, {_size(sum(info.nbytes for info in infos.values()))}")
+    _say(
+        f"{args.target}: {kind}, {len(entries)} entries, {_size(sum(info.nbytes for info in infos.values()))}"
+    )
     if dropped or left_out:
-        _say(f"left out: {left_out} entries not below {select!r}, {len(dropped)} that are no tensors", file=sys.stderr)
+        _say(
+            f"left out: {left_out} entries not below {select!r}, {len(dropped)} that are no tensors",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -271,7 +291,9 @@ def _named(source: Source, path: Path) -> Source:
         raise ValueError(f"--like {path}: for flat parameters (LOCAL_STATE_DICT), and there are none")
     like = open_source(path)
     if not isinstance(like, TorchSource):
-        raise ValueError(f"--like {path}: a file of torch.save is needed, which keeps the order of parameters")
+        raise ValueError(
+            f"--like {path}: a file of torch.save is needed, which keeps the order of parameters"
+        )
     return NamedSource(source, like, f"{_MODEL}." if _has(source, _MODEL) and not _has(like, _MODEL) else "")
 
 
@@ -310,7 +332,9 @@ def _difference(left: object, right: object, tolerance: float) -> str | None:
     if left.shape != right.shape:
         return f"shape {list(left.shape)} and {list(right.shape)}"
     count, largest = _largest_difference(left, right)
-    of_dtype = f"dtype {left.dtype} and {right.dtype}".replace("torch.", "") if left.dtype != right.dtype else ""
+    of_dtype = (
+        f"dtype {left.dtype} and {right.dtype}".replace("torch.", "") if left.dtype != right.dtype else ""
+    )
     of_values = ""
     if largest > tolerance or largest != largest:
         of_values = f"{count} of {left.numel()} elements differ, by at most {largest:.6g}"
@@ -325,7 +349,8 @@ def _same(left: object, right: object) -> bool:
 
 
 def _largest_difference(left: Tensor, right: Tensor) -> tuple[int, float]:
-    """How many elements differ, and the largest absolute difference; NaN is equal to NaN, and infinitely far else."""
+    """How many elements differ, and the largest absolute difference; NaN is equal to NaN, and infinitely far
+    else."""
     count, largest = 0, 0.0
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     lefts, rights = left.reshape(-1).split(_DIFF_NUMEL), right.reshape(-1).split(_DIFF_NUMEL)

@@ -102,7 +102,8 @@ def _dcp_folder(path: Path, ranks: int) -> Iterator[DcpSink]:
         names = [data_file(temporary, path, rank) for rank in range(ranks)]
         with contextlib.ExitStack() as stack:
             files = {
-                name: stack.enter_context((temporary / Path(name).name).open("xb", buffering=2**16)) for name in names
+                name: stack.enter_context((temporary / Path(name).name).open("xb", buffering=2**16))
+                for name in names
             }
             sink = DcpSink(files)
             yield sink
@@ -168,7 +169,8 @@ class DcpSink:
 
 
 class TorchSink:
-    """A file that ``torch.load`` reads. What describes the tensors is written last, so none has to be kept."""
+    """A file that ``torch.load`` reads. What describes the tensors is written last, so none has to be
+    kept."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)

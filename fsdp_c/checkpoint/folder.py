@@ -1,27 +1,29 @@
 """A checkpoint as a folder: put in its place at once, by one writer at a time.
 
 [Note: In place at once]
-A new checkpoint is written into a folder beside its path, ``.NAME.saving-TOKEN``, and brought to the disk; a rename
-then gives it its name. Where there is a folder already, be it a checkpoint, a mount point, or one with other things in
-it, the checkpoint is saved in there: the data and their checksums go into a new ``fsdp_c-data-TOKEN`` of that folder,
-and one rename of a new ``.metadata`` over the old one publishes them. Then what the old ``.metadata`` named and the
-new one does not is removed, and nothing else ever is. (Its names lie in the new folder of data until that is done,
-for whoever comes after a kill.) So a kill at any time leaves the old checkpoint or the new, and whatever else is in
-the folder, its mode and its owner are left alone.
+A new checkpoint is written into a folder beside its path, ``.NAME.saving-TOKEN``, and brought to the disk; a
+rename then gives it its name. Where there is a folder already, be it a checkpoint, a mount point, or one with
+other things in it, the checkpoint is saved in there: the data and their checksums go into a new
+``fsdp_c-data-TOKEN`` of that folder, and one rename of a new ``.metadata`` over the old one publishes them.
+Then what the old ``.metadata`` named and the new one does not is removed, and nothing else ever is. (Its
+names lie in the new folder of data until that is done, for whoever comes after a kill.) So a kill at any time
+leaves the old checkpoint or the new, and whatever else is in the folder, its mode and its owner are left
+alone.
 
-Who saves holds a lock (flock) on ``.saving.lock`` in the folder, or on ``.NAME.saving.lock`` beside what is not there
-yet; the next one raises CheckpointError before anything is touched. Under the lock what killed saves left is removed.
-Folders are renamed first: if their writer lives on all the same, a zombie whose lock the file server gave away, its
-own last step is a rename out of there, which then fails. Where the file system has no flock, only what was replaced
-is removed.
+Who saves holds a lock (flock) on ``.saving.lock`` in the folder, or on ``.NAME.saving.lock`` beside what is
+not there yet; the next one raises CheckpointError before anything is touched. Under the lock what killed
+saves left is removed. Folders are renamed first: if their writer lives on all the same, a zombie whose lock
+the file server gave away, its own last step is a rename out of there, which then fails. Where the file system
+has no flock, only what was replaced is removed.
 
-Who loads opens the files that it needs, and begins anew if one is gone because ``.metadata`` was replaced meanwhile:
-``unless_replaced()``. From then on it reads what it has opened, whatever writers do.
+Who loads opens the files that it needs, and begins anew if one is gone because ``.metadata`` was replaced
+meanwhile: ``unless_replaced()``. From then on it reads what it has opened, whatever writers do.
 
-This assumes a file system that all ranks share, on which a rename within a folder is atomic, fsync brings data to
-stable storage, and what one host has written, synced and closed is seen by another that opens it afterwards (NFS's
-close-to-open consistency). Local disks of several hosts are no such file system, and are refused. NFS also takes
-open files away when another host removes them: a load during which that happens raises.
+This assumes a file system that all ranks share, on which a rename within a folder is atomic, fsync brings
+data to stable storage, and what one host has written, synced and closed is seen by another that opens it
+afterwards (NFS's close-to-open consistency). Local disks of several hosts are no such file system, and are
+refused. NFS also takes open files away when another host removes them: a load during which that happens
+raises.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ _REPLACED = "replaced"  # in a folder of data: names of what its checkpoint repl
 _DATA = "fsdp_c-data-[0-9a-f]{12}"
 _FILE = r"__[0-9]+_[0-9]+\.distcp"
 _GONE = ".removed"
-# as pickles have them: spelled out where they come first, behind a byte of length, which is no part of a name; two
-# patterns of fixed beginnings, which are found at several times the speed of one
+# as pickles have them: spelled out where they come first, behind a byte of length, which is no part of a
+# name; two patterns of fixed beginnings, which are found at several times the speed of one
 _NAMED = [re.compile(pattern.encode()) for pattern in (f"{_DATA}(?=/{_FILE})", _FILE)]
 _OF_A_NAME = re.compile(rb"[\w./-]")
 _OWN_FILE = re.compile("|".join([_FILE, *map(re.escape, (METADATA, CHECKSUMS, LAYOUT, _REPLACED))]))
@@ -67,7 +69,8 @@ class CheckpointError(RuntimeError):
 
 
 def check_path(path: StrPath) -> None:
-    """Raise ValueError for what is no path of a file system: "s3://bucket/name" would become a folder "s3:"."""
+    """Raise ValueError for what is no path of a file system: "s3://bucket/name" would become a folder
+    "s3:"."""
     text = os.fsdecode(path)
     if not text:
         raise ValueError("the path of a checkpoint is empty")
@@ -78,7 +81,8 @@ def check_path(path: StrPath) -> None:
 
 
 def absolute(path: StrPath) -> Path:
-    """The same with a name, beside which there is room: links are followed before ``..``, as the system does it."""
+    """The same with a name, beside which there is room: links are followed before ``..``, as the system does
+    it."""
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
@@ -93,7 +97,9 @@ def check_target(path: StrPath) -> None:
         raise FileExistsError(f"{folder}: exists and is not a folder, so it is not overwritten")
     metadata = folder / METADATA
     if os.path.lexists(metadata) and not _is_of_dcp(metadata):
-        raise FileExistsError(f"{metadata}: exists and is not a checkpoint's, so it is not overwritten: move it away")
+        raise FileExistsError(
+            f"{metadata}: exists and is not a checkpoint's, so it is not overwritten: move it away"
+        )
 
 
 def _is_of_dcp(metadata: Path) -> bool:
@@ -126,7 +132,8 @@ def lies_in(folder: Path, path: Path) -> bool:
 
 
 def unless_replaced(path: Path, work: Callable[[], T]) -> T:
-    """What ``work`` returns, which reads the checkpoint ``path``; done anew where another one took its place."""
+    """What ``work`` returns, which reads the checkpoint ``path``; done anew where another one took its
+    place."""
     for _ in range(_TRIES):
         before = _generation(path)
         try:
@@ -138,7 +145,8 @@ def unless_replaced(path: Path, work: Callable[[], T]) -> T:
 
 
 def _generation(path: Path) -> tuple[int, ...] | None:
-    """Differs from one ``.metadata`` to the next. The file is opened, as servers' attributes may be old ones."""
+    """Differs from one ``.metadata`` to the next. The file is opened, as servers' attributes may be old
+    ones."""
     try:
         descriptor = os.open(path / METADATA, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -155,7 +163,8 @@ def _generation(path: Path) -> tuple[int, ...] | None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """The folder into which a checkpoint at ``path`` is to be written, for ``publish``; see [Note: In place at once].
+    """The folder into which a checkpoint at ``path`` is to be written, for ``publish``; see [Note: In place
+    at once].
 
     What is not published is removed at the end. Raises CheckpointError where someone else saves to ``path``.
     """
@@ -186,7 +195,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """The name beside ``path`` under which it is made, for one writer at a time. What killed ones left is removed."""
+    """The name beside ``path`` under which it is made, for one writer at a time. What killed ones left is
+    removed."""
     with _locked(_lock_beside(path), path) as locked:
         if locked:
             for left in _left_beside(path):
@@ -226,14 +236,15 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync_published(folder: Path, path: Path) -> bool:
-    """Bring the new name ``path`` in ``folder`` to the disk; a warning where that fails, as it has the name already."""
+    """Bring the new name ``path`` in ``folder`` to the disk; a warning where that fails, as it has the name
+    already."""
     try:
         _sync_folder(folder)
         return True
     except OSError as error:
         warnings.warn(
-            f"{path}: saved and in its place, but after a power failure the old one may be back: {folder} could not "
-            f"be flushed to the disk ({error.strerror})",
+            f"{path}: saved and in its place, but after a power failure the old one may be back: {folder} "
+            f"could not be flushed to the disk ({error.strerror})",
             stacklevel=2,
         )
         return False
@@ -256,7 +267,8 @@ def _token() -> str:
 
 @contextmanager
 def _locked(lock: Path, path: Path) -> Iterator[bool]:
-    """Holds the file ``lock``, and removes it; False where there are no locks. CheckpointError where another does."""
+    """Holds the file ``lock``, and removes it; False where there are no locks. CheckpointError where another
+    does."""
     descriptor = _lock(lock, path)
     try:
         yield descriptor is not None
@@ -279,7 +291,8 @@ def _lock(lock: Path, path: Path) -> int | None:
             except BlockingIOError:
                 holder = os.pread(descriptor, 256, 0).decode(errors="replace") or "another process"
                 raise CheckpointError(
-                    f"{path}: {holder} is saving there (a job that still runs?): save elsewhere, or end it first"
+                    f"{path}: {holder} is saving there (a job that still runs?): save elsewhere, or end it "
+                    "first"
                 ) from None
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK):
@@ -308,9 +321,12 @@ def _lock_beside(path: Path) -> Path:
 
 
 def named_in(metadata: bytes) -> set[str]:
-    """The folders of data and the files of ranks that the content of a ``.metadata`` names; it is not unpickled."""
+    """The folders of data and the files of ranks that the content of a ``.metadata`` names; it is not
+    unpickled."""
     found = (match for pattern in _NAMED for match in pattern.finditer(metadata))
-    return {each[0].decode() for each in found if not _OF_A_NAME.match(metadata, each.start() - 1, each.start())}
+    return {
+        each[0].decode() for each in found if not _OF_A_NAME.match(metadata, each.start() - 1, each.start())
+    }
 
 
 def data_folders(metadata: bytes) -> list[str]:
@@ -367,7 +383,8 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder of data to which nothing refers. What is not a checkpoint's file stays in it."""
+    """Remove a file or a folder of data to which nothing refers. What is not a checkpoint's file stays in
+    it."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             path.unlink()

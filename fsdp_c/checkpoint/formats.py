@@ -1,4 +1,5 @@
-"""Checkpoints of several formats, read tensor by tensor: without ranks, and without more memory than one takes."""
+"""Checkpoints of several formats, read tensor by tensor: without ranks, and without more memory than one
+takes."""
 
 from __future__ import annotations
 
@@ -92,11 +93,16 @@ class _Index(NamedTuple):
     @property
     def left_out(self) -> str:
         """In words, which other files of the kind are in the folder: no reader of the index takes them."""
-        others = sorted({*self.path.parent.glob(f"*{self.files[0].suffix}")} - {*self.files}) if self.file_of else []
+        others = (
+            sorted({*self.path.parent.glob(f"*{self.files[0].suffix}")} - {*self.files})
+            if self.file_of
+            else []
+        )
         return f" of {self.path.name} (left out: {', '.join(file.name for file in others)})" if others else ""
 
     def check(self, found: set[tuple[str, Path]]) -> None:
-        """``found``: each tensor with its file. CheckpointError for one that is missing, and for one too many."""
+        """``found``: each tensor with its file. CheckpointError for one that is missing, and for one too
+        many."""
         listed = set(self.file_of.items())
         for key, file in sorted(listed - found)[:1]:
             raise CheckpointError(f"{file}: {key} is missing, which {self.path.name} says lies in it")
@@ -109,7 +115,9 @@ def _index_of(folder: Path, suffix: str) -> _Index | None:
     if not paths:
         return None
     if len(paths) > 1:
-        raise CheckpointError(f"{folder}: {paths[0].name} and {paths[1].name} are both there: name a single file")
+        raise CheckpointError(
+            f"{folder}: {paths[0].name} and {paths[1].name} are both there: name a single file"
+        )
     try:
         with open_file(paths[0]) as opened:
             content = opened.read(_MAX_HEADER_NBYTES + 1)
@@ -188,7 +196,9 @@ class SafetensorsSource:
 
     def __init__(self, files: Sequence[Path], path: Path, index: _Index | None = None) -> None:
         self.path = path
-        self.kind = f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}{index.left_out if index else ''}"
+        self.kind = (
+            f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}{index.left_out if index else ''}"
+        )
         self.parts: dict[str, list[_Stored]] = {}
         for file in files:
             for key, part in _stored_tensors(file):
@@ -196,7 +206,8 @@ class SafetensorsSource:
         if index is not None:
             index.check({(key, part.file) for key, parts in self.parts.items() for part in parts})
         self.entries = {
-            key: Info((key,), _whole_shape(path, key, parts), parts[0].dtype) for key, parts in self.parts.items()
+            key: Info((key,), _whole_shape(path, key, parts), parts[0].dtype)
+            for key, parts in self.parts.items()
         }
 
     def read(self, key: str) -> Tensor:
@@ -234,7 +245,9 @@ def _stored_tensors(file: Path) -> list[tuple[str, _Stored]]:
             header = json.loads(opened.read(length), object_pairs_hook=_without_doubles)
         about = header.pop("__metadata__", {})
         offsets = json.loads(about["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in about else {}
-        found = [(key, _stored(file, 8 + length, key, info, offsets.get(key, {}))) for key, info in header.items()]
+        found = [
+            (key, _stored(file, 8 + length, key, info, offsets.get(key, {}))) for key, info in header.items()
+        ]
         end = 8 + length
         for key, part in sorted(found, key=lambda each: (each[1].start, each[1].nbytes)):
             if part.start != end:
@@ -276,12 +289,16 @@ def _halved(dtype: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _whole_shape(path: Path, key: str, parts: list[_Stored]) -> tuple[int, ...]:
     if len({(part.dtype, len(part.shape)) for part in parts}) != 1:
-        raise CheckpointError(f"{path}: the parts of {key} in {len(parts)} files differ in dtype or dimensions")
+        raise CheckpointError(
+            f"{path}: the parts of {key} in {len(parts)} files differ in dtype or dimensions"
+        )
     ends = [tuple(o + s for o, s in zip(part.offsets, part.shape, strict=True)) for part in parts]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
     whole = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
     if not whole or not do_tile([(part.offsets, part.shape) for part in parts], shape):
-        raise CheckpointError(f"{path}: the parts of {key} in {len(parts)} files do not make one tensor of {shape}")
+        raise CheckpointError(
+            f"{path}: the parts of {key} in {len(parts)} files do not make one tensor of {shape}"
+        )
     return shape
 
 

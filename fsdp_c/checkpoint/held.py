@@ -1,9 +1,9 @@
 """What a rank holds of a tensor, in a few numbers: the boxes that it writes follow from them.
 
 [Note: Parts by arithmetic]
-A unit's shards cut equal layers at equal places. So neither plans nor their results name each box: what a rank holds of
-a tensor is ``Held``, tensors of which a rank holds the same stand in one list of keys, and a box is known by its
-number. The boxes and their sizes are computed wherever they are needed.
+A unit's shards cut equal layers at equal places. So neither plans nor their results name each box: what a
+rank holds of a tensor is ``Held``, tensors of which a rank holds the same stand in one list of keys, and a
+box is known by its number. The boxes and their sizes are computed wherever they are needed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def range_boxes(
 
 
 def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut at multiples of ``step``, so that every holder of the tensor cuts at the same places."""
+    """[start, end) cut at multiples of ``step``, so that every holder of the tensor cuts at the same
+    places."""
     while start < end:
         following = min(end, (start // step + 1) * step)
         yield start, following

@@ -1,18 +1,18 @@
 """``fsdp_c.layout``: what ``.metadata`` says, in a form of which a load reads only what it needs.
 
 [Note: The layout of a checkpoint]
-``.metadata`` has an object for each box of each tensor, and DCP's readers make them all. The layout has a header (JSON)
-with the keys and, for tensors that are divided in the same way, shape, dtype and boxes; an index with the starts of the
-ranges in which each box was written, and how many pieces came before; and one record of 24 bytes for each piece, by
-range first: so what a rank reads of all layers lies together. It is not mapped, as a file that is cut while it is read
-would end the process.
+``.metadata`` has an object for each box of each tensor, and DCP's readers make them all. The layout has a
+header (JSON) with the keys and, for tensors that are divided in the same way, shape, dtype and boxes; an
+index with the starts of the ranges in which each box was written, and how many pieces came before; and one
+record of 24 bytes for each piece, by range first: so what a rank reads of all layers lies together. It is not
+mapped, as a file that is cut while it is read would end the process.
 
-A random token stands in its header and at the beginning of ``.metadata``: who replaces one of them makes the other
-stale. checksums.json has a checksum of the whole file, and of ``.metadata``: before a load one rank compares both, so
-that a load without ``.metadata`` does not pass over its damage; a layout that does not fit is not used. What each rank
-reads shows by itself: the header and the index have a checksum, the records lead to data that have one. As all of it
-may come from a stranger, each number is compared with the sizes of the files, or computed anew, before anything is made
-of it.
+A random token stands in its header and at the beginning of ``.metadata``: who replaces one of them makes the
+other stale. checksums.json has a checksum of the whole file, and of ``.metadata``: before a load one rank
+compares both, so that a load without ``.metadata`` does not pass over its damage; a layout that does not fit
+is not used. What each rank reads shows by itself: the header and the index have a checksum, the records lead
+to data that have one. As all of it may come from a stranger, each number is compared with the sizes of the
+files, or computed anew, before anything is made of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ import torch
 
 from fsdp_c.checkpoint import metadata as of_dcp
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, LAYOUT_MAGIC, METADATA, CheckpointError, lies_in, locate
+from fsdp_c.checkpoint.folder import (
+    CHECKSUMS,
+    LAYOUT,
+    LAYOUT_MAGIC,
+    METADATA,
+    CheckpointError,
+    lies_in,
+    locate,
+)
 from fsdp_c.checkpoint.held import Held, HeldBox, boxes_of_pieces
 from fsdp_c.checkpoint.metadata import (
     BytesEntry,
@@ -99,10 +107,11 @@ def layout_content(table: list[Stored], order: list[str], token: str) -> Iterato
 
 
 def checked_layout(folder: Path) -> tuple[int, int] | None:
-    """Size and CRC-32 of ``.metadata`` where a load may read the layout in its place; None where it has to read that.
+    """Size and CRC-32 of ``.metadata`` where a load may read the layout in its place; None where it has to
+    read that.
 
-    One rank compares both files with their checksums, without parsing them. Warns of a layout that does not fit; raises
-    CheckpointError for a ``.metadata`` that does not.
+    One rank compares both files with their checksums, without parsing them. Warns of a layout that does not
+    fit; raises CheckpointError for a ``.metadata`` that does not.
     """
     with (folder / METADATA).open("rb") as file:
         found = _find(folder, file)
@@ -119,8 +128,8 @@ def checked_layout(folder: Path) -> tuple[int, int] | None:
         fits = listed is not None and _identity(file) == (listed["size"], listed["framing_crc32"])
     if not fits:
         warnings.warn(
-            f"{path}: damaged, or of another checkpoint: its checksum is not the one in {CHECKSUMS}. All ranks read "
-            f"{METADATA} in its place, which takes longer: copy the file again, or remove it",
+            f"{path}: damaged, or of another checkpoint: its checksum is not the one in {CHECKSUMS}. All "
+            f"ranks read {METADATA} in its place, which takes longer: copy the file again, or remove it",
             stacklevel=2,
         )
     return identity if fits and is_known else None
@@ -222,9 +231,13 @@ class _Layout:
         assert dtype is not None
         boxes = [self._box(box, dtype, shape, keys) for box in group["boxes"]]
         numel = sum(box.held.numel for box in boxes)
-        require(numel == math.prod(shape), f"the boxes of {keys[0]} have {numel} elements, its shape is {shape}")
+        require(
+            numel == math.prod(shape), f"the boxes of {keys[0]} have {numel} elements, its shape is {shape}"
+        )
         require(numel * dtype.itemsize <= self.files_nbytes, f"{keys[0]} is larger than all files")
-        require(do_tile([(b.held.offsets, b.held.sizes) for b in boxes], shape), f"boxes of {keys[0]} overlap")
+        require(
+            do_tile([(b.held.offsets, b.held.sizes) for b in boxes], shape), f"boxes of {keys[0]} overlap"
+        )
         for slot, key in enumerate(keys):
             chunks = _Chunks(self, key, slot, len(keys), boxes)
             yield key, TensorEntry(shape, dtype, chunks.all, chunks.within)
@@ -233,9 +246,14 @@ class _Layout:
         key = keys[0]
         offsets, sizes = ints(box["offsets"], key), check_shape(box["sizes"], key)
         fits = len(offsets) == len(sizes) == len(shape)
-        require(fits and all(map(lambda o, s, w: o + s <= w, offsets, sizes, shape)), f"a box of {key} is outside")
+        require(
+            fits and all(map(lambda o, s, w: o + s <= w, offsets, sizes, shape)), f"a box of {key} is outside"
+        )
         order = None if box["order"] is None else ints(box["order"], key)
-        require(order is None or sorted(order) == list(range(len(shape))), f"the dimensions of {key} are in no order")
+        require(
+            order is None or sorted(order) == list(range(len(shape))),
+            f"the dimensions of {key} are in no order",
+        )
         ranges, count = ints([box["ranges"], box["pieces"]], key)
         require(0 < ranges <= count, f"{key} has {ranges} ranges in {count} pieces")
         require(ranges == 1 or not box["is_one_piece"], f"{key} is one piece in {ranges} ranges")
@@ -273,7 +291,9 @@ class _Layout:
         name = f"{self.prefix}__{rank}_0.distcp"
         require(name in self.sizes, f"{key} is nowhere")
         if end > self.sizes[name]:
-            raise CheckpointError(f"{self.folder / name}: {self.sizes[name]} bytes, but {key} ends at {end}: torn")
+            raise CheckpointError(
+                f"{self.folder / name}: {self.sizes[name]} bytes, but {key} ends at {end}: torn"
+            )
         return name
 
 

@@ -1,7 +1,8 @@
 """Reading what DCP's ``.metadata`` says, without trusting it.
 
-``.metadata`` is read as [Note: A pickle from a stranger] says. Then every value is checked: types, sizes against the
-files that are there, names of files. What remains is a ``Checkpoint`` of plain values, from which all readers work.
+``.metadata`` is read as [Note: A pickle from a stranger] says. Then every value is checked: types, sizes
+against the files that are there, names of files. What remains is a ``Checkpoint`` of plain values, from which
+all readers work.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from fsdp_c.checkpoint.folder import CHECKSUMS, FORMAT, LAYOUT, METADATA, CheckpointError, data_folders, lies_in, locate
+from fsdp_c.checkpoint.folder import (
+    CHECKSUMS,
+    FORMAT,
+    LAYOUT,
+    METADATA,
+    CheckpointError,
+    data_folders,
+    lies_in,
+    locate,
+)
 from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
 
@@ -37,7 +47,8 @@ _MAX_METADATA_NBYTES = 8 * 2**30
 MAX_DIMS = 64  # as torch has it for most operations
 _MAX_GAPS = 1000  # in nested lists, whose elements are entries
 _MAX_CORNERS = 2**24  # of boxes, in all: looked at in seconds
-# with another attribute it may be ours with a damaged name, and must not pass for torch's, which has no checksums
+# with another attribute it may be ours with a damaged name, and must not pass for torch's, which has no
+# checksums
 _STORAGE_INFO = {"args", "relative_path", "offset", "length", "transform_descriptors", "piece"}
 
 _ENUM = "_MEM_FORMAT_ENCODING"
@@ -60,7 +71,8 @@ _MODULES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """See [Note: A pickle from a stranger]. The classes are made for one reading, so nothing can be left on them."""
+    """See [Note: A pickle from a stranger]. The classes are made for one reading, so nothing can be left on
+    them."""
 
     persistent_load = Tuple
 
@@ -183,7 +195,9 @@ class Checkpoint:
     paths: dict[str, PathInDict]  # of each key in the nested dict that was saved
     file_sizes: dict[str, int]
     identity: tuple[int, int]  # size and CRC-32 of its metadata
-    framing: dict[str, int] = field(default_factory=dict)  # CRC-32 by file; empty where torch wrote the checkpoint
+    framing: dict[str, int] = field(
+        default_factory=dict
+    )  # CRC-32 by file; empty where torch wrote the checkpoint
     held: dict[str, BinaryIO] = field(default_factory=dict)  # files that stay open
 
     @property
@@ -194,8 +208,8 @@ class Checkpoint:
         weakref.finalize(self, _close_all, self.held)
 
     def hold(self, names: Iterable[str]) -> None:
-        """Open files now, to read them whatever takes the checkpoint's place: as many as leave half of those that
-        the process may have open."""
+        """Open files now, to read them whatever takes the checkpoint's place: as many as leave half of those
+        that the process may have open."""
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         for name in sorted({*names} - {*self.held})[: max(0, room - len(self.held))]:
             self.held[name] = (self.folder / name).open("rb")
@@ -213,7 +227,8 @@ class Checkpoint:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             raise CheckpointError(
-                f"{self.folder / name}: gone while the checkpoint was read: if another took its place, read that"
+                f"{self.folder / name}: gone while the checkpoint was read: if another took its place, read "
+                "that"
             ) from error
 
     def close(self) -> None:
@@ -235,8 +250,9 @@ def _close_all(files: dict[str, BinaryIO]) -> None:
 def read_checkpoint(path: Path, *, whole: bool = True) -> Checkpoint:
     """What is in the folder ``path``; tensors' data are not read.
 
-    Not ``whole``: where the parts of a tensor lie is looked at when it is asked for, and what is wrong raises then.
-    Raises FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or was not written by DCP.
+    Not ``whole``: where the parts of a tensor lie is looked at when it is asked for, and what is wrong raises
+    then. Raises FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or was not
+    written by DCP.
     """
     folder = locate(path)
     try:
@@ -266,7 +282,8 @@ def _damaged(folder: Path, error: Exception) -> CheckpointError:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keep Python from looking for garbage among objects that are made by the hundred thousand and all needed."""
+    """Keep Python from looking for garbage among objects that are made by the hundred thousand and all
+    needed."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -322,7 +339,8 @@ class _Reader:
         return not _is_layout(name) or (self.folder / name).is_file()
 
     def find_files(self, inner: str) -> None:
-        """Note the sizes of the files of ranks in a folder, all at once; links are looked at one by one later."""
+        """Note the sizes of the files of ranks in a folder, all at once; links are looked at one by one
+        later."""
         prefix = "" if inner == "." else f"{inner}/"
         with os.scandir(self.folder / inner) as found:
             for each in found:
@@ -341,7 +359,9 @@ class _Reader:
             path = self.folder / name
             if not path.is_file():
                 raise CheckpointError(f"{path}: missing")
-            require(path.resolve().is_relative_to(self.folder.resolve()), f"{name!r} is a link out of the folder")
+            require(
+                path.resolve().is_relative_to(self.folder.resolve()), f"{name!r} is a link out of the folder"
+            )
             self.sizes[name] = path.stat().st_size
         return self.sizes[name]
 
@@ -357,7 +377,9 @@ class _Reader:
             stored.setdefault(index.fqn, []).append((index.offset, info))
         return stored, has_pieces
 
-    def _places(self, key: str, stored: list[tuple[Any, Any]]) -> dict[Any, tuple[str, int, int, Place | None]]:
+    def _places(
+        self, key: str, stored: list[tuple[Any, Any]]
+    ) -> dict[Any, tuple[str, int, int, Place | None]]:
         """The places of one key, by offsets."""
         places, what = {}, f"the place of {key}"
         for index, info in stored:
@@ -369,7 +391,8 @@ class _Reader:
             size = self._size(info.relative_path)
             if start + length > size:
                 raise CheckpointError(
-                    f"{self.folder / info.relative_path}: {size} bytes, but {key} ends at {start + length}: torn"
+                    f"{self.folder / info.relative_path}: {size} bytes, but {key} ends at {start + length}: "
+                    "torn"
                 )
             places[offset] = (info.relative_path, start, length, _place(info.piece, start, length, what))
         return places
@@ -382,7 +405,9 @@ class _Reader:
         require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
         shape = check_shape(value.size, key)
         dtype = _dtype(value.properties)
-        require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
+        require(
+            isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks"
+        )
 
         def make_chunks() -> list[Chunk]:
             try:
@@ -395,7 +420,9 @@ class _Reader:
 
         return TensorEntry(shape, dtype, make_chunks)
 
-    def _chunks(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any) -> list[Chunk]:
+    def _chunks(
+        self, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any
+    ) -> list[Chunk]:
         chunks = [self._chunk(key, shape, dtype, chunk, places) for chunk in raw]
         total = sum(chunk.numel for chunk in chunks)
         require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
@@ -414,7 +441,9 @@ class _Reader:
         found = Chunk(offsets, sizes, *place)
         nbytes = found.numel * dtype.itemsize
         require(nbytes <= found.length, f"{key} has {nbytes} bytes in {found.length} bytes of a file")
-        require(found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data")
+        require(
+            found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data"
+        )
         strides = found.place and found.place.strides
         require(strides is None or strides_fit(sizes, strides), f"the strides of {key} do not fit")
         return found
@@ -482,11 +511,14 @@ def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     divided = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
     if len(boxes) << len(divided) > _MAX_CORNERS:
         raise ValueError(f"{len(boxes)} parts that are divided in {len(divided)} dimensions")
-    # Which corners belong to an odd number of boxes says which elements do. If they are the tensor's own, every element
-    # is in an odd number of boxes, so in one at least; and there are as many elements in boxes as elements.
+    # Which corners belong to an odd number of boxes says which elements do. If they are the tensor's own,
+    # every element is in an odd number of boxes, so in one at least; and there are as many elements in boxes
+    # as elements.
     odd: set[tuple[int, ...]] = set()
     for offsets, sizes in boxes:
-        odd.symmetric_difference_update(product(*((offsets[dim], offsets[dim] + sizes[dim]) for dim in divided)))
+        odd.symmetric_difference_update(
+            product(*((offsets[dim], offsets[dim] + sizes[dim]) for dim in divided))
+        )
     return not boxes or odd == set(product(*((0, shape[dim]) for dim in divided)))
 
 
@@ -496,7 +528,9 @@ def checked_paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, Pat
     for key in entries:
         path = given.get(key, (key,))
         sound = isinstance(path, tuple) and path and type(path[0]) is str
-        sound = sound and all(type(p) is str or (type(p) is int and 0 <= p < len(entries) + _MAX_GAPS) for p in path)
+        sound = sound and all(
+            type(p) is str or (type(p) is int and 0 <= p < len(entries) + _MAX_GAPS) for p in path
+        )
         if not sound:
             raise ValueError(f"the path of {key} in the dict is {reprlib.repr(path)}")
         paths[key] = tuple(path)
@@ -531,7 +565,8 @@ def _checksums(
 
 
 def read_checksums(folder: Path, inner: str, metadata: tuple[int, int] | None = None) -> dict[str, Any]:
-    """What the file beside the data says, which are in ``inner``. CheckpointError if ``metadata`` are of another."""
+    """What the file beside the data says, which are in ``inner``. CheckpointError if ``metadata`` are of
+    another."""
     if not lies_in(folder, folder / inner / CHECKSUMS):
         raise _without_checksums(folder)
     return _read_checksums(folder, folder / inner / CHECKSUMS, metadata)
@@ -542,7 +577,8 @@ def _without_checksums(folder: Path) -> CheckpointError:
 
 
 def checked_sizes(folder: Path, inner: str, checksums: dict[str, Any]) -> dict[str, int]:
-    """The sizes of the files that are listed, most in ``inner``. CheckpointError for one that is missing or torn."""
+    """The sizes of the files that are listed, most in ``inner``. CheckpointError for one that is missing or
+    torn."""
     reader = _Reader(folder)
     if inner == "." or not (folder / inner).is_symlink():
         reader.find_files(inner)
@@ -556,7 +592,9 @@ def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int] | None) 
         require(path.stat().st_size <= 2**30, "too large")
         content = json.loads(path.read_bytes())
         header = {name: content.pop(name) for name in ("format", "version", "algorithm")}
-        require(header == {"format": FORMAT, "version": VERSION, "algorithm": "crc32"}, f"unknown format {header}")
+        require(
+            header == {"format": FORMAT, "version": VERSION, "algorithm": "crc32"}, f"unknown format {header}"
+        )
         require(set(content) == {"files"}, "unknown fields")
         files: dict[str, Any] = content["files"]
         for name, info in files.items():

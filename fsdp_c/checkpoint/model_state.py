@@ -32,14 +32,16 @@ EXTRA_STATE = "_extra_state"
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """The parameters and persistent buffers of ``model``, by the names that ``state_dict()`` gives them uncompiled.
+    """The parameters and persistent buffers of ``model``, by the names that ``state_dict()`` gives them
+    uncompiled.
 
-    A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's memory. So
-    ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any exchange of parameters,
-    and its ``load`` loads into the model, whatever the number of ranks and the wrapping were. Not collective.
+    A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's
+    memory. So ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any
+    exchange of parameters, and its ``load`` loads into the model, whatever the number of ranks and the
+    wrapping were. Not collective.
 
-    Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for a DTensor that
-    is a sum over ranks.
+    Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for a
+    DTensor that is a sum over ranks.
     """
     return _model_state(model, as_saved=False)
 
@@ -52,7 +54,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uncompiled_names(model: nn.Module) -> Callable[[str], str]:
-    """Takes the segments that torch.compile adds off names in ``model``; an ``_orig_mod`` of a user's module stays."""
+    """Takes the segments that torch.compile adds off names in ``model``; an ``_orig_mod`` of a user's module
+    stays."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
         return lambda name: name  # nothing is compiled
@@ -73,7 +76,8 @@ _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 
 
 def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
-    """The same for names and keys in a checkpoint, whose model is not here. ``own``: the names that are wanted."""
+    """The same for names and keys in a checkpoint, whose model is not here. ``own``: the names that are
+    wanted."""
     kept = [name for name in own if _COMPILED.search(name)]
 
     def uncompiled(key: str) -> str:
@@ -87,7 +91,8 @@ def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
 
 @torch.no_grad()
 def _model_state(model: nn.Module, as_saved: bool) -> StateDict:
-    """``as_saved``: copies of buffers that mixed precision keeps in another dtype, in the dtype of their own."""
+    """``as_saved``: copies of buffers that mixed precision keeps in another dtype, in the dtype of their
+    own."""
     managed: dict[tuple[nn.Module, str], Tensor] = {}
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
     for path, module in units_with_paths(model):
@@ -106,7 +111,8 @@ def _settle(module: ShardedModule) -> None:
     check_idle(module)
     if handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
         raise AssertionError(
-            f"checkpoint of a unit inside summon_full_params (rank {module.rank}): save and load outside of it"
+            f"checkpoint of a unit inside summon_full_params (rank {module.rank}): save and load outside of "
+            "it"
         )
     common.synchronize(module.compute_device)
     with common.bound_runtime(module):
@@ -114,7 +120,8 @@ def _settle(module: ShardedModule) -> None:
 
 
 def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tensor:
-    """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
+    """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own
+    shape."""
     box = None if layout.parallel is None else box_of_rank(layout.parallel)
     if part.dim() > 1 and box is None:
         return whole_value(part)
@@ -128,7 +135,8 @@ def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tens
 def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
     """Whether tensor parallelism leaves the parameter whole here, and on a rank before this one too.
 
-    Their shards may end elsewhere: what tensor parallelism divides unevenly makes flat parameters of several sizes.
+    Their shards may end elsewhere: what tensor parallelism divides unevenly makes flat parameters of several
+    sizes.
     """
     specs = [spec for spec in handle_of(module).flat_param._param_extensions if spec is not None]
     if not specs:
@@ -176,7 +184,9 @@ def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module
 
 
 def _in_order(
-    model: nn.Module, managed: dict[tuple[nn.Module, str], Tensor], original: dict[tuple[nn.Module, str], torch.dtype]
+    model: nn.Module,
+    managed: dict[tuple[nn.Module, str], Tensor],
+    original: dict[tuple[nn.Module, str], torch.dtype],
 ) -> Iterator[tuple[str, object]]:
     of_module: dict[nn.Module, dict[str, Tensor]] = {}
     for (module, name), value in managed.items():
@@ -191,9 +201,15 @@ def _in_order(
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 dtype = original.get((module, name), buffer.dtype)
-                yield prefix + name, _plain(prefix + name, buffer if dtype == buffer.dtype else buffer.to(dtype))
+                yield (
+                    prefix + name,
+                    _plain(prefix + name, buffer if dtype == buffer.dtype else buffer.to(dtype)),
+                )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield prefix + EXTRA_STATE, mapped_tensors(prefix + EXTRA_STATE, module.get_extra_state(), _as_part)
+            yield (
+                prefix + EXTRA_STATE,
+                mapped_tensors(prefix + EXTRA_STATE, module.get_extra_state(), _as_part),
+            )
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """What a checkpoint holds besides tensors: made plain before it is saved, and read without running anything.
 
 [Note: Names in a pickle]
-A pickle may call whatever it names, with any arguments, and set attributes of what comes out. torch's weights_only
-reader has a short list of names that may stand there. While it reads for us it knows those of ``_known()`` as well.
-Each stands for a function or a class of ours that checks what it is given, or for an immutable class of the interpreter
-that is made of numbers and text. None of them imports a module, opens a file or leaves anything changed but what it
-returns. What a user has put on torch's list, by ``torch.serialization.add_safe_globals``, stays as it is.
+A pickle may call whatever it names, with any arguments, and set attributes of what comes out. torch's
+weights_only reader has a short list of names that may stand there. While it reads for us it knows those of
+``_known()`` as well. Each stands for a function or a class of ours that checks what it is given, or for an
+immutable class of the interpreter that is made of numbers and text. None of them imports a module, opens a
+file or leaves anything changed but what it returns. What a user has put on torch's list, by
+``torch.serialization.add_safe_globals``, stays as it is.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def pickled(value: object) -> io.BytesIO:
 def load(content: bytes) -> Any:
     """What ``torch.save`` made ``content`` of. See [Note: Names in a pickle]."""
     with names_known():
-        return plain_arrays(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False))
+        return plain_arrays(
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
+        )
 
 
 def reason(error: Exception) -> str:
@@ -97,11 +100,14 @@ _lock = threading.RLock()  # torch's list is one for all threads
 
 @contextmanager
 def names_known() -> Iterator[None]:
-    """While torch's weights_only reader reads for us. Arrays of numpy come as a class of ours: see plain_arrays()."""
+    """While torch's weights_only reader reads for us. Arrays of numpy come as a class of ours: see
+    plain_arrays()."""
     with _lock:
         theirs = {each[1] if isinstance(each, tuple) else _name(each) for each in get_safe_globals()}
         ours = [(stand_in, name) for name, stand_in in _known().items() if name not in theirs]
-        if "numpy.dtype" in theirs:  # numpy's own functions are trusted then, which need the classes of all dtypes
+        if (
+            "numpy.dtype" in theirs
+        ):  # numpy's own functions are trusted then, which need the classes of all dtypes
             ours += [(cls, name) for name, cls in _dtype_classes().items() if name not in theirs]
         with safe_globals(ours):  # type: ignore[arg-type]  # a name may stand for anything that is called
             yield
@@ -122,7 +128,9 @@ def _known() -> dict[str, Any]:
         *(urllib.parse.DefragResult, urllib.parse.ParseResult, urllib.parse.SplitResult),
     ]
     known: dict[str, Any] = {_name(cls): cls for cls in immutable}
-    known |= {name.replace("urllib.parse", "urlparse"): cls for name, cls in known.items()}  # by Python 2, as pickled
+    known |= {
+        name.replace("urllib.parse", "urlparse"): cls for name, cls in known.items()
+    }  # by Python 2, as pickled
     # a pickle of b"" calls bytes; with a number that would be as many bytes
     known |= {"builtins.bytes": _nothing(bytes), "builtins.dict": _nothing(dict)}
     for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
@@ -175,7 +183,8 @@ def _member(members: object, name: object) -> enum.Enum:
 
 
 class _DType:
-    """Stands for ``numpy.dtype``, of numbers, text and times: numpy's own believes any size and flag it is told."""
+    """Stands for ``numpy.dtype``, of numbers, text and times: numpy's own believes any size and flag it is
+    told."""
 
     def __init__(self, kind: str, *_: object) -> None:
         _require(type(kind) is str and re.fullmatch(r"[biufcmMSU][0-9]{1,9}", kind), f"arrays of {kind!r}")
@@ -187,7 +196,9 @@ class _DType:
         self.order = order
         if self.kind[0] in "mM":
             name, count, *rest = state[8][1]
-            _require(type(count) is int and rest == [1, 1] and name.isalpha(), "arrays of times in an odd unit")
+            _require(
+                type(count) is int and rest == [1, 1] and name.isalpha(), "arrays of times in an odd unit"
+            )
             self.unit = "" if name == b"generic" else f"[{count}{name.decode()}]"
 
     @property
@@ -245,7 +256,8 @@ def _dtype_classes() -> dict[str, Any]:
 
 
 def plain_arrays(value: Any) -> Any:
-    """``value`` with numpy's own arrays for those that were read; what stands in several places is made once."""
+    """``value`` with numpy's own arrays for those that were read; what stands in several places is made
+    once."""
     return _with_plain_arrays(value, {})
 
 
@@ -258,7 +270,10 @@ def _has_its_elements(tensor: Tensor) -> bool:
 
 def _with_plain_arrays(value: Any, made: dict[int, Any]) -> Any:
     if id(value) in made or isinstance(value, Tensor):
-        _require(not isinstance(value, Tensor) or _has_its_elements(value), "a tensor of more elements than are there")
+        _require(
+            not isinstance(value, Tensor) or _has_its_elements(value),
+            "a tensor of more elements than are there",
+        )
         return made.get(id(value), value)
     kind = type(value)
     if kind is _known_of_numpy().get("numpy.ndarray"):

@@ -1,7 +1,7 @@
 """The state of an optimizer as a checkpoint holds it: by names of original parameters, each rank its part.
 
-The form is the one that ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, so that what torch
-saves loads here and the other way round.
+The form is the one that ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, so that
+what torch saves loads here and the other way round.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     return {param: OptimParam(name, (name,), None, ()) for param, name in names.items()}
 
 
-def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[nn.Parameter, OptimParam]]]:
+def _params_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[list[tuple[nn.Parameter, OptimParam]]]:
     """The parameters of each group. Raises ValueError for a parameter that is not the model's."""
     check_optimizer(optimizer)
     known = known_params(model)
@@ -49,8 +51,8 @@ def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
         strangers = [tuple(param.shape) for param in group["params"] if param not in known]
         if strangers:
             raise ValueError(
-                f"group {index} of the optimizer holds parameters that are not the model's, of shapes {strangers[:4]}: "
-                "make the optimizer of model.parameters() after wrapping"
+                f"group {index} of the optimizer holds parameters that are not the model's, of shapes "
+                f"{strangers[:4]}: make the optimizer of model.parameters() after wrapping"
             )
         groups.append([(param, known[param]) for param in group["params"]])
     return groups
@@ -58,10 +60,11 @@ def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
 
 @torch.no_grad()
 def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-    """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as ``RangeTensor``.
+    """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as
+    ``RangeTensor``.
 
-    The memory is the optimizer's own; see ``model_state``. Not collective: a rank has entries of what it holds.
-    Raises ValueError for state that is not a parameter's own: of another shape, nested, or LBFGS's.
+    The memory is the optimizer's own; see ``model_state``. Not collective: a rank has entries of what it
+    holds. Raises ValueError for state that is not a parameter's own: of another shape, nested, or LBFGS's.
     """
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
@@ -80,7 +83,8 @@ _REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in 
 
 
 def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """What is not the state of one parameter has no name in a checkpoint, and no place in another wrapping."""
+    """What is not the state of one parameter has no name in a checkpoint, and no place in another
+    wrapping."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
         raise ValueError(
@@ -94,13 +98,18 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_state(known: OptimParam, name: object, value: object) -> None:
-    """Raise ValueError for what DCP would take apart, or take from one rank where each has a tensor of its own."""
+    """Raise ValueError for what DCP would take apart, or take from one rank where each has a tensor of its
+    own."""
     _, paths = flatten_state_dict({"": value})
-    own = isinstance(value, tuple) and known.module is not None and any(isinstance(one, Tensor) for one in value)
+    own = (
+        isinstance(value, tuple)
+        and known.module is not None
+        and any(isinstance(one, Tensor) for one in value)
+    )
     if own or not isinstance(name, str) or list(paths.values()) != [("",)]:
         raise ValueError(
-            f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and single values "
-            f"under names that are text can be saved by parameter: {_REMEDY}"
+            f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and single "
+            f"values under names that are text can be saved by parameter: {_REMEDY}"
         )
 
 
@@ -109,7 +118,9 @@ def _named(group: ParamGroup, params: Sequence[tuple[nn.Parameter, OptimParam]])
     for name, value in group.items():
         try:
             named[name] = (
-                copy.deepcopy(value) if name != "params" else [fqn for _, known in params for fqn in known.fqns]
+                copy.deepcopy(value)
+                if name != "params"
+                else [fqn for _, known in params for fqn in known.fqns]
             )
         except Exception as error:
             raise TypeError(
@@ -128,8 +139,9 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             yield from ((fqn, value) for fqn in known.fqns)
     elif value.shape != param.shape:
         raise ValueError(
-            f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank {known.owner.rank}, "
-            f"whose shard has {tuple(param.shape)}: only state of the parameter's own shape can be saved"
+            f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank "
+            f"{known.owner.rank}, whose shard has {tuple(param.shape)}: only state of the parameter's own "
+            "shape can be saved"
         )
     elif known.owner._use_orig_params:
         layout = param_layouts(known.owner)[known.indices[0]]
@@ -144,7 +156,8 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
 
 
 def _is_without_elements(known: OptimParam, fqn: str) -> bool:
-    """Of an original parameter: an optimizer may have no state of it, though it has of others in the flat parameter."""
+    """Of an original parameter: an optimizer may have no state of it, though it has of others in the flat
+    parameter."""
     if known.module is None:
         return False
     return param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]].shape.numel() == 0
@@ -160,7 +173,12 @@ class OptimTarget:
     """What is loaded into an optimizer: memory to read into first, then the optimizer takes it over."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, key: str, strict: bool
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Checkpoint,
+        key: str,
+        strict: bool,
     ) -> None:
         """Raises ValueError for a checkpoint that lacks state of this optimizer's, or has another's."""
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
@@ -168,7 +186,9 @@ class OptimTarget:
         self.found = self._states()
         self._scalars = self._names_of_scalars()
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
-        self.scalars: dict[str, Tensor] = {}  # those to read before anything is changed: what must agree, and groups'
+        self.scalars: dict[
+            str, Tensor
+        ] = {}  # those to read before anything is changed: what must agree, and groups'
         self.objects: dict[str, object] = {}  # read by key
         self.object_keys: list[str] = []
         self._state: dict[nn.Parameter, dict[str, Tensor | list[str]]] = {}
@@ -197,7 +217,8 @@ class OptimTarget:
         strangers = sorted(set(self.found) - own)
         if strangers:
             raise CheckpointError(
-                f"{self.checkpoint.folder} has optimizer state of {strangers[:8]}, which this optimizer does not hold"
+                f"{self.checkpoint.folder} has optimizer state of {strangers[:8]}, which this optimizer does "
+                "not hold"
             )
 
     # ------------------------------------------------------------- state
@@ -211,8 +232,8 @@ class OptimTarget:
         for fqn in present:
             if set(self.found[fqn]) != names or absent:
                 raise ValueError(
-                    f"{self.checkpoint.folder}: parameters of one flat parameter have different optimizer state: "
-                    f"{present[0]} has {sorted(names)}, {(absent or [fqn])[0]} "
+                    f"{self.checkpoint.folder}: parameters of one flat parameter have different optimizer "
+                    f"state: {present[0]} has {sorted(names)}, {(absent or [fqn])[0]} "
                     f"{sorted(self.found.get((absent or [fqn])[0], {}))}; load with use_orig_params=True"
                 )
         self._state[param] = {name: self._target(param, known, name) for name in self._ordered(present[0])}
@@ -256,7 +277,9 @@ class OptimTarget:
             for group in self.groups
             for _, known in group
             if known.module is not None
-            for fqn, layout in zip(known.fqns, (param_layouts(known.owner)[i] for i in known.indices), strict=True)
+            for fqn, layout in zip(
+                known.fqns, (param_layouts(known.owner)[i] for i in known.indices), strict=True
+            )
         }
         names = {"step"}
         for fqn, states in self.found.items():
@@ -270,7 +293,9 @@ class OptimTarget:
         entry = self.checkpoint.entries[key]
         assert isinstance(entry, TensorEntry)
         if entry.shape != tuple(shape):
-            raise ValueError(f"{key} has shape {entry.shape} in {self.checkpoint.folder}, the parameter {tuple(shape)}")
+            raise ValueError(
+                f"{key} has shape {entry.shape} in {self.checkpoint.folder}, the parameter {tuple(shape)}"
+            )
 
     def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the optimizer has already, or new memory: zeros where shards have padding."""
@@ -279,7 +304,9 @@ class OptimTarget:
             return present
         device = torch.device("cpu") if name == "step" and not self._is_fused(param) else param.device
         if tuple(param.shape) == shape:
-            return torch.zeros_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format).detach()
+            return torch.zeros_like(
+                param, dtype=dtype, device=device, memory_format=torch.preserve_format
+            ).detach()
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def _is_fused(self, param: nn.Parameter) -> bool:
@@ -317,22 +344,28 @@ class OptimTarget:
         for key, (owner, *rest) in self._group_keys.items():
             value = self.scalars[key] if key in self.scalars else self.objects[key]
             if not rest:
-                raise CheckpointError(f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group")
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group"
+                )
             put_at(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
         own = [fqn for params in self.groups for _, known in params for fqn in known.fqns]
         uncompiled = uncompiled_keys(own)
-        by_fqn = {uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())} or saved
+        by_fqn = {
+            uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())
+        } or saved
         if not saved:
             return
         for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             fqns = [fqn for _, known in params for fqn in known.fqns]
             matching = [by_fqn.get(fqn) for fqn in fqns]
-            odd = [fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]]
+            odd = [
+                fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]
+            ]
             if odd:
                 raise ValueError(
-                    f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that were not saved, or "
-                    f"in another group than {fqns[0]}: {odd[:8]}; make the groups as they were saved "
-                    "(a flat parameter is in one group: with several, load with use_orig_params=True)"
+                    f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that were not "
+                    f"saved, or in another group than {fqns[0]}: {odd[:8]}; make the groups as they were "
+                    "saved (a flat parameter is in one group: with several, load with use_orig_params=True)"
                 )
             if matching and matching[0] is not None:
                 yield group, {name: value for name, value in matching[0].items() if name != "params"}
@@ -340,7 +373,8 @@ class OptimTarget:
     # ------------------------------------------------------------- taking over
 
     def check(self) -> None:
-        """Once objects and scalars have been read: raise ValueError for other groups, or for scalars that differ."""
+        """Once objects and scalars have been read: raise ValueError for other groups, or for scalars that
+        differ."""
         for _ in self._groups():
             pass
         for own in self._state.values():
@@ -351,7 +385,8 @@ class OptimTarget:
         """Once everything has been read: the optimizer has the state that was saved, and no other."""
         groups = list(self._groups())
         state: dict[Tensor, ParamState] = {
-            param: {name: self._final(value) for name, value in own.items()} for param, own in self._state.items()
+            param: {name: self._final(value) for name, value in own.items()}
+            for param, own in self._state.items()
         }
         for param, _ in (each for group in self.groups for each in group):
             self.optimizer.state.pop(param, None)

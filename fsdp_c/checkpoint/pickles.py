@@ -1,11 +1,12 @@
-"""Pickles from strangers: what is looked at before one is read, and the classes that stand in for those it names.
+"""Pickles from strangers: what is looked at before one is read, and the classes that stand in for those it
+names.
 
 [Note: A pickle from a stranger]
-A pickle can call anything that it names, so while one is read names stand for empty classes and functions of ours, and
-other names for nothing. A few bytes can also take all memory or time without any name: by the size of a memo, by
-tuples within tuples whose hash visits each of 2**60 ways to their leaves, by lists whose text does. The first is seen
-in the bytes. Of ``.metadata``, which may be large, tuples become ones that cannot be keys. Of archives of torch.save
-it is drawn which value holds which, before anything is made of it.
+A pickle can call anything that it names, so while one is read names stand for empty classes and functions of
+ours, and other names for nothing. A few bytes can also take all memory or time without any name: by the size
+of a memo, by tuples within tuples whose hash visits each of 2**60 ways to their leaves, by lists whose text
+does. The first is seen in the bytes. Of ``.metadata``, which may be large, tuples become ones that cannot be
+keys. Of archives of torch.save it is drawn which value holds which, before anything is made of it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _SIZED = ("PUT", "LONG_BINPUT")  # of the memo, which is made as long as they sa
 _OPCODES = {ord(op.code): op for op in pickletools.opcodes}
 _FRAME = 0x95
 _FIXED_NBYTES = {
-    code: op.arg.n if op.arg else 0 for code, op in _OPCODES.items() if op.name not in (*_SIZED, "STOP", "FRAME")
+    code: op.arg.n if op.arg else 0
+    for code, op in _OPCODES.items()
+    if op.name not in (*_SIZED, "STOP", "FRAME")
 }
 _TUPLES = {code for code, op in _OPCODES.items() if op.name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")}
 
@@ -90,12 +93,14 @@ def _runs(content: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def check_pickle(content: bytes) -> int:
-    """The length of the first pickle in ``content``. ValueError for one that takes far more memory than its size."""
+    """The length of the first pickle in ``content``. ValueError for one that takes far more memory than its
+    size."""
     return max((end for _, end, _ in _runs(content)), default=0)
 
 
 def with_marked_tuples(content: bytes) -> bytes:
-    """``content``, checked as by ``check_pickle``, with tuples handed to ``persistent_load`` as they are made."""
+    """``content``, checked as by ``check_pickle``, with tuples handed to ``persistent_load`` as they are
+    made."""
     parts = []
     for start, end, is_fixed in _runs(content):
         while is_fixed and (found := _TO_TUPLE.match(content, start, end)):
@@ -134,7 +139,8 @@ class _Made(list[Any]):
 
 
 class _Graph:
-    """The values of a pickle: a list for one that holds others, which are its elements; anything else is a leaf."""
+    """The values of a pickle: a list for one that holds others, which are its elements; anything else is a
+    leaf."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -189,7 +195,8 @@ class _Graph:
 
 
 def _check_call(taken: list[Any]) -> None:
-    """Raise ValueError for what torch's own list of names would let take as much memory or time as it likes."""
+    """Raise ValueError for what torch's own list of names would let take as much memory or time as it
+    likes."""
     callee, *arguments = taken
     if any(isinstance(each, _Made) for each in arguments):
         raise ValueError("it calls something with arguments that another call gave")
@@ -212,7 +219,8 @@ def _is_text(value: Any) -> bool:
 
 
 def check_values(content: bytes) -> None:
-    """Raise ValueError for a pickle whose values, each written wherever it stands, are far more than the pickle.
+    """Raise ValueError for a pickle whose values, each written wherever it stands, are far more than the
+    pickle.
 
     What passes can be hashed, compared and walked in a time that follows from its size.
     """
@@ -229,11 +237,14 @@ def check_values(content: bytes) -> None:
     for value in (*graph.stack, *graph.hashed):
         written += _extent(value, sizes)[0]
         if written > limit:
-            raise ValueError(f"its {len(content)} bytes hold one another so often that they make {written:.3g} values")
+            raise ValueError(
+                f"its {len(content)} bytes hold one another so often that they make {written:.3g} values"
+            )
 
 
 def _extent(value: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values it is with those within it, and how deep. ``sizes``: of those that are known, by ``id()``."""
+    """How many values it is with those within it, and how deep. ``sizes``: of those that are known, by
+    ``id()``."""
     path = [value] if isinstance(value, list) and id(value) not in sizes else []
     while path:
         inner = path[-1]

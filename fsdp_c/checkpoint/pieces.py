@@ -1,11 +1,12 @@
-"""One tensor in a checkpoint file: as ``torch.save`` would put it there, but straight from the tensor's memory.
+"""One tensor in a checkpoint file: as ``torch.save`` would put it there, but straight from the tensor's
+memory.
 
 [Note: A piece]
-DCP keeps each part of a tensor as a file of ``torch.save`` of its own, one behind the other in a ``.distcp`` file. That
-is a zip archive of stored members; around the tensor's bytes (the *data*) it has a few hundred bytes that are equal for
-equal shapes (the *framing*). The archive wants a CRC-32 of the data: it is the checksum of the piece too, made once,
-and kept with the place of the data in DCP's metadata. So torch reads the piece as its own, and we read the data without
-unpickling anything, into place where that fits.
+DCP keeps each part of a tensor as a file of ``torch.save`` of its own, one behind the other in a ``.distcp``
+file. That is a zip archive of stored members; around the tensor's bytes (the *data*) it has a few hundred
+bytes that are equal for equal shapes (the *framing*). The archive wants a CRC-32 of the data: it is the
+checksum of the piece too, made once, and kept with the place of the data in DCP's metadata. So torch reads
+the piece as its own, and we read the data without unpickling anything, into place where that fits.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ _ZIP32_LIMIT = 2**32 - 2**16
 
 
 class Place(NamedTuple):
-    """Where the data of a piece is in its file, and how it lies there: ``_StorageInfo.piece`` in DCP's metadata."""
+    """Where the data of a piece is in its file, and how it lies there: ``_StorageInfo.piece`` in DCP's
+    metadata."""
 
     offset: int  # from the beginning of the file
     nbytes: int
     crc32: int
-    strides: tuple[int, ...] | None  # of the tensor, None for a contiguous one, or for bytes that are no tensor
+    strides: (
+        tuple[int, ...] | None
+    )  # of the tensor, None for a contiguous one, or for bytes that are no tensor
 
 
 def memory(tensor: Tensor) -> memoryview:
@@ -87,10 +91,14 @@ class FileWriter:
     def write_tensor(self, tensor: Tensor) -> Place:
         """Append a dense CPU tensor. Raises ValueError for one that zip archives of this kind do not hold."""
         if tensor.nbytes > _ZIP32_LIMIT:
-            raise ValueError(f"a piece of {tensor.nbytes} bytes: divide it into pieces of at most {MAX_NBYTES} bytes")
+            raise ValueError(
+                f"a piece of {tensor.nbytes} bytes: divide it into pieces of at most {MAX_NBYTES} bytes"
+            )
         data = memory(tensor)
         crc32 = zlib.crc32(data)
-        head, tail = _framing(tensor.dtype, tuple(tensor.shape), tensor.stride(), crc32, self.size % _ALIGNMENT)
+        head, tail = _framing(
+            tensor.dtype, tuple(tensor.shape), tensor.stride(), crc32, self.size % _ALIGNMENT
+        )
         self._frame(head)
         place = Place(self.size, len(data), crc32, None if tensor.is_contiguous() else tensor.stride())
         self._write_data(data)
@@ -205,7 +213,8 @@ def _central_header(member: _Member) -> bytes:
 def _framing(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], crc32: int, misalignment: int
 ) -> tuple[bytes, bytes]:
-    """What stands in front of and behind the data of a piece that begins ``misalignment`` bytes off alignment."""
+    """What stands in front of and behind the data of a piece that begins ``misalignment`` bytes off
+    alignment."""
     head, members = b"", []
     content = [(b"archive/data.pkl", _data_pkl(dtype, shape, strides)), (b"archive/byteorder", b"little")]
     for name, value in [*content, (b"archive/version", b"3\n")]:

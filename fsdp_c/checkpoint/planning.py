@@ -1,7 +1,7 @@
 """Who writes what in a save: each rank says in a few lines what it holds, and the first one of them decides.
 
-Ranks send no list of boxes: see [Note: Parts by arithmetic] in fsdp_c/checkpoint/held.py. What the first rank does
-takes a time in proportion to the lists of keys that differ, and to the number of parts that ranks hold.
+Ranks send no list of boxes: see [Note: Parts by arithmetic] in fsdp_c/checkpoint/held.py. What the first rank
+does takes a time in proportion to the lists of keys that differ, and to the number of parts that ranks hold.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ class RankPart(NamedTuple):
 
 
 RankPlan = list[RankPart]  # what one rank holds
-Kept = dict[int, list[int]]  # for parts of a rank's plan that it does not write in full, the keys that it writes
+Kept = dict[
+    int, list[int]
+]  # for parts of a rank's plan that it does not write in full, the keys that it writes
 
 
 class Source(NamedTuple):
-    """Who writes keys of a group: ``positions`` in the list of its part are ``slots`` in that of the group."""
+    """Who writes keys of a group: ``positions`` in the list of its part are ``slots`` in that of the
+    group."""
 
     rank: int
     part: int
@@ -92,7 +95,8 @@ class _Row(NamedTuple):
 
 
 def merged(plans: Sequence[RankPlan]) -> Planned:
-    """One writer for all that ranks hold. ValueError where that is not all of a tensor, or some of it twice."""
+    """One writer for all that ranks hold. ValueError where that is not all of a tensor, or some of it
+    twice."""
     lists: dict[bytes, list[PathInDict]] = {}
     for part in (part for plan in plans for part in plan):
         if part.packed not in lists:
@@ -140,7 +144,9 @@ def _group(paths: list[PathInDict], rows: list[_Row], loads: list[int]) -> Group
     boxes = [_box(key, each, len(paths), loads) for each in by_box.values()]
     numel = sum(box.held.numel for box in boxes)
     if numel != math.prod(first.shape) or not do_tile(list(by_box), first.shape):
-        raise ValueError(f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice")
+        raise ValueError(
+            f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice"
+        )
     return Group(paths, boxes, [])
 
 
@@ -153,7 +159,9 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) 
     for start, rows in sorted(by_start.items()):
         own = rows[0][0]
         if start != end or any(other.numel != own.numel for other, _ in rows):
-            raise ValueError(f"{key}: ranks hold no element {min(start, end)} of a part of it, or some of them twice")
+            raise ValueError(
+                f"{key}: ranks hold no element {min(start, end)} of a part of it, or some of them twice"
+            )
         if own[:5] != whole[:5]:
             raise ValueError(f"{key}: ranks have its dimensions in different orders in memory")
         end = start + own.numel
@@ -165,7 +173,8 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) 
 
 
 def _shared_out(rows: list[_Row], count: int, loads: list[int]) -> list[Source]:
-    """Of ranks that have the same, each writes a share of the keys, and those with less to write the first ones."""
+    """Of ranks that have the same, each writes a share of the keys, and those with less to write the first
+    ones."""
     rows = sorted(rows, key=lambda row: loads[row.rank])[:count]
     sources = []
     for nth, row in enumerate(rows):
@@ -178,7 +187,10 @@ def _shared_out(rows: list[_Row], count: int, loads: list[int]) -> list[Source]:
 def _kept(plans: Sequence[RankPlan], groups: list[Group], lists: dict[bytes, list[PathInDict]]) -> list[Kept]:
     written: list[list[list[int]]] = [[[] for _ in plan] for plan in plans]
     for group in groups:
-        for source in (*group.sources, *(source for box in group.boxes for each in box.sources for source in each)):
+        for source in (
+            *group.sources,
+            *(source for box in group.boxes for each in box.sources for source in each),
+        ):
             written[source.rank][source.part] += source.positions
     return [
         {

@@ -1,10 +1,11 @@
-"""State dicts that each rank saved as a file of its own with ``torch.save``: SHARDED, and LOCAL with flat parameters.
+"""State dicts that each rank saved as a file of its own with ``torch.save``: SHARDED, and LOCAL with flat
+parameters.
 
 [Note: One rank's file]
-Such a file holds ShardedTensors or DTensors, which torch loads only within a process group, and by a pickle that may
-call anything. Here names of torch.distributed stand for empty classes, as they do for DCP's metadata (see [Note: A
-pickle from a stranger]); what they held says which part of a tensor each file has. Tensors are made by us, within the
-records of their file, and all other names are refused.
+Such a file holds ShardedTensors or DTensors, which torch loads only within a process group, and by a pickle
+that may call anything. Here names of torch.distributed stand for empty classes, as they do for DCP's metadata
+(see [Note: A pickle from a stranger]); what they held says which part of a tensor each file has. Tensors are
+made by us, within the records of their file, and all other names are refused.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Sharded:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
-    """A view of what the file has; its gradient's flag and hooks are left. Behind those may be another dtype."""
+    """A view of what the file has; its gradient's flag and hooks are left. Behind those may be another
+    dtype."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ValueError(f"a tensor made of {type(storage).__name__}")
     (offset,), size, stride = (ints(values, "a tensor") for values in ((offset,), size, stride))
@@ -85,7 +87,8 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Te
 
 
 class _Unpickler(pickle.Unpickler):
-    """See [Note: One rank's file]. Classes and functions are made for one reading: nothing can be left on them."""
+    """See [Note: One rank's file]. Classes and functions are made for one reading: nothing can be left on
+    them."""
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
@@ -126,7 +129,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class RankFile(NamedTuple):
-    """The state dict of one rank; its tensors stand for records of the file, see [Note: One view of an archive]."""
+    """The state dict of one rank; its tensors stand for records of the file, see [Note: One view of an
+    archive]."""
 
     values: dict[str, Any]
     archive: Archive
@@ -140,7 +144,9 @@ def load_rank_file(path: Path) -> RankFile:
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})"
+        ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
     return RankFile(loaded, archive)
@@ -150,13 +156,16 @@ def load_rank_file(path: Path) -> RankFile:
 
 
 def put_together(key: str, values: Sequence[Sharded | None], stored: StoredByAddress) -> Parted:
-    """``values``: by rank; ``stored``: what their tensors stand for. ValueError where they make no whole tensor."""
+    """``values``: by rank; ``stored``: what their tensors stand for. ValueError where they make no whole
+    tensor."""
     there = [value for value in values if value is not None]
     first = there[0]
     if any((each.kind, each.shape, each.dtype) != (first.kind, first.shape, first.dtype) for each in there):
         raise ValueError(f"{key} has another shape or dtype in another file")
     parts: dict[tuple[int, ...], Part] = {}
-    for part in _local_shards(there) if first.kind == "ShardedTensor" else _dtensor_parts(key, values, stored):
+    for part in (
+        _local_shards(there) if first.kind == "ShardedTensor" else _dtensor_parts(key, values, stored)
+    ):
         if part.tensor.dtype != first.dtype or part.tensor.dim() != len(first.shape):
             raise ValueError(f"a part of {key} is {part.tensor.dtype} {tuple(part.tensor.shape)}")
         if part.tensor.numel():
@@ -165,8 +174,8 @@ def put_together(key: str, values: Sequence[Sharded | None], stored: StoredByAdd
     numel = sum(part.tensor.numel() for part in found)
     if numel != math.prod(first.shape):
         raise ValueError(
-            f"{numel} of the {math.prod(first.shape)} elements of {key} are there: name a folder with the files of "
-            "all ranks and no others"
+            f"{numel} of the {math.prod(first.shape)} elements of {key} are there: name a folder with the "
+            "files of all ranks and no others"
         )
     boxes = [(part.offsets, tuple(part.tensor.shape)) for part in found]
     inside = all(o + s <= whole for box in boxes for o, s, whole in zip(*box, first.shape, strict=True))
@@ -204,8 +213,8 @@ def _in_mesh_order(
         dims = [placement.dim for placement in spec.placements if type(placement).__name__ == "Shard"]
         if math.prod(ints(axes, key)) != len(values) or len(dims) > 1 or {*kinds} - {"Shard", "Replicate"}:
             raise ValueError(
-                f"{key} is a DTensor of placements {kinds} on a mesh of {axes} in {len(values)} files; what can be put "
-                "together is one Shard, of the ranks of the mesh"
+                f"{key} is a DTensor of placements {kinds} on a mesh of {axes} in {len(values)} files; what "
+                "can be put together is one Shard, of the ranks of the mesh"
             )
         if read_stored(spec.mesh._rank_map, stored).tolist() != list(range(len(values))):
             raise ValueError(f"{key} is on a mesh of other ranks than the files are of")
@@ -215,7 +224,8 @@ def _in_mesh_order(
 
 
 def _mesh_sizes(layout: Any) -> list[Any]:
-    """The size of each dimension of a mesh: until 2.12 torch saves one shape of them all, and since an axis of each."""
+    """The size of each dimension of a mesh: until 2.12 torch saves one shape of them all, and since an axis
+    of each."""
     if layout.axes is None:
         return list(layout.shape) if isinstance(layout.shape, tuple) else [layout.shape]
     return [axis.shape[0] if isinstance(axis.shape, tuple) else axis.shape for axis in layout.axes]
@@ -238,7 +248,8 @@ def _replica(rank: int, axes: Sequence[int], kinds: Sequence[str]) -> int:
 
 
 class Shape(NamedTuple):
-    """Of a parameter. Flat parameters have the elements of a dense one in the order in which they lie in memory."""
+    """Of a parameter. Flat parameters have the elements of a dense one in the order in which they lie in
+    memory."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -259,13 +270,15 @@ def is_flat(key: str) -> bool:
 def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ranks: int) -> dict[str, Flat]:
     """Where the parameters of ``shapes``, in the order of ``state_dict()``, are in the flat ones.
 
-    ``flats``: by key, elements of the flat parameter, and of 16 bytes of it. Raises ValueError where they do not fit.
+    ``flats``: by key, elements of the flat parameter, and of 16 bytes of it. Raises ValueError where they do
+    not fit.
     """
     further = sorted(key for key in flats if not key.endswith(FLAT_PARAM))
     if further:
         raise ValueError(
-            f"{further[0]} is one of several flat parameters of its unit, and these files do not say which parameters "
-            "lie in it: load them into the model, and save that as FULL_STATE_DICT or SHARDED_STATE_DICT"
+            f"{further[0]} is one of several flat parameters of its unit, and these files do not say which "
+            "parameters lie in it: load them into the model, and save that as FULL_STATE_DICT or "
+            "SHARDED_STATE_DICT"
         )
     below: dict[str, list[str]] = {key: [] for key in flats}
     for name in shapes:
@@ -279,16 +292,19 @@ def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ran
         if starts is None:
             wanted = sum(math.prod(shapes[name].sizes) for name in names)
             raise ValueError(
-                f"{key} has {numel} elements, the parameters in its place {wanted}: {names[:8]}; --like takes the "
-                "state_dict() of the same model, unwrapped, in which parameters that are shared share memory"
+                f"{key} has {numel} elements, the parameters in its place {wanted}: {names[:8]}; --like "
+                "takes the state_dict() of the same model, unwrapped, in which parameters that are shared "
+                "share memory"
             )
-        places.update({name: Flat(key, start, shapes[name]) for name, start in zip(names, starts, strict=True)})
+        places.update(
+            {name: Flat(key, start, shapes[name]) for name, start in zip(names, starts, strict=True)}
+        )
     return places
 
 
 def _starts(numels: Sequence[int], total: int, unit: int, ranks: int) -> list[int] | None:
-    """Of parameters one behind the other: without gaps, or (use_orig_params) each at a multiple of 16 bytes, with less
-    than one element per rank at the end."""
+    """Of parameters one behind the other: without gaps, or (use_orig_params) each at a multiple of 16 bytes,
+    with less than one element per rank at the end."""
     for step in (1, unit):
         starts, end = [], 0
         for numel in numels:

@@ -77,25 +77,27 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     progress: bool = False,
 ) -> None:
-    """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which torch's DCP reads too.
+    """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which torch's DCP reads
+    too.
 
-    Each rank writes its own shards from their memory; parameters are not gathered, and of replicas one is written. An
-    existing checkpoint is replaced once the new one is complete and on disk, and what else is in its folder stays: see
-    [Note: In place at once] in fsdp_c/checkpoint/folder.py, also for what file systems must do. ``extra``: nested dicts
-    and lists of tensors, numbers, strings and other values that ``torch.load(weights_only=True)`` loads; keys become
-    strings.
+    Each rank writes its own shards from their memory; parameters are not gathered, and of replicas one is
+    written. An existing checkpoint is replaced once the new one is complete and on disk, and what else is in
+    its folder stays: see [Note: In place at once] in fsdp_c/checkpoint/folder.py, also for what file systems
+    must do. ``extra``: nested dicts and lists of tensors, numbers, strings and other values that
+    ``torch.load(weights_only=True)`` loads; keys become strings.
 
-    Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and groups of
-    the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
+    Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and
+    groups of the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
     fsdp_c/checkpoint/objects.py. Scalars of numpy are saved as numbers.
 
-    Plain tensors that hold parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``, are saved and
-    loaded as such in the model, its extra state and the optimizer; in ``extra`` rank 0 must have all parts, and
-    ``load`` returns the whole. A parameter that is a part and that a unit divides besides is refused by name.
+    Plain tensors that hold parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``, are
+    saved and loaded as such in the model, its extra state and the optimizer; in ``extra`` rank 0 must have
+    all parts, and ``load`` returns the whole. A parameter that is a part and that a unit divides besides is
+    refused by name.
 
-    Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the rank on
-    which something failed, as where another job is saving to ``path``; the old checkpoint is then as it was. Raises
-    ValueError for an address such as "s3://bucket/run", FileExistsError for a file.
+    Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the
+    rank on which something failed, as where another job is saving to ``path``; the old checkpoint is then as
+    it was. Raises ValueError for an address such as "s3://bucket/run", FileExistsError for a file.
     """
     target, ranks = absolute(path), _Ranks(process_group)
     what = f"saving {target}"
@@ -139,14 +141,16 @@ def load(
 ) -> StateDict:
     """Load what ``save``, or torch's DCP, wrote into ``path``; returns ``extra``.
 
-    Each rank reads the parts that it holds into its shards, whatever the number of ranks, the wrapping and the strategy
-    were. State that the optimizer lacks is made, without a step. Everything read is compared with its checksum, where
-    fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only the checkpoint has are passed
-    over. An empty ``model_key`` means that the model's names stand at the top level.
+    Each rank reads the parts that it holds into its shards, whatever the number of ranks, the wrapping and
+    the strategy were. State that the optimizer lacks is made, without a step. Everything read is compared
+    with its checksum, where fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only
+    the checkpoint has are passed over. An empty ``model_key`` means that the model's names stand at the top
+    level.
 
-    Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the rank on
-    which something failed. Model, optimizer and its groups are then what they were on every rank, unless it was the
-    data of tensors, which are read into place, or a module's set_extra_state(): docs/reliability.md says what is left.
+    Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the
+    rank on which something failed. Model, optimizer and its groups are then what they were on every rank,
+    unless it was the data of tensors, which are read into place, or a module's set_extra_state():
+    docs/reliability.md says what is left.
     """
     ranks = _Ranks(process_group)
     what = f"loading {os.fspath(path)}"
@@ -186,7 +190,9 @@ class _Ranks:
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.is_first = not self.is_distributed or dist.get_rank(group) == 0
 
-    def agree(self, what: str, work: Callable[[], T], tell: Callable[[T], Any] = lambda _: None) -> tuple[T, list[Any]]:
+    def agree(
+        self, what: str, work: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
+    ) -> tuple[T, list[Any]]:
         """The result of ``work``, and what each rank tells of its own; an exception on one is one on all."""
         result, error, told = None, None, None
         try:
@@ -213,7 +219,9 @@ def _text(error: BaseException) -> str:
 
 
 def _error(what: str, errors: dict[int, str]) -> CheckpointError:
-    return CheckpointError("\n".join(f"{what} failed on rank {rank}: {text}" for rank, text in sorted(errors.items())))
+    return CheckpointError(
+        "\n".join(f"{what} failed on rank {rank}: {text}" for rank, text in sorted(errors.items()))
+    )
 
 
 # ----------------------------------------------------------------- saving
@@ -255,8 +263,9 @@ def _whole_on_rank_0(name: str, tensor: Tensor) -> Tensor:
     value = whole_value(tensor)
     if isinstance(value, LocalParts) and value.numel_held != value.shape.numel():
         raise ValueError(
-            f"{name}: rank 0 holds {value.numel_held} of the {value.shape.numel()} elements of a tensor of shape "
-            f"{tuple(value.shape)}, and alone saves what is in extra: make it a buffer of the model, or pass it whole"
+            f"{name}: rank 0 holds {value.numel_held} of the {value.shape.numel()} elements of a tensor of "
+            f"shape {tuple(value.shape)}, and alone saves what is in extra: make it a buffer of the model, "
+            "or pass it whole"
         )
     return value
 
@@ -277,7 +286,8 @@ def progress_bar(title: str, shown: bool) -> Iterator[tuple[Report, Report]]:
 
 
 class _Loading:
-    """One ``load``: made, it has read and checked all but the tensors that lie in the model and the optimizer."""
+    """One ``load``: made, it has read and checked all but the tensors that lie in the model and the
+    optimizer."""
 
     @torch.no_grad()
     def __init__(
@@ -295,7 +305,9 @@ class _Loading:
         self.checkpoint = read(path)
         _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
-        self.nested: dict[str, tuple[str, Any]] = {}  # modules' own state by name: its key, and what it is now
+        self.nested: dict[
+            str, tuple[str, Any]
+        ] = {}  # modules' own state by name: its key, and what it is now
         prefix = f"{model_key}." if model_key else ""
         self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optim = None
@@ -307,7 +319,9 @@ class _Loading:
             self._read([item for key in self.optim.scalars for item in self.items.pop(key)])
             self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
             self.optim.check()
-        self.own_state = {n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()}
+        self.own_state = {
+            n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()
+        }
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
         items = (item for each in self.items.values() for item in each)
         self.checkpoint.hold(chunk_of(self.checkpoint, item).file for item in items)
@@ -353,9 +367,14 @@ class _Loading:
         assert isinstance(entry, TensorEntry)
         wanted = [chunk for chunk in _create_chunk_list(target) if chunk.sizes.numel()]
         items = [item for chunk in wanted for item in read_items(key, entry, chunk)]
-        found, numel = sum(item.lengths.numel() for item in items), sum(chunk.sizes.numel() for chunk in wanted)
+        found, numel = (
+            sum(item.lengths.numel() for item in items),
+            sum(chunk.sizes.numel() for chunk in wanted),
+        )
         if found != numel:
-            raise CheckpointError(f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there")
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there"
+            )
         return items
 
     @torch.no_grad()
@@ -363,7 +382,9 @@ class _Loading:
         """Into the model's and the optimizer's own memory: from here on they are changed."""
         items = [item for each in self.items.values() for item in each]
         with progress_bar("loading", progress) as (report, set_total):
-            set_total(sum(item.lengths.numel() * self.targets[item.dest_index.fqn].itemsize for item in items))
+            set_total(
+                sum(item.lengths.numel() * self.targets[item.dest_index.fqn].itemsize for item in items)
+            )
             self._read(items, report)
 
     @torch.no_grad()
@@ -406,11 +427,15 @@ def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:
         if key not in renamed:
             return path
         names = next((index + 1 for index, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
-        return tuple(uncompiled(each) if isinstance(each, str) else each for each in path[:names]) + path[names:]
+        return (
+            tuple(uncompiled(each) if isinstance(each, str) else each for each in path[:names]) + path[names:]
+        )
 
     if renamed:
         checkpoint.entries = {renamed.get(key, key): entry for key, entry in checkpoint.entries.items()}
-        checkpoint.paths = {renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()}
+        checkpoint.paths = {
+            renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()
+        }
 
 
 def _misfit(key: str, entry: Entry, value: Tensor) -> str | None:

@@ -26,7 +26,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.archives import check_archive
 from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
-from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, PathInDict, TensorEntry, checksums_content
+from fsdp_c.checkpoint.metadata import (
+    BytesEntry,
+    Checkpoint,
+    Chunk,
+    PathInDict,
+    TensorEntry,
+    checksums_content,
+)
 from fsdp_c.checkpoint.pieces import Place, memory, read_data
 from fsdp_c.compat.aliases import StateDict
 
@@ -40,15 +47,19 @@ def storage_info(file: str, start: int, end: int, place: Place) -> _StorageInfo:
     return info
 
 
-def finish_folder(temporary: Path, path: Path, metadata: Iterable[bytes], files: dict[str, tuple[int, int]]) -> None:
-    """Write what says where everything is, and publish it. ``files`` are named as from the checkpoint's folder."""
+def finish_folder(
+    temporary: Path, path: Path, metadata: Iterable[bytes], files: dict[str, tuple[int, int]]
+) -> None:
+    """Write what says where everything is, and publish it. ``files`` are named as from the checkpoint's
+    folder."""
     for name, (size, _) in files.items():
         written = temporary / Path(name).name
         found = written.stat().st_size if written.exists() else None
         if found != size:
             raise CheckpointError(
                 f"{written}: {size} bytes were written by its rank, and rank 0 finds "
-                f"{'no file' if found is None else found}: {path.parent} must be on a file system that all ranks share"
+                f"{'no file' if found is None else found}: {path.parent} must be on a file system that all "
+                "ranks share"
             )
     counted = Counted(metadata)
     write_file(temporary / METADATA, counted)
@@ -70,9 +81,14 @@ class Counted:
 
 
 def metadata_pickler(file: BinaryIO, protocol: int) -> pickle.Pickler:
-    """For every torch from 2.10: since 2.15 ``TensorProperties`` has one value more, which older ones refuse."""
+    """For every torch from 2.10: since 2.15 ``TensorProperties`` has one value more, which older ones
+    refuse."""
     pickler = pickle.Pickler(file, protocol=protocol)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced, _MEM_FORMAT_ENCODING: _by_value}
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,
+        TensorProperties: _reduced,
+        _MEM_FORMAT_ENCODING: _by_value,
+    }
     return pickler
 
 
@@ -82,7 +98,8 @@ def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 def _by_value(member: enum.Enum) -> tuple[Any, ...]:
-    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should make."""
+    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should
+    make."""
     return type(member), (member.value,)
 
 
@@ -108,14 +125,20 @@ def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, f
 
 
 def damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.folder / file}: the data of {key} are damaged: their checksum does not match")
+    return CheckpointError(
+        f"{checkpoint.folder / file}: the data of {key} are damaged: their checksum does not match"
+    )
 
 
-def _torch_load_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chunk, file: BinaryIO) -> Tensor:
+def _torch_load_chunk(
+    checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chunk, file: BinaryIO
+) -> Tensor:
     what = f"{checkpoint.folder / chunk.file}: {key}"
     loaded = _torch_load(what, _blob(what, file, chunk.start, chunk.length))
     if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != entry.dtype:
-        raise CheckpointError(f"{what} is not a tensor of shape {chunk.sizes} and {entry.dtype}, as the metadata say")
+        raise CheckpointError(
+            f"{what} is not a tensor of shape {chunk.sizes} and {entry.dtype}, as the metadata say"
+        )
     return loaded
 
 
@@ -164,11 +187,14 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
 
 
 def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
-    """Put ``value`` into nested dicts and lists. CheckpointError where others say that something else stands there."""
+    """Put ``value`` into nested dicts and lists. CheckpointError where others say that something else stands
+    there."""
     try:
         set_element(nested, path, value)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.folder}: {key} lies within what is no dict or list ({error})") from error
+        raise CheckpointError(
+            f"{checkpoint.folder}: {key} lies within what is no dict or list ({error})"
+        ) from error
 
 
 def keys_below(checkpoint: Checkpoint, root: str) -> list[str]:
@@ -181,11 +207,19 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     result: StateDict = {}
     for key in keys_below(checkpoint, root):
         entry = checkpoint.entries[key]
-        value = read_tensor(checkpoint, key) if isinstance(entry, TensorEntry) else read_object(checkpoint, key, entry)
+        value = (
+            read_tensor(checkpoint, key)
+            if isinstance(entry, TensorEntry)
+            else read_object(checkpoint, key, entry)
+        )
         path = checkpoint.paths[key]
         depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
         put_at(
-            checkpoint, key, result, ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])), value
+            checkpoint,
+            key,
+            result,
+            ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])),
+            value,
         )
     return result.get("")
 
@@ -201,7 +235,9 @@ def read_items(key: str, entry: TensorEntry, wanted: ChunkStorageMetadata) -> It
             dest_index=MetadataIndex(key, wanted.offsets),
             dest_offsets=torch.Size(start - own for start, own in zip(starts, wanted.offsets, strict=True)),
             storage_index=MetadataIndex(key, torch.Size(chunk.offsets), index),
-            storage_offsets=torch.Size(start - theirs for start, theirs in zip(starts, chunk.offsets, strict=True)),
+            storage_offsets=torch.Size(
+                start - theirs for start, theirs in zip(starts, chunk.offsets, strict=True)
+            ),
             lengths=torch.Size(end - start for start, end in zip(starts, ends, strict=True)),
         )
 
@@ -221,7 +257,8 @@ class Reader:
         self.report = report or (lambda nbytes: None)
 
     def read(self, items: Iterable[ReadItem], target_of: Callable[[ReadItem], Tensor]) -> None:
-        """Fill what ``target_of`` gives for each item. Raises CheckpointError; what was read until then stays."""
+        """Fill what ``target_of`` gives for each item. Raises CheckpointError; what was read until then
+        stays."""
         by_chunk: dict[tuple[str, int], list[ReadItem]] = {}
         for item in items:
             assert item.type == LoadItemType.TENSOR and item.storage_index.index is not None
@@ -235,7 +272,9 @@ class Reader:
                 for chunk, (key, _), wanted in parts:
                     self._read_one(key, chunk, [(item, target_of(item)) for item in wanted], file)
 
-    def _read_one(self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], file: BinaryIO) -> None:
+    def _read_one(
+        self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], file: BinaryIO
+    ) -> None:
         entry = self.checkpoint.entries[key]
         assert isinstance(entry, TensorEntry)
         (item, target), *others = wanted

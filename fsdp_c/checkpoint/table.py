@@ -1,4 +1,5 @@
-"""Where everything that ranks have written lies, in a few bytes for each box; and ``.metadata``, made of that."""
+"""Where everything that ranks have written lies, in a few bytes for each box; and ``.metadata``, made of
+that."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from fsdp_c.checkpoint.planning import Box, Group, Planned, Source, key_of
 from fsdp_c.checkpoint.storage import metadata_pickler, storage_info
 
 TOKEN = b"fsdp_c layout"  # before the token by which .metadata and fsdp_c.layout belong together
-# where a piece begins in its file, how much of it is before its data (of an object: its length), their CRC-32, whose
-# file it is
+# where a piece begins in its file, how much of it is before its data (of an object: its length), their
+# CRC-32, whose file it is
 RECORD = struct.Struct("<QQII")
 
 
@@ -33,7 +34,8 @@ class RankResult(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A group, and the records of its keys: of each box by range, by key, by box of the range; or of objects by key."""
+    """A group, and the records of its keys: of each box by range, by key, by box of the range; or of objects
+    by key."""
 
     group: Group
     boxes: list[bytes]
@@ -98,8 +100,8 @@ def metadata_content(
     """The pickle of DCP's ``Metadata``, part by part. ``order``: of keys. ``files``: names by rank.
     ``mark``: stands at the beginning, and readers pass over it.
 
-    It has an object for each box and each place. The boxes are objects that all tensors of a group share; the places
-    are written as bytes, as a pickler would, without an object of each.
+    It has an object for each box and each place. The boxes are objects that all tensors of a group share; the
+    places are written as bytes, as a pickler would, without an object of each.
     """
     where = {key_of(path): (each, slot) for each in table for slot, path in enumerate(each.group.paths)}
     keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
@@ -111,7 +113,11 @@ def metadata_content(
     for key in keys:
         each, _ = where[key]
         yield pickled(key) + pickled(_entry(each.group, chunks[id(each)]))
-    yield b"u" + pickled("planner_data") + pickled({key: where[key][0].group.paths[where[key][1]] for key in keys})
+    yield (
+        b"u"
+        + pickled("planner_data")
+        + pickled({key: where[key][0].group.paths[where[key][1]] for key in keys})
+    )
     yield pickled("storage_data") + b"}("
     places = {id(each): _Places(each, chunks[id(each)], files, pickled) for each in table}
     for key in keys:
@@ -149,7 +155,9 @@ def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
     if not group.boxes:
         return dcp.BytesStorageMetadata()
     held = group.boxes[0].held
-    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=held.dtype), torch.Size(held.shape), [*chunks])
+    return dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=held.dtype), torch.Size(held.shape), [*chunks]
+    )
 
 
 _LONG = b"\x8a\x08"  # an integer in eight bytes
@@ -221,7 +229,9 @@ class _Places:
             ]  # fmt: skip
             rows.append(b"".join(fields))
         ends = torch.tensor([0, *map(len, fields)], device="cpu").cumsum(0).tolist()
-        self.key, self.file, self.start, self.length, self.data, self.crc32 = (ends[n] for n in (1, 5, 7, 9, 11, 13))
+        self.key, self.file, self.start, self.length, self.data, self.crc32 = (
+            ends[n] for n in (1, 5, 7, 9, 11, 13)
+        )
         self.rows = _bytes(b"".join(rows)).view(len(rows), -1).clone()
         self.nbytes = torch.tensor([box.numel * itemsize for box in boxes], device="cpu")
         self.records = _bytes(b"".join(self.each.boxes)).view(-1, RECORD.size)
@@ -234,7 +244,8 @@ def _bytes(content: bytes) -> Tensor:
 
 
 def _index(group: Group) -> tuple[Tensor, Tensor]:
-    """Of each box of the first tensor of a group the number of its record, and how much more it is in the next."""
+    """Of each box of the first tensor of a group the number of its record, and how much more it is in the
+    next."""
     index: list[int] = []
     step: list[int] = []
     before = 0

@@ -13,10 +13,25 @@ from torch import Tensor, _weights_only_unpickler
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint import objects
-from fsdp_c.checkpoint.archives import Archive, LegacyFile, StoredByAddress, is_archive, is_within, read_stored
+from fsdp_c.checkpoint.archives import (
+    Archive,
+    LegacyFile,
+    StoredByAddress,
+    is_archive,
+    is_within,
+    read_stored,
+)
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict, strides_fit
-from fsdp_c.checkpoint.rank_files import Parted, Shape, Sharded, flat_places, is_flat, load_rank_file, put_together
+from fsdp_c.checkpoint.rank_files import (
+    Parted,
+    Shape,
+    Sharded,
+    flat_places,
+    is_flat,
+    load_rank_file,
+    put_together,
+)
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.checkpoint.storage import narrowed
 
@@ -40,7 +55,9 @@ def _opened(path: Path, kind: type[Archive] = Archive) -> Archive:
 
 def in_order(files: Sequence[Path]) -> list[Path]:
     """The files sorted by the last number in their names, which is the rank."""
-    return sorted(files, key=lambda path: ([int(each) for each in re.findall(r"[0-9]+", path.stem)[-1:]], path.name))
+    return sorted(
+        files, key=lambda path: ([int(each) for each in re.findall(r"[0-9]+", path.stem)[-1:]], path.name)
+    )
 
 
 class TorchSource:
@@ -58,9 +75,13 @@ class TorchSource:
         self.values, paths = _flattened(loaded, path)
         for key, value in self.values.items():
             if isinstance(value, Tensor) and not is_within(value, self.stored):
-                raise CheckpointError(f"{path}: {key} is sparse or quantized, or has more elements than the file")
+                raise CheckpointError(
+                    f"{path}: {key} is sparse or quantized, or has more elements than the file"
+                )
         self.entries = {
-            key: Info(paths[key], tuple(value.shape), value.dtype) if isinstance(value, Tensor) else Info(paths[key])
+            key: Info(paths[key], tuple(value.shape), value.dtype)
+            if isinstance(value, Tensor)
+            else Info(paths[key])
             for key, value in self.values.items()
         }
 
@@ -109,8 +130,8 @@ def _reason(error: Exception) -> str:
 
 
 class RankFilesSource:
-    """Files of ``torch.save``, one of each rank: SHARDED_STATE_DICT, or LOCAL_STATE_DICT, whose flat parameters are
-    entries; or files that have different entries of a full state dict."""
+    """Files of ``torch.save``, one of each rank: SHARDED_STATE_DICT, or LOCAL_STATE_DICT, whose flat
+    parameters are entries; or files that have different entries of a full state dict."""
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         self.path, self.files = path, in_order(files)
@@ -137,7 +158,9 @@ class RankFilesSource:
         paths = {key: path for _, each in flattened for key, path in each.items()}
         sharded = any(isinstance(value, Sharded) for values in self.contents for value in values.values())
         if not sharded and len(paths) != sum(map(len, self.contents)):
-            raise CheckpointError(f"{path}: {len(files)} files with state dicts that are not sharded; name one of them")
+            raise CheckpointError(
+                f"{path}: {len(files)} files with state dicts that are not sharded; name one of them"
+            )
         try:
             self.flat_storages = self._flat_storages()
             for key in paths:
@@ -152,7 +175,9 @@ class RankFilesSource:
         first = next(content[key] for content in self.contents if key in content)
         if isinstance(first, Sharded):
             self.values[key] = value = put_together(key, values, self.stored)
-            if math.prod(value.shape) * value.dtype.itemsize > sum(file.stat().st_size for file in self.files):
+            if math.prod(value.shape) * value.dtype.itemsize > sum(
+                file.stat().st_size for file in self.files
+            ):
                 raise ValueError(f"{key} is larger than all files")
             self.entries[key] = Info(path, value.shape, value.dtype)
         elif isinstance(first, Tensor):
@@ -164,7 +189,8 @@ class RankFilesSource:
             self.entries[key] = Info(path)
 
     def _is_view(self, values: Sequence[Any]) -> bool:
-        """Whether tensors are the ranks' own parts of a parameter that is in a flat one (use_orig_params=True)."""
+        """Whether tensors are the ranks' own parts of a parameter that is in a flat one
+        (use_orig_params=True)."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         in_flat = any(each.untyped_storage()._cdata in self.flat_storages for each in tensors)
         return bool(self.flat_storages) and (in_flat or len({each.shape for each in tensors}) > 1)
@@ -206,7 +232,9 @@ class NamedSource:
     def __init__(self, source: RankFilesSource, like: TorchSource, prefix: str) -> None:
         """``like``: a state dict of the model, whose names stand below ``prefix`` in ``source``."""
         self.source, self.kind = source, source.kind
-        flats = {key: info for key, info in source.entries.items() if is_flat(key) and info.shape and info.dtype}
+        flats = {
+            key: info for key, info in source.entries.items() if is_flat(key) and info.shape and info.dtype
+        }
         sizes = {key: (math.prod(info.shape or ()), 16 // info.dtype.itemsize) for key, info in flats.items()}  # type: ignore[union-attr]  # flat parameters have a dtype
         shared = like.same_memory()
         shapes = {
@@ -236,7 +264,11 @@ class NamedSource:
         if place is None:
             return self.source.read(key)
         elements = self.source.read_range(place.key, place.start, math.prod(place.shape.sizes))
-        return elements.as_strided(*place.shape) if strides_fit(*place.shape) else elements.view(place.shape.sizes)
+        return (
+            elements.as_strided(*place.shape)
+            if strides_fit(*place.shape)
+            else elements.view(place.shape.sizes)
+        )
 
     def problems(self) -> Iterator[str]:
         return self.source.problems()

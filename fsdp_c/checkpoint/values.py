@@ -1,9 +1,10 @@
-"""What a checkpoint is given for a sharded tensor: this rank's range of its elements, as boxes, in its own memory.
+"""What a checkpoint is given for a sharded tensor: this rank's range of its elements, as boxes, in its own
+memory.
 
 [Note: Boxes of a range]
-A shard of a flat parameter holds a range of each parameter's elements, in memory order. DCP knows parts of a tensor as
-n-D boxes. A range of an n-D tensor is at most 2n - 1 of them, each in one piece of memory: so a rank saves its shard
-without asking any other for elements, and loads into it.
+A shard of a flat parameter holds a range of each parameter's elements, in memory order. DCP knows parts of a
+tensor as n-D boxes. A range of an n-D tensor is at most 2n - 1 of them, each in one piece of memory: so a
+rank saves its shard without asking any other for elements, and loads into it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Box(NamedTuple):
 class PartialTensor(Tensor):
     """A tensor of which this rank holds a part, in ``local``.
 
-    DCP saves and loads it box by box, from and to ``local``. It can be detached, cloned and moved, and nothing else.
+    DCP saves and loads it box by box, from and to ``local``. It can be detached, cloned and moved, and
+    nothing else.
     """
 
     local: Tensor
@@ -68,8 +70,8 @@ class PartialTensor(Tensor):
             args[0].local.copy_(args[1].local, **(kwargs or {}))
             return args[0]
         raise NotImplementedError(
-            f"{func} of a {cls.__name__}: it holds this rank's part of a tensor for torch.distributed.checkpoint; "
-            "for tensors to compute with use state_dict()"
+            f"{func} of a {cls.__name__}: it holds this rank's part of a tensor for "
+            "torch.distributed.checkpoint; for tensors to compute with use state_dict()"
         )
 
     def __deepcopy__(self, memo: object) -> PartialTensor:
@@ -103,7 +105,9 @@ Partial = TypeVar("Partial", bound=PartialTensor)
 
 
 def _wrapper(cls: type[Partial], local: Tensor, shape: Sequence[int]) -> Partial:
-    made: Partial = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+    made: Partial = torch.Tensor._make_wrapper_subclass(
+        cls, torch.Size(shape), dtype=local.dtype, device=local.device
+    )
     made.local = local.detach()
     return made
 
@@ -126,10 +130,11 @@ class RangeTensor(PartialTensor):
         box: Box | None = None,
         is_replica: bool = False,
     ) -> RangeTensor:
-        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor.
+        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous
+        tensor.
 
-        ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all of it.
-        ``is_replica``: others hold the same elements, perhaps in other ranges, and write them.
+        ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all
+        of it. ``is_replica``: others hold the same elements, perhaps in other ranges, and write them.
         """
         made = _wrapper(cls, local, shape)
         made.start, made.order = start, order
@@ -151,7 +156,9 @@ class RangeTensor(PartialTensor):
         if self.is_replica or (not numel and self.shape.numel()):
             return None
         offsets, sizes = self.box
-        return Held(self.dtype, tuple(self.shape), self.order, offsets, sizes, self.start, numel, is_one_piece=False)
+        return Held(
+            self.dtype, tuple(self.shape), self.order, offsets, sizes, self.start, numel, is_one_piece=False
+        )
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
@@ -168,7 +175,9 @@ def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), box.shape)
 
 
-def boxes_of(local: Tensor, shape: Sequence[int], start: int, order: Order) -> Iterator[tuple[Offsets, Tensor]]:
+def boxes_of(
+    local: Tensor, shape: Sequence[int], start: int, order: Order
+) -> Iterator[tuple[Offsets, Tensor]]:
     """The boxes of a range, and views of ``local`` in their shapes; none larger than a piece may be."""
     if not math.prod(shape):
         yield (0,) * len(shape), local.view(tuple(shape))
@@ -185,14 +194,16 @@ def boxes_of(local: Tensor, shape: Sequence[int], start: int, order: Order) -> I
 def box_of_rank(spec: DTensorSpec) -> Box:
     """This rank's part of a DTensor of these placements. Raises NotImplementedError where it is a summand."""
     if any(placement.is_partial() for placement in spec.placements):
-        raise NotImplementedError(f"a tensor placed {spec.placements} is a sum over ranks: redistribute it to save it")
+        raise NotImplementedError(
+            f"a tensor placed {spec.placements} is a sum over ranks: redistribute it to save it"
+        )
     sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     return Box(tuple(offsets), tuple(sizes))
 
 
 def whole_value(tensor: Tensor) -> Tensor:
-    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece; or this rank's part
-    of a DTensor, or of a plain tensor that says which part of another it is."""
+    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece; or this
+    rank's part of a DTensor, or of a plain tensor that says which part of another it is."""
     if is_in_parts(tensor):
         return LocalParts.of(tensor, tensor)
     tensor = tensor.detach()
@@ -206,7 +217,9 @@ def whole_value(tensor: Tensor) -> Tensor:
 def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: bool = False) -> RangeTensor:
     """``local`` as one whole box of a tensor of ``shape``. Shares its memory."""
     if not is_dense(local):
-        raise NotImplementedError(f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous")
+        raise NotImplementedError(
+            f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous"
+        )
     order = None if local.is_contiguous() else memory_order(local.stride())
     flat = (local if order is None else local.permute(order)).reshape(-1)
     return RangeTensor(flat, shape, 0, order, box, is_replica)
@@ -218,8 +231,8 @@ TOO_DEEP = "is nested too deeply to be saved, or holds itself"
 def mapped_tensors(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
     """``value`` with ``function``, given names and tensors, applied to those in nested dicts and lists.
 
-    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object, and for a tensor that
-    is not one array of numbers; ValueError for a dict or list that holds itself.
+    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object, and for a
+    tensor that is not one array of numbers; ValueError for a dict or list that holds itself.
     """
     try:
         return _mapped(name, value, function)
@@ -230,14 +243,18 @@ def mapped_tensors(name: str, value: Any, function: Callable[[str, Tensor], obje
 def _mapped(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
     if isinstance(value, Tensor):
         if value.is_quantized or value.is_nested or value.layout != torch.strided:
-            raise NotImplementedError(f"{name}: a sparse, nested or quantized tensor: save the tensors it is made of")
+            raise NotImplementedError(
+                f"{name}: a sparse, nested or quantized tensor: save the tensors it is made of"
+            )
         return function(name, value)
     if isinstance(value, dict):
         return {key: _mapped(f"{name}.{key}", one, function) for key, one in value.items()}
     if isinstance(value, list):
         return [_mapped(f"{name}.{index}", one, function) for index, one in enumerate(value)]
     if isinstance(value, tuple) and any(isinstance(one, Tensor) and is_in_parts(one) for one in value):
-        raise NotImplementedError(f"{name}: a part of a tensor in a tuple, which is saved as one object: use a list")
+        raise NotImplementedError(
+            f"{name}: a part of a tensor in a tuple, which is saved as one object: use a list"
+        )
     return value
 
 
@@ -261,7 +278,8 @@ def global_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 class _Part(NamedTuple):
-    """A box of the larger tensor, and where it begins in the local one; () for a local one that is the box."""
+    """A box of the larger tensor, and where it begins in the local one; () for a local one that is the
+    box."""
 
     offsets: Offsets
     local_offsets: Offsets
@@ -276,7 +294,9 @@ class _Part(NamedTuple):
 def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
     if not len(offsets) == len(sizes) == len(shape):
         return False
-    return all(0 <= o and 0 <= s and o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
+    return all(
+        0 <= o and 0 <= s and o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True)
+    )
 
 
 class LocalParts(PartialTensor):
@@ -292,15 +312,20 @@ class LocalParts(PartialTensor):
 
     @classmethod
     def of(cls, local: Tensor, described: Tensor) -> LocalParts:
-        """``local`` as the protocol's attributes of ``described`` say. Raises ValueError where they do not fit."""
+        """``local`` as the protocol's attributes of ``described`` say. Raises ValueError where they do not
+        fit."""
         columns = [tuple(map(tuple, getattr(described, name))) for name in _PROTOCOL[1:]]
         shape = global_shape(described)
         if len({len(column) for column in columns}) != 1:
-            raise ValueError(f"{', '.join(_PROTOCOL[1:])} have different lengths: {[len(each) for each in columns]}")
+            raise ValueError(
+                f"{', '.join(_PROTOCOL[1:])} have different lengths: {[len(each) for each in columns]}"
+            )
         parts = tuple(_Part(*each) for each in zip(*columns, strict=True))
         wrong = [part for part in parts if not part.fits(shape, local.shape)]
         if wrong:
-            raise ValueError(f"{wrong[0]} is not inside a tensor of shape {shape} and this one of {tuple(local.shape)}")
+            raise ValueError(
+                f"{wrong[0]} is not inside a tensor of shape {shape} and this one of {tuple(local.shape)}"
+            )
         return cls(local, shape, parts)
 
     def _like(self, local: Tensor) -> LocalParts:
@@ -315,13 +340,17 @@ class LocalParts(PartialTensor):
         for part in self.parts:
             own = self._own(self.local, part)
             dense = own.numel() and is_dense(own)
-            found.update(in_box(own, self.shape, Box(part.offsets, part.sizes)).boxes if dense else {part.offsets: own})
+            found.update(
+                in_box(own, self.shape, Box(part.offsets, part.sizes)).boxes if dense else {part.offsets: own}
+            )
         return found
 
     @staticmethod
     def _own(local: Tensor, part: _Part) -> Tensor:
         starts = part.local_offsets or (0,) * local.dim()
-        return local[tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))]
+        return local[
+            tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))
+        ]
 
     @property
     def numel_held(self) -> int:
@@ -329,12 +358,17 @@ class LocalParts(PartialTensor):
 
     @torch.no_grad()
     def taken_from(self, whole: Tensor) -> Tensor:
-        """A plain tensor like the one that this was made of, attributes included, with the elements of ``whole``."""
+        """A plain tensor like the one that this was made of, attributes included, with the elements of
+        ``whole``."""
         if whole.shape != self.shape:
-            raise ValueError(f"shape {tuple(whole.shape)} in the checkpoint, {tuple(self.shape)} in the model")
+            raise ValueError(
+                f"shape {tuple(whole.shape)} in the checkpoint, {tuple(self.shape)} in the model"
+            )
         local = self.local.clone()
         for part in self.parts:
-            box = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
+            box = tuple(
+                slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True)
+            )
             self._own(local, part).copy_(whole[box])
         columns = zip(*self.parts, strict=True) if self.parts else ((), (), ())
         for name, value in zip(_PROTOCOL, (tuple(self.shape), *columns), strict=True):
@@ -343,14 +377,16 @@ class LocalParts(PartialTensor):
 
 
 def value_of_state(state: Tensor, param: Tensor) -> Tensor:
-    """Optimizer state of a parameter that no unit manages: in the parameter's parts where it has its shape."""
+    """Optimizer state of a parameter that no unit manages: in the parameter's parts where it has its
+    shape."""
     if is_in_parts(param) and not is_in_parts(state) and state.shape == param.shape:
         return LocalParts.of(state, param)
     return whole_value(state)
 
 
 def as_held(value: object, held: object) -> object:
-    """What was read whole, in nested dicts and lists: parts of it where ``held``, of the same form, has parts."""
+    """What was read whole, in nested dicts and lists: parts of it where ``held``, of the same form, has
+    parts."""
     if isinstance(held, LocalParts) and isinstance(value, Tensor):
         return held.taken_from(value)
     if isinstance(held, dict) and isinstance(value, dict):

@@ -95,8 +95,11 @@ class Planner(DefaultSavePlanner):
 
 
 def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """The tensor with the strides that follow from its order of dimensions: a dimension of one element has any."""
-    return tensor if order is None else from_memory_order(tensor.permute(order).reshape(-1), tensor.shape, order)
+    """The tensor with the strides that follow from its order of dimensions: a dimension of one element has
+    any."""
+    return (
+        tensor if order is None else from_memory_order(tensor.permute(order).reshape(-1), tensor.shape, order)
+    )
 
 
 class Writer(StorageWriter):
@@ -118,7 +121,8 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         names = [data_file(self.temporary, self.path, rank) for rank in range(len(plans))]
         return [
-            SavePlan([], (rank, name), p.planner_data) for rank, (name, p) in enumerate(zip(names, plans, strict=True))
+            SavePlan([], (rank, name), p.planner_data)
+            for rank, (name, p) in enumerate(zip(names, plans, strict=True))
         ]
 
     def storage_meta(self) -> StorageMeta:
@@ -168,7 +172,10 @@ class Writer(StorageWriter):
         files = {each.file: (each.size, each.framing_crc32) for each in by_rank.values()}
         # see [Note: The layout of a checkpoint]
         order = [*self.planner.state_dict]
-        token, inner = secrets.token_hex(16), self.temporary.name if self.temporary.parent == self.path else "."
+        token, inner = (
+            secrets.token_hex(16),
+            self.temporary.name if self.temporary.parent == self.path else ".",
+        )
         layout = Counted(layout_content(table, order, token))
         write_file(self.temporary / LAYOUT, layout)
         files[LAYOUT if inner == "." else f"{inner}/{LAYOUT}"] = (layout.size, layout.crc32)

@@ -1,6 +1,8 @@
-"""What torch's FSDP1 keeps on a unit and its handle and fsdp_c does not: which attribute, and what to use instead.
+"""What torch's FSDP1 keeps on a unit and its handle and fsdp_c does not: which attribute, and what to use
+instead.
 
-All of it is state or steps of a runtime that is in C here. Asking for one raises an AttributeError that says so.
+All of it is state or steps of a runtime that is in C here. Asking for one raises an AttributeError that says
+so.
 """
 
 from __future__ import annotations
@@ -55,8 +57,11 @@ REASONS = {
 
 
 def explain(owner: str, name: str) -> None:
-    """Raise AttributeError with what to use instead, if ``name`` is one of these; the exception being handled goes."""
+    """Raise AttributeError with what to use instead, if ``name`` is one of these; the exception being handled
+    goes."""
     reason = REASONS[owner].get(name)
     if reason is None:
         return
-    raise AttributeError(f"{owner!r} object of fsdp_c has no attribute {name!r}: {reason}") from sys.exc_info()[1]
+    raise AttributeError(
+        f"{owner!r} object of fsdp_c has no attribute {name!r}: {reason}"
+    ) from sys.exc_info()[1]

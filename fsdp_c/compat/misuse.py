@@ -23,7 +23,8 @@ def is_looked_for() -> bool:
 
 
 def tell(message: str, *, is_certain: bool) -> None:
-    """RuntimeError where the result is wrong for certain, else a warning, at the line of the script; or as chosen."""
+    """RuntimeError where the result is wrong for certain, else a warning, at the line of the script; or as
+    chosen."""
     chosen = mode() or ("error" if is_certain else "warn")
     if chosen == "error":
         raise RuntimeError(f"{message} ({VARIABLE}=warn in the environment goes on all the same.)")
@@ -34,6 +35,9 @@ def tell(message: str, *, is_certain: bool) -> None:
 def script_level() -> int:
     """How far above the caller the script is: backwards come through modules of torch's, forwards do not."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "fsdp_c"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "torch",
+        "fsdp_c",
+    ):
         frame, level = frame.f_back, level + 1
     return level

@@ -1,10 +1,10 @@
 """Units of ours in the hands of torch's own FSDP1 functions, in a process where fsdp_c is not installed.
 
-They find our units through the base class that both share. What reads names and sizes, or sets what units show as
-attributes, works as it is: ``state_dict_type`` and its kin, ``fsdp_modules``, ``optim_state_dict`` and
-``optim_state_dict_to_load``. What would run a unit (``summon_full_params``, ``clip_grad_norm_``, ``no_sync``,
-``apply``, a unit of torch's around ours) meets one error at the first thing that it does to one, and so does
-torch.distributed.checkpoint, which gives parameters wrong names where it does not know a class.
+They find our units through the base class that both share. What reads names and sizes, or sets what units
+show as attributes, works as it is: ``state_dict_type`` and its kin, ``fsdp_modules``, ``optim_state_dict``
+and ``optim_state_dict_to_load``. What would run a unit (``summon_full_params``, ``clip_grad_norm_``,
+``no_sync``, ``apply``, a unit of torch's around ours) meets one error at the first thing that it does to one,
+and so does torch.distributed.checkpoint, which gives parameters wrong names where it does not know a class.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class NotInstalledError(RuntimeError, AttributeError):
 def refuse_torchs_functions(name: str) -> NoReturn:
     """Raise: a function of torch's FSDP1 was called on the unit ``name``."""
     raise NotInstalledError(
-        f"unit {name}: torch's FullyShardedDataParallel, and torch.distributed.checkpoint with it, do not know "
-        "fsdp_c's units. Call fsdp_c.install(), which puts fsdp_c in torch's place, or use the methods of "
-        "fsdp_c.FullyShardedDataParallel and fsdp_c.checkpoint; one model is run by one implementation"
+        f"unit {name}: torch's FullyShardedDataParallel, and torch.distributed.checkpoint with it, do not "
+        "know fsdp_c's units. Call fsdp_c.install(), which puts fsdp_c in torch's place, or use the methods "
+        "of fsdp_c.FullyShardedDataParallel and fsdp_c.checkpoint; one model is run by one implementation"
     )
 
 

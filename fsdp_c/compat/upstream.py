@@ -1,8 +1,8 @@
 """The one place where names of torch's FSDP1 are imported, and where behaviour follows torch's version.
 
-Where torch has FSDP1, these are its own objects: users' enums, configurations and policies are equal from either
-package. Where it has none any more, those of ``fsdp_c.compat.standins`` take their place, and FSDP1's modules are
-found under their old names, so that old pickles load: see ``fsdp_c.compat.standins.finder``.
+Where torch has FSDP1, these are its own objects: users' enums, configurations and policies are equal from
+either package. Where it has none any more, those of ``fsdp_c.compat.standins`` take their place, and FSDP1's
+modules are found under their old names, so that old pickles load: see ``fsdp_c.compat.standins.finder``.
 """
 
 # ruff: noqa: F401  # names that others import from here
@@ -101,7 +101,10 @@ HAS_FSDP1 = not WHY_NO_FSDP1
 
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (HandleShardingStrategy.FULL_SHARD, HandleShardingStrategy.HYBRID_SHARD)
+RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
+    HandleShardingStrategy.FULL_SHARD,
+    HandleShardingStrategy.HYBRID_SHARD,
+)
 NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
     HandleShardingStrategy.SHARD_GRAD_OP,
     HandleShardingStrategy._HYBRID_SHARD_ZERO2,
@@ -109,7 +112,8 @@ NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
 
 
 def dtensor_extensions() -> Callable[[ModuleType], FSDPExtensions]:
-    """The class that flattens DTensors: torch's, which lives beside tensor parallelism, or ours where it has gone."""
+    """The class that flattens DTensors: torch's, which lives beside tensor parallelism, or ours where it has
+    gone."""
     try:
         from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
     except ImportError:

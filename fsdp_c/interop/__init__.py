@@ -1,6 +1,8 @@
-"""Standing where torch's FSDP1 stood: ``install()``, scripts that are run unmodified, torch's private module paths.
+"""Standing where torch's FSDP1 stood: ``install()``, scripts that are run unmodified, torch's private module
+paths.
 
-Each ``_name.py`` here has the names of ``torch.distributed.fsdp._name`` that libraries use, and is ``fsdp_c._name``.
+Each ``_name.py`` here has the names of ``torch.distributed.fsdp._name`` that libraries use, and is
+``fsdp_c._name``.
 """
 
 from fsdp_c.interop.installation import install, is_installed, uninstall

@@ -1,5 +1,5 @@
-"""The names of torch.distributed.fsdp._common_utils that libraries use. They read units through attributes, and so are
-torch's own: a unit is a state of torch's base class.
+"""The names of torch.distributed.fsdp._common_utils that libraries use. They read units through attributes,
+and so are torch's own: a unit is a state of torch's base class.
 """
 
 # ruff: noqa: F401

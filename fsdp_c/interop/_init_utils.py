@@ -15,5 +15,6 @@ __all__ = [
 def _init_intra_and_inter_node_groups(
     global_process_group: dist.ProcessGroup, num_devices_per_node: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The group of this rank's node and that of the ranks of its place in the nodes. Collective over all ranks."""
+    """The group of this rank's node and that of the ranks of its place in the nodes. Collective over all
+    ranks."""
     return tuple(groups_of_nodes(global_process_group, num_devices_per_node))  # type: ignore[return-value]  # two groups, under a hybrid strategy

@@ -1,8 +1,8 @@
 """Functions of the runtime under upstream's private names, in whose place outside code puts its own.
 
-The runtime in C does not call them. Where somebody assigns another function to one of these names, here or, after
-``install()``, in ``torch.distributed.fsdp._runtime_utils``, it calls that one, at the places and with the arguments of
-upstream, and what it wraps is what stands here (H-025).
+The runtime in C does not call them. Where somebody assigns another function to one of these names, here or,
+after ``install()``, in ``torch.distributed.fsdp._runtime_utils``, it calls that one, at the places and with
+the arguments of upstream, and what it wraps is what stands here (H-025).
 """
 
 import sys
@@ -50,8 +50,11 @@ def _post_backward_reshard(state: ShardedModule, handle: FlatParamHandle, *unuse
     state._unit.post_backward_reshard()
 
 
-def _register_pre_backward_hooks(state: ShardedModule, module: nn.Module, outputs: T, handle: FlatParamHandle) -> T:
-    """After a forward: gather the unit's parameters again when a gradient comes to its outputs, which are returned."""
+def _register_pre_backward_hooks(
+    state: ShardedModule, module: nn.Module, outputs: T, handle: FlatParamHandle
+) -> T:
+    """After a forward: gather the unit's parameters again when a gradient comes to its outputs, which are
+    returned."""
     state._unit.register_pre_backward_hooks(outputs)
     return outputs
 
@@ -88,7 +91,8 @@ _current: dict[str, Callable[..., Any]] = dict(ORIGINALS)
 
 
 def put(name: str, function: Callable[..., Any]) -> None:
-    """Have the runtime call ``function`` in the place of what stands here under this name; the original undoes it."""
+    """Have the runtime call ``function`` in the place of what stands here under this name; the original
+    undoes it."""
     _current[name] = function
     if name == "_get_training_state":  # the runtime calls it only through _get_handle_to_prefetch
         name = "_get_handle_to_prefetch"

@@ -1,4 +1,5 @@
-"""The names of torch.distributed.fsdp._wrap_utils that checkpoint_wrapper and libraries use; they know of no units."""
+"""The names of torch.distributed.fsdp._wrap_utils that checkpoint_wrapper and libraries use; they know of no
+units."""
 
 # ruff: noqa: F401
 

@@ -1,12 +1,13 @@
 """Taking the place of torch's FSDP1 in a process: ``install()`` and ``uninstall()``.
 
 [Note: Names that stand for FSDP1]
-Libraries bind FSDP1's class when they are imported (``from torch.distributed.fsdp import FullyShardedDataParallel``)
-and compare types with what they bound. So every module that holds one of torch's objects gets ours under the same name:
-torch's own modules, from which later imports take it, the libraries, and the script. Enums, configurations and wrap
-policies are torch's own on both sides and stay. Where no module holds it (in a local variable, a default argument, a
-dictionary), torch's class itself hands on: calling it makes our units, and its static methods are ours. A torch without
-FSDP1 gets the names that it lacks.
+Libraries bind FSDP1's class when they are imported (``from torch.distributed.fsdp import
+FullyShardedDataParallel``) and compare types with what they bound. So every module that holds one of torch's
+objects gets ours under the same name: torch's own modules, from which later imports take it, the libraries,
+and the script. Enums, configurations and wrap policies are torch's own on both sides and stay. Where no
+module holds it (in a local variable, a default argument, a dictionary), torch's class itself hands on:
+calling it makes our units, and its static methods are ours. A torch without FSDP1 gets the names that it
+lacks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from fsdp_c.training.grad_clipping import clip_params_
 def _register_fsdp_forward_method(
     original: Callable[[nn.Module, str], None], module: nn.Module, method_name: str
 ) -> None:
-    """torch's leaves FSDP1's modules alone; ours gather for the method. See ``fsdp_c.register_forward_method``."""
+    """torch's leaves FSDP1's modules alone; ours gather for the method. See
+    ``fsdp_c.register_forward_method``."""
     if is_unit(module):
         register_forward_method(module, method_name)
     else:
@@ -106,7 +108,13 @@ def _watch_exit() -> None:
 def _tell_of_no_unit() -> None:
     """A line when the process ends well, and no model was sharded by what is installed."""
     ended_well = not hasattr(sys, "last_type")
-    if _installed is not None and ended_well and _rank() == 0 and not was_any_unit_made() and misuse.is_looked_for():
+    if (
+        _installed is not None
+        and ended_well
+        and _rank() == 0
+        and not was_any_unit_made()
+        and misuse.is_looked_for()
+    ):
         print(f"fsdp_c was installed, but no model was wrapped by FSDP1. {_HOW}", file=sys.stderr)
 
 
@@ -149,7 +157,9 @@ class _Installed:
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.written: list[tuple[ModuleType, str, object]] = []
-        self.handed_on: dict[str, object] = {}  # what torch's class has of its own under the names that hand on
+        self.handed_on: dict[
+            str, object
+        ] = {}  # what torch's class has of its own under the names that hand on
         self.added: list[str] = []  # names that torch.distributed.fsdp did not have
 
 
@@ -164,9 +174,10 @@ def is_installed() -> bool:
 def install() -> None:
     """Put fsdp_c in the place of torch's FSDP1, in every module imported so far and for every later import.
 
-    ``torch.distributed.fsdp.FullyShardedDataParallel`` is ours from now on, wherever its name was imported to, and
-    ``isinstance`` and ``type(model) is`` hold in libraries as in scripts. Call it at any time before the first model is
-    wrapped; twice is the same as once. ``uninstall()`` undoes it. See [Note: Names that stand for FSDP1].
+    ``torch.distributed.fsdp.FullyShardedDataParallel`` is ours from now on, wherever its name was imported
+    to, and ``isinstance`` and ``type(model) is`` hold in libraries as in scripts. Call it at any time before
+    the first model is wrapped; twice is the same as once. ``uninstall()`` undoes it. See [Note: Names that
+    stand for FSDP1].
 
     Raises RuntimeError, and changes nothing, while units of torch's FSDP1 are alive.
     """
@@ -195,8 +206,8 @@ def install() -> None:
 def uninstall() -> None:
     """Undo ``install()``: every name stands for torch's object again, in modules imported since as well.
 
-    A module imported since that itself names fsdp_c in its source keeps what it imported. Units that were built stay
-    what they are. Does nothing where nothing is installed.
+    A module imported since that itself names fsdp_c in its source keeps what it imported. Units that were
+    built stay what they are. Does nothing where nothing is installed.
     """
     global _installed
     if _installed is None:
@@ -207,7 +218,9 @@ def uninstall() -> None:
         setattr(_torchs_class(), name, value)
     if HAS_FSDP1:
         _torchs_runtime_utils().__class__ = ModuleType
-    for name in _runtime_utils.ORIGINALS:  # a replacement that is left in torch's module then affects torch alone
+    for (
+        name
+    ) in _runtime_utils.ORIGINALS:  # a replacement that is left in torch's module then affects torch alone
         _runtime_utils.put(name, getattr(_runtime_utils, name))
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:
@@ -224,9 +237,14 @@ def _torchs_class() -> Any:
 
 
 def _hand_on(theirs: type) -> dict[str, object]:
-    """Have torch's class make our units and call our static methods; returns what it had under those names."""
+    """Have torch's class make our units and call our static methods; returns what it had under those
+    names."""
     had = dict(vars(theirs))
-    ours = {name: value for name, value in vars(FullyShardedDataParallel).items() if isinstance(value, staticmethod)}
+    ours = {
+        name: value
+        for name, value in vars(FullyShardedDataParallel).items()
+        if isinstance(value, staticmethod)
+    }
     handing_on: dict[str, object] = {name: value for name, value in ours.items() if name in had}
     handing_on["__init__"] = _becomes_ours(theirs)
     for name, value in handing_on.items():
@@ -239,8 +257,9 @@ def _becomes_ours(theirs: Any) -> Callable[..., None]:
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         if type(self) is not theirs:
             raise RuntimeError(
-                f"{type(self).__qualname__} was derived from torch's FullyShardedDataParallel before fsdp_c.install() "
-                "took its place, and would train with torch's: call fsdp_c.install() before the class is defined"
+                f"{type(self).__qualname__} was derived from torch's FullyShardedDataParallel before "
+                "fsdp_c.install() took its place, and would train with torch's: call fsdp_c.install() before "
+                "the class is defined"
             )
         self.__class__ = FullyShardedDataParallel
         self.__init__(*args, **kwargs)
@@ -280,9 +299,9 @@ def _refuse_live_units(verb: str) -> None:
     count = _alive(foreign)
     if count:
         raise RuntimeError(
-            f"cannot {verb} fsdp_c: {count} unit(s) of torch's FullyShardedDataParallel are alive, and the two cannot "
-            "be mixed. Call fsdp_c.install() before the first model is wrapped, or start the script with "
-            "`torchrun -m fsdp_c script.py`"
+            f"cannot {verb} fsdp_c: {count} unit(s) of torch's FullyShardedDataParallel are alive, and the "
+            "two cannot be mixed. Call fsdp_c.install() before the first model is wrapped, or start the "
+            "script with `torchrun -m fsdp_c script.py`"
         )
 
 

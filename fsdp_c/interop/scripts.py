@@ -1,4 +1,5 @@
-"""Scripts run unmodified, with fsdp_c in the place of torch's FSDP1: what ``python -m fsdp_c script.py`` does."""
+"""Scripts run unmodified, with fsdp_c in the place of torch's FSDP1: what ``python -m fsdp_c script.py``
+does."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from fsdp_c.interop.installation import install, is_installed
 
 
 def run_script(path: str, args: list[str]) -> None:
-    """Install, then run the script at ``path`` as ``python path *args`` would, in processes that it spawns as well.
+    """Install, then run the script at ``path`` as ``python path *args`` would, in processes that it spawns as
+    well.
 
     Raises FileNotFoundError without one.
     """
@@ -25,7 +27,8 @@ def run_script(path: str, args: list[str]) -> None:
 
 
 def run_module(name: str, args: list[str]) -> None:
-    """Install, then run the module ``name`` as ``python -m name *args`` would, in processes that it spawns as well.
+    """Install, then run the module ``name`` as ``python -m name *args`` would, in processes that it spawns as
+    well.
 
     Raises ModuleNotFoundError without one.
     """
@@ -36,7 +39,8 @@ def run_module(name: str, args: list[str]) -> None:
 
 
 def module_exists(name: str) -> bool:
-    """Whether there is a module ``name``; its parents are imported to find out, and errors of their own are theirs."""
+    """Whether there is a module ``name``; its parents are imported to find out, and errors of their own are
+    theirs."""
     importlib.invalidate_caches()
     try:
         return importlib.util.find_spec(name) is not None
@@ -57,8 +61,8 @@ def _start(name: str, args: list[str], folder: str) -> None:
 
 
 class _Installation:
-    """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the script
-    anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
+    """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the
+    script anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return install, ()

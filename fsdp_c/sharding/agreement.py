@@ -1,7 +1,9 @@
-"""Whether all ranks wrap the same model: compared once, before the first collective of a tree of units (parity 21).
+"""Whether all ranks wrap the same model: compared once, before the first collective of a tree of units
+(parity 21).
 
-Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups. Only where
-they differ are the plans themselves exchanged, and every rank raises the same error, which names the first difference.
+Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups.
+Only where they differ are the plans themselves exchanged, and every rank raises the same error, which names
+the first difference.
 """
 
 from __future__ import annotations
@@ -70,17 +72,23 @@ class RankPlan(NamedTuple):
 
 
 def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], error: Exception | None) -> None:
-    """Raise unless the ``modules``, given with their paths from the root, fit those of all ranks of the root's groups.
+    """Raise unless the ``modules``, given with their paths from the root, fit those of all ranks of the
+    root's groups.
 
-    Collective over those groups, unless this rank's plan is the one agreed on before. ``error`` is what this rank found
-    by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with groups of their own
-    may differ. RuntimeError on every rank, naming the first difference and which ranks have what.
+    Collective over those groups, unless this rank's plan is the one agreed on before. ``error`` is what this
+    rank found by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with
+    groups of their own may differ. RuntimeError on every rank, naming the first difference and which ranks
+    have what.
     """
     sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
     optional_paths = OptionalPaths(root)
     plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
     digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
-    groups = [group for group in (root.process_group, root._replicate_group) if group is not None and group.size() > 1]
+    groups = [
+        group
+        for group in (root.process_group, root._replicate_group)
+        if group is not None and group.size() > 1
+    ]
     try:
         compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks send nothing
         if compares and not _all_equal(digest, groups, root.compute_device):
@@ -111,7 +119,8 @@ def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
 
 
 def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
-    """Whether the unit has the root's groups. One over part of the ranks, as of experts, is another unit elsewhere."""
+    """Whether the unit has the root's groups. One over part of the ranks, as of experts, is another unit
+    elsewhere."""
     same = module.process_group is root.process_group and module._replicate_group is root._replicate_group
     return same and module._handle is not None
 
@@ -138,8 +147,8 @@ def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> li
     everyone = torch.zeros(group.size() * DIGEST_NBYTES, dtype=torch.uint8, device=device)
     if not hasattr(group, "_allgather_base"):
         raise TypeError(
-            f"rank {group.rank()}: its process group {group!r} cannot all-gather: it has no _allgather_base(). Pass a "
-            "torch.distributed.ProcessGroup, or one of its backends"
+            f"rank {group.rank()}: its process group {group!r} cannot all-gather: it has no "
+            "_allgather_base(). Pass a torch.distributed.ProcessGroup, or one of its backends"
         )
     work = group._allgather_base(everyone, own)
     if work is not None:
@@ -162,15 +171,18 @@ def difference(plans: Sequence[RankPlan]) -> str:
     """The error message for plans that differ."""
     failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
     if failed:
-        return "other ranks cannot initialise their units, so that this one cannot either:\n" + "\n".join(failed)
+        return "other ranks cannot initialise their units, so that this one cannot either:\n" + "\n".join(
+            failed
+        )
     for index in range(max(len(plan.units) for plan in plans)):
         found = _unit_difference(index, plans)
         if found is not None:
             field, values = found
             held = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
             return (
-                f"ranks wrap different models. The first difference is in unit {index}, {_name(index, plans)}: {field} "
-                f"is {held}. Build the same model with the same arguments on every rank."
+                f"ranks wrap different models. The first difference is in unit {index}, "
+                f"{_name(index, plans)}: {field} is {held}. Build the same model with the same arguments on "
+                "every rank."
             )
     return "ranks wrap different models"
 

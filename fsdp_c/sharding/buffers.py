@@ -1,6 +1,7 @@
 """Buffers are not sharded; with buffer mixed precision they are cast once, at lazy initialisation.
 
-With FSDP_USE_FULL_PREC_IN_EVAL they are cast back for a forward in eval mode, and again for the next one in training.
+With FSDP_USE_FULL_PREC_IN_EVAL they are cast back for a forward in eval mode, and again for the next one in
+training.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,8 @@ def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
 
 
 def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device) -> None:
-    """Cast each floating buffer to the ``buffer_dtype`` of the innermost unit around it; move all to ``device``.
+    """Cast each floating buffer to the ``buffer_dtype`` of the innermost unit around it; move all to
+    ``device``.
 
     ``modules`` in traversal order. Ignored buffers stay as they are.
     """
@@ -46,16 +48,18 @@ def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModu
 
 
 LOWERED = (
-    "which buffer_dtype rounds: positions far apart turn into one another. Leave buffer_dtype out (its default, None, "
-    "keeps buffers as they are), or name the modules' class in MixedPrecision(_module_classes_to_ignore=[...])"
+    "which buffer_dtype rounds: positions far apart turn into one another. Leave buffer_dtype out (its "
+    "default, None, keeps buffers as they are), or name the modules' class in "
+    "MixedPrecision(_module_classes_to_ignore=[...])"
 )
 
 
 def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[str]:
-    """The frequencies of rotary embeddings, known by the name ``inv_freq``, that are computed with in fewer bytes.
+    """The frequencies of rotary embeddings, known by the name ``inv_freq``, that are computed with in fewer
+    bytes.
 
-    Their rounding is multiplied by a position: in bfloat16 the angle is off by more than one from position 512 on.
-    Other buffers are rounded as activations are. ``modules`` with their paths, in traversal order.
+    Their rounding is multiplied by a position: in bfloat16 the angle is off by more than one from position
+    512 on. Other buffers are rounded as activations are. ``modules`` with their paths, in traversal order.
     """
     paths = {module: clean_path(path) for path, module in reversed(list(modules))}
     found = []
@@ -69,7 +73,9 @@ def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[st
 def cast_back(root: ShardedModule) -> None:
     """Give the buffers below ``root`` their original dtypes; values rounded by an earlier cast stay so."""
     dtypes = root._buffer_name_to_orig_dtype
-    first_names: dict[torch.Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
+    first_names: dict[
+        torch.Tensor, str
+    ] = {}  # the original dtypes stand under the first name of a shared buffer
     for name, buffer in named_buffers(root):
         first_names.setdefault(buffer, clean_name(name))
     for buffer, name in first_names.items():

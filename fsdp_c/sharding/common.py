@@ -19,7 +19,8 @@ _ABSENT = object()
 
 
 def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
-    """The original parameters of ``handle``, then the further names of shared ones; empty without a handle."""
+    """The original parameters of ``handle``, then the further names of shared ones; empty without a
+    handle."""
     return [] if handle is None else handle.managed_params
 
 
@@ -48,7 +49,8 @@ def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
 def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
     """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
 
-    A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need take one.
+    A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need
+    take one.
     """
     unbound = fsdp_module._unit.runtime is None
     fsdp_module._lazy_init(alone=True)
@@ -60,11 +62,14 @@ def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
-    """Whether the units have been moved from where they compute, and each rank has all: nothing is to be sent."""
+    """Whether the units have been moved from where they compute, and each rank has all: nothing is to be
+    sent."""
     if fsdp_module._unit.runtime is not None:
         return False
     handles = [unit._handle for unit in units_of(fsdp_module) if unit._handle is not None]
-    moved = any(handle.flat_param.device != handle.device and not handle._offload_params for handle in handles)
+    moved = any(
+        handle.flat_param.device != handle.device and not handle._offload_params for handle in handles
+    )
     return moved and not any(handle.layout.sharded for handle in handles)
 
 

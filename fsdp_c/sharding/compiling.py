@@ -23,7 +23,8 @@ _OURS = "fsdp_c"
 
 
 class _WhenRulesCome(importlib.abc.MetaPathFinder):
-    """Adds to the rules as they are imported, however long after the first unit was made. Finds nothing itself."""
+    """Adds to the rules as they are imported, however long after the first unit was made. Finds nothing
+    itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -55,7 +56,9 @@ def _skip_our_frames() -> None:
 
 def eager(function: Callable[..., T]) -> Callable[..., T]:
     """``function``, of which torch.compile compiles nothing: not even what it calls of Python's library."""
-    return _disabled(function) if _RULES in sys.modules else function  # without them nothing is being compiled
+    return (
+        _disabled(function) if _RULES in sys.modules else function
+    )  # without them nothing is being compiled
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
+"""What a unit decides from its arguments: ignored states, process groups, strategy, device, owned
+parameters."""
 
 import atexit
 import contextlib
@@ -39,14 +40,16 @@ CPU = torch.device("cpu")
 
 
 def public_strategy(strategy: ShardingStrategy | HandleShardingStrategy | None) -> ShardingStrategy | None:
-    """What users pass, for the handle's own name of it as well, which torch takes where a group has one rank."""
+    """What users pass, for the handle's own name of it as well, which torch takes where a group has one
+    rank."""
     return ShardingStrategy[strategy.name] if isinstance(strategy, HandleShardingStrategy) else strategy
 
 
 def check_settings(
     strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
 ) -> None:
-    """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for None."""
+    """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for
+    None."""
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
     if mixed_precision:
@@ -67,19 +70,22 @@ def check_switches(**switches: object) -> None:
 
 
 def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
-    """TypeError for arguments that name no group, mesh or device; ValueError for a group that this rank is not in."""
+    """TypeError for arguments that name no group, mesh or device; ValueError for a group that this rank is
+    not in."""
     _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')
-    is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(device_id, bool)
+    is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(
+        device_id, bool
+    )
     if device_id is not None and not is_device:
         raise TypeError(
-            f"device_id must be a torch.device or the index of one, not {type(device_id).__name__} {device_id!r}: pass "
-            "for instance torch.device('cpu')"
+            f"device_id must be a torch.device or the index of one, not {type(device_id).__name__} "
+            f"{device_id!r}: pass for instance torch.device('cpu')"
         )
     for group in process_group if isinstance(process_group, (tuple, list)) else (process_group,):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group only, or "
-                "pass a group with all ranks that wrap it"
+                f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group "
+                "only, or pass a group with all ranks that wrap it"
             )
         if not _says_its_rank(group):
             _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
@@ -95,14 +101,16 @@ def _check_dtypes(mixed_precision: MixedPrecision) -> None:
         dtype = getattr(mixed_precision, name)
         _check_type(f"MixedPrecision.{name}", dtype, torch.dtype, "torch.bfloat16")
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16")
+            raise ValueError(
+                f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16"
+            )
 
 
 def _check_type(name: str, value: object, kind: type, example: str) -> None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(
-            f"{name} must be a {kind.__name__} or None, not {type(value).__name__} {value!r}: pass for instance "
-            f"{example}"
+            f"{name} must be a {kind.__name__} or None, not {type(value).__name__} {value!r}: pass for "
+            f"instance {example}"
         )
 
 
@@ -118,23 +126,24 @@ def refuse_foreign_units(tree: Subtree) -> None:
             raise ValueError(
                 f"cannot wrap {type(tree.root).__name__}: {where} is already sharded by torch's own FSDP "
                 f"({type(submodule).__name__}). "
-                "Build that part from the plain module with fsdp_c.FullyShardedDataParallel, or wrap the whole model "
-                "with torch's"
+                "Build that part from the plain module with fsdp_c.FullyShardedDataParallel, or wrap the "
+                "whole model with torch's"
             )
 
 
 def warn_of_useless_unit(module: nn.Module) -> None:
-    """UserWarning for units that are of no use: around a container, whose forward nobody calls, so that its parameters
-    are never gathered, and around another unit, which leaves no parameters to the outer one."""
+    """UserWarning for units that are of no use: around a container, whose forward nobody calls, so that its
+    parameters are never gathered, and around another unit, which leaves no parameters to the outer one."""
     if is_unit(module):
         warnings.warn(
-            "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap once",
+            "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap "
+            "once",
             stacklevel=3,
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            "FSDP will not all-gather parameters for containers that do not implement forward: wrap the elements of "
-            f"the {type(module).__name__} instead",
+            "FSDP will not all-gather parameters for containers that do not implement forward: wrap the "
+            f"elements of the {type(module).__name__} instead",
             stacklevel=3,
         )
 
@@ -143,7 +152,8 @@ def warn_of_useless_unit(module: nn.Module) -> None:
 
 
 class IgnoredStates(NamedTuple):
-    """What a unit leaves alone. Buffers have the names that they have in the wrapped module before any wrapping."""
+    """What a unit leaves alone. Buffers have the names that they have in the wrapped module before any
+    wrapping."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -155,7 +165,8 @@ _shared: contextvars.ContextVar[set[nn.Parameter] | None] = contextvars.ContextV
 
 @contextlib.contextmanager
 def sharing(ignored_params: set[nn.Parameter]) -> Iterator[None]:
-    """Units that are built meanwhile, and are passed this very set, take it as theirs: one for all units of a tree."""
+    """Units that are built meanwhile, and are passed this very set, take it as theirs: one for all units of a
+    tree."""
     before = _shared.set(ignored_params)
     try:
         yield
@@ -171,17 +182,22 @@ def resolve_ignored_states(
     """The modules (with subtrees), parameters and buffers to ignore, those of inner units among them."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes modules too"
+            "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes "
+            "modules too"
         )
     inner_units = [unit for unit in tree.units if is_sharded_module(unit)]
     shared = _shared.get()
     is_shared = (
-        shared is not None and ignored_states is shared and all(unit._ignored_params is shared for unit in inner_units)
+        shared is not None
+        and ignored_states is shared
+        and all(unit._ignored_params is shared for unit in inner_units)
     )
     modules, params = _split_ignored(ignored_modules, None if is_shared else ignored_states)
     for candidate in modules:
         if is_unit(candidate):
-            raise ValueError("`ignored_modules` should not include FSDP modules: pass the module that the unit wraps")
+            raise ValueError(
+                "`ignored_modules` should not include FSDP modules: pass the module that the unit wraps"
+            )
     modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
     ignored = IgnoredStates(set(), shared if shared is not None and is_shared else set(params), set())
     if modules:
@@ -201,13 +217,16 @@ def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: Ignore
     ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
     if tree.root in ignored.modules:
         warnings.warn(
-            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-            f"parameters being ignored: leave the {type(tree.root).__name__} out of ignored_modules or do not wrap it",
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in "
+            f"all parameters being ignored: leave the {type(tree.root).__name__} out of ignored_modules or "
+            "do not wrap it",
             stacklevel=4,
         )
     ignored.params.update(param for child in ignored.modules for param in child.parameters())
     buffers = {buffer for child in ignored.modules for buffer in child.buffers()}
-    ignored.buffer_names.update(clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers)
+    ignored.buffer_names.update(
+        clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers
+    )
 
 
 def _split_ignored(
@@ -258,10 +277,12 @@ def resolve_process_groups(
     has_policy: bool,
     device: torch.device,
 ) -> ProcessGroups:
-    """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all ranks."""
+    """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all
+    ranks."""
     if process_group is not None and device_mesh is not None:
         raise ValueError(
-            "Cannot pass both process_group and device_mesh at the same time: the groups are those of the mesh"
+            "Cannot pass both process_group and device_mesh at the same time: the groups are those of the "
+            "mesh"
         )
     if strategy in HYBRID_SHARDING_STRATEGIES:
         return _hybrid_groups(process_group, strategy, device_mesh, has_policy, device)
@@ -269,8 +290,8 @@ def resolve_process_groups(
         return ProcessGroups(device_mesh.get_group(mesh_dim=0), None)
     if isinstance(process_group, (tuple, list)):
         raise ValueError(
-            f"{strategy or ShardingStrategy.FULL_SHARD} takes one process group, but got {len(process_group)}; "
-            "a (shard, replicate) pair is for hybrid strategies"
+            f"{strategy or ShardingStrategy.FULL_SHARD} takes one process group, but got "
+            f"{len(process_group)}; a (shard, replicate) pair is for hybrid strategies"
         )
     return ProcessGroups(process_group if process_group is not None else _default_group(), None)
 
@@ -279,8 +300,8 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None:
         raise ValueError(
-            "Default process group has not been initialized: call torch.distributed.init_process_group() before "
-            "wrapping, in a script started with torchrun, or pass process_group"
+            "Default process group has not been initialized: call torch.distributed.init_process_group() "
+            "before wrapping, in a script started with torchrun, or pass process_group"
         )
     return group
 
@@ -295,22 +316,22 @@ def _hybrid_groups(
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(
-                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes dimensions "
-                "(replicate, shard)"
+                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes "
+                "dimensions (replicate, shard)"
             )
         return ProcessGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
     if process_group is None and not has_policy:
         raise ValueError(
-            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh, the "
-            "same for all units: a (shard, replicate) pair or a 2-D mesh"
+            f"Manual wrapping with {strategy} requires explicit specification of process group or "
+            "device_mesh, the same for all units: a (shard, replicate) pair or a 2-D mesh"
         )
     if process_group is None:
         return _groups_by_node(_default_group(), device)
     is_pair = isinstance(process_group, tuple) and len(process_group) == 2
     if not isinstance(process_group, tuple) or not is_pair or not all(map(_is_group, process_group)):
         raise ValueError(
-            "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two process "
-            f"groups with {strategy}, but got {type(process_group).__name__}"
+            "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two "
+            f"process groups with {strategy}, but got {type(process_group).__name__}"
         )
     return ProcessGroups(*process_group)
 
@@ -320,15 +341,16 @@ def _is_group(group: object) -> bool:
 
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
-    """Shard inside a node, replicate over the ranks of equal place in their nodes. Every rank makes every group."""
+    """Shard inside a node, replicate over the ranks of equal place in their nodes. Every rank makes every
+    group."""
     on_cpu = device.type == "cpu"
     ranks_per_node = torch.get_device_module(device).device_count()
     if on_cpu:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size()))
     if world.size() % ranks_per_node:
         raise ValueError(
-            f"hybrid sharding without groups needs nodes of equal size, but {world.size()} ranks do not fill nodes of "
-            f"{ranks_per_node}; pass process_group as a (shard, replicate) pair or a 2-D device_mesh"
+            f"hybrid sharding without groups needs nodes of equal size, but {world.size()} ranks do not fill "
+            f"nodes of {ranks_per_node}; pass process_group as a (shard, replicate) pair or a 2-D device_mesh"
         )
     return groups_of_nodes(world, ranks_per_node)
 
@@ -345,7 +367,8 @@ def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGro
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns where it is not the one asked for."""
+    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns where it is not the one
+    asked for."""
     effective = effective_strategy(strategy, world_size)
     asked = strategy or ShardingStrategy.FULL_SHARD
     if effective is not asked:
@@ -354,7 +377,8 @@ def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> Shar
         )
     elif asked is ShardingStrategy.NO_SHARD and world_size > 1:
         warnings.warn(
-            "The `NO_SHARD` sharding strategy is deprecated: torch.nn.parallel.DistributedDataParallel does the same.",
+            "The `NO_SHARD` sharding strategy is deprecated: torch.nn.parallel.DistributedDataParallel does "
+            "the same.",
             FutureWarning,
             stacklevel=3,
         )
@@ -372,7 +396,8 @@ def _global_rank() -> int:
 
 
 def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> FSDPExtensions | None:
-    """The extension that flattens DTensor parameters, where ``device_mesh`` is a slice of a larger mesh; else None."""
+    """The extension that flattens DTensor parameters, where ``device_mesh`` is a slice of a larger mesh; else
+    None."""
     if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
         return None
     return dtensor_extensions()(torch.get_device_module(device))
@@ -384,7 +409,8 @@ def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.devi
 def resolve_device(
     tree: Subtree, ignored_params: set[nn.Parameter], device_id: int | torch.device | None
 ) -> torch.device:
-    """The device that computes: ``device_id``, else the parameters' own, else the current accelerator, else the CPU."""
+    """The device that computes: ``device_id``, else the parameters' own, else the current accelerator, else
+    the CPU."""
     if device_id is not None:
         return _with_index(device_id if isinstance(device_id, torch.device) else _device_of_index(device_id))
     params = (param for param in own_params(tree, ignored_params) if not is_flattened(param))
@@ -408,8 +434,8 @@ def _device_of_index(device_id: int | str) -> torch.device:
         return torch.device(device_id)
     except RuntimeError as error:
         raise RuntimeError(
-            f"device_id={device_id!r} on rank {_global_rank()} names no device here ({error}); leave it out to run on "
-            "the CPU"
+            f"device_id={device_id!r} on rank {_global_rank()} names no device here ({error}); leave it out "
+            "to run on the CPU"
         ) from error
 
 
@@ -417,35 +443,43 @@ def _with_index(device: torch.device) -> torch.device:
     """``device`` with an explicit index; the CPU, whose index says nothing, without one."""
     rank = _global_rank()
     if device.type == "cpu" and device.index:
-        raise ValueError(f"device_id={device} on rank {rank} names no device: there is one CPU, torch.device('cpu')")
+        raise ValueError(
+            f"device_id={device} on rank {rank} names no device: there is one CPU, torch.device('cpu')"
+        )
     if device.type == "cpu":
         return CPU
     try:
         backend = torch.get_device_module(device)
     except RuntimeError as error:
         raise AttributeError(
-            f"Device '{device}' does not have a corresponding backend registered as 'torch.{device.type}': import what "
-            f"provides it, or pass another device_id (rank {rank})"
+            f"Device '{device}' does not have a corresponding backend registered as 'torch.{device.type}': "
+            f"import what provides it, or pass another device_id (rank {rank})"
         ) from error
     if not backend.is_available():
         raise RuntimeError(
-            f"device_id={device} on rank {rank}, but torch finds no {device.type} device; leave it out for the CPU"
+            f"device_id={device} on rank {rank}, but torch finds no {device.type} device; leave it out for "
+            "the CPU"
         )
     if device.index is not None:
         return device
     current = torch.device(device.type, backend.current_device())
     warnings.warn(
-        f"FSDP got the argument `device_id` {device} on rank {rank}, which does not have an explicit index: it uses "
-        f"the current device, {current}; pass the index, or set the current device before wrapping",
+        f"FSDP got the argument `device_id` {device} on rank {rank}, which does not have an explicit index: "
+        f"it uses the current device, {current}; pass the index, or set the current device before wrapping",
         stacklevel=4,
     )
     return current
 
 
 def check_single_device(
-    tree: Subtree, params: Collection[nn.Parameter], device_id: int | torch.device | None, unit: str, rank: int
+    tree: Subtree,
+    params: Collection[nn.Parameter],
+    device_id: int | torch.device | None,
+    unit: str,
+    rank: int,
 ) -> None:
-    """RuntimeError unless ``params`` are on one device, or partly on the CPU with a ``device_id`` to go to."""
+    """RuntimeError unless ``params`` are on one device, or partly on the CPU with a ``device_id`` to go
+    to."""
     devices = {param.device for param in params}
     if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
         return
@@ -457,8 +491,8 @@ def check_single_device(
             f"{unit} on rank {rank} has {found}"
         )
     raise RuntimeError(
-        f"FSDP only supports single device modules but got params on several: {unit} on rank {rank} has {found}; move "
-        "it to one of them"
+        f"FSDP only supports single device modules but got params on several: {unit} on rank {rank} has "
+        f"{found}; move it to one of them"
     )
 
 
@@ -469,8 +503,9 @@ def check_compute_device(
     for param in params:
         if param.device not in (compute_device, CPU):
             raise ValueError(
-                f"Inconsistent compute device and `device_id` on rank {rank}: {param.device} vs {compute_device}, by "
-                f"{tree.param_name(param)!r} of {unit}; move the module or pass its device"
+                f"Inconsistent compute device and `device_id` on rank {rank}: {param.device} vs "
+                f"{compute_device}, by {tree.param_name(param)!r} of {unit}; move the module or pass its "
+                "device"
             )
 
 
@@ -484,21 +519,26 @@ def is_flattened(param: torch.Tensor) -> bool:
 
 def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters for a unit to own, in order: not ignored, in no inner unit."""
-    return [param for param in tree.params if param not in ignored_params] if ignored_params else list(tree.params)
+    return (
+        [param for param in tree.params if param not in ignored_params]
+        if ignored_params
+        else list(tree.params)
+    )
 
 
 def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """ValueError for a parameter no unit can own: a lazy one, a scalar, or one that another unit owns already."""
+    """ValueError for a parameter no unit can own: a lazy one, a scalar, or one that another unit owns
+    already."""
     for param in params:
         if nn.parameter.is_lazy(param):
             raise ValueError(
-                f"Attempted to use an uninitialized parameter: {tree.param_name(param)!r} of {unit} has no shape yet. "
-                "Call `forward` with a dummy batch on the module before wrapping it"
+                f"Attempted to use an uninitialized parameter: {tree.param_name(param)!r} of {unit} has no "
+                "shape yet. Call `forward` with a dummy batch on the module before wrapping it"
             )
         if param.dim() == 0:
             raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor with numel "
-                f"equal to 1: it is in {unit}"
+                f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor "
+                f"with numel equal to 1: it is in {unit}"
             )
         owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
         if owner is not None or is_flattened(param):
@@ -507,9 +547,9 @@ def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> 
                 fqn, other = owner
                 where = f"{clean_name(fqn)!r} of {other}"
             raise ValueError(
-                f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter belongs to "
-                "one unit: wrap the module that contains both and neither of the two, or pass one of them in "
-                "ignored_states"
+                f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter "
+                "belongs to one unit: wrap the module that contains both and neither of the two, or pass one "
+                "of them in ignored_states"
             )
 
 
@@ -527,14 +567,16 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
                 continue
             if not is_flattened(param):
                 raise RuntimeError(
-                    f"Found an unflattened parameter: {clean_name(joined(path, name))} of shape {tuple(param.shape)} "
-                    f"in {unit}"
+                    f"Found an unflattened parameter: {clean_name(joined(path, name))} of shape "
+                    f"{tuple(param.shape)} in {unit}"
                 )
 
 
 # ---- the end of the process
 
-_TURN_OF_THREADS_S = 0.1  # a thread of gloo has work of microseconds left when a collective has been waited for
+_TURN_OF_THREADS_S = (
+    0.1  # a thread of gloo has work of microseconds left when a collective has been waited for
+)
 _groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
 
@@ -547,9 +589,10 @@ def note_groups(groups: ProcessGroups) -> None:
 def _let_groups_go() -> None:
     """Let groups that the script has destroyed be freed before the interpreter ends, not while it does.
 
-    Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the script
-    destroys none, torch.distributed keeps them as long as the process lives, and they serve on. The threads of groups
-    that are kept, by torch.distributed or by the script, get the time to drop what they hold.
+    Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the
+    script destroys none, torch.distributed keeps them as long as the process lives, and they serve on. The
+    threads of groups that are kept, by torch.distributed or by the script, get the time to drop what they
+    hold.
     """
     if not dist.is_initialized():
         _forget_groups()
@@ -562,7 +605,9 @@ def _forget_groups() -> None:
     for fsdp_module in claimed_units():
         for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
             attributes = getattr(owner, "__dict__", {})
-            attributes.update((name, None) for name, it in attributes.items() if isinstance(it, dist.ProcessGroup))
+            attributes.update(
+                (name, None) for name, it in attributes.items() if isinstance(it, dist.ProcessGroup)
+            )
 
 
 atexit.register(_let_groups_go)

@@ -1,4 +1,5 @@
-"""The flat parameter of a unit and the Python face of its handle: names and metadata; storage is the business of C."""
+"""The flat parameter of a unit and the Python face of its handle: names and metadata; storage is the business
+of C."""
 
 import functools
 import itertools
@@ -16,7 +17,12 @@ from fsdp_c import _C
 from fsdp_c.compat import left_out
 from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
-from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy, HandleTrainingState, ShardingStrategy
+from fsdp_c.compat.upstream import (
+    FSDPExtensions,
+    HandleShardingStrategy,
+    HandleTrainingState,
+    ShardingStrategy,
+)
 from fsdp_c.sharding import subclasses, tensor_parallel
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
 
@@ -47,7 +53,8 @@ class SharedParamInfo(NamedTuple):
 
 
 class ShardParamInfo(NamedTuple):
-    """The part of a parameter that this rank's shard holds; all None when there is none. The end index is inclusive."""
+    """The part of a parameter that this rank's shard holds; all None when there is none. The end index is
+    inclusive."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -57,7 +64,8 @@ class ShardParamInfo(NamedTuple):
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """What this rank's shard holds: per parameter in it, with inclusive (start, end) offsets in the parameter."""
+    """What this rank's shard holds: per parameter in it, with inclusive (start, end) offsets in the
+    parameter."""
 
     param_names: tuple[str, ...]
     param_shapes: tuple[torch.Size, ...]
@@ -83,10 +91,11 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch giv
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """A plain ``nn.Parameter`` that holds the parameters of a unit one after the other, or this rank's shard of them.
+    """A plain ``nn.Parameter`` that holds the parameters of a unit one after the other, or this rank's shard
+    of them.
 
-    ``isinstance(x, FlatParameter)`` is true for what this constructs. Its attributes have the names torch gives them:
-    ``_fqns``, ``_shapes``, ``_numels``, ``_param_infos``, ``_shard_param_infos`` and so on.
+    ``isinstance(x, FlatParameter)`` is true for what this constructs. Its attributes have the names torch
+    gives them: ``_fqns``, ``_shapes``, ``_numels``, ``_param_infos``, ``_shard_param_infos`` and so on.
     """
 
     _is_flat_param: bool
@@ -121,19 +130,22 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> "FlatParameter":
         if cls is not FlatParameter:
             raise AssertionError("subclasses FlatParameter not supported")
-        param = cast(FlatParameter, nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad))
+        param = cast(
+            FlatParameter, nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad)
+        )
         param._is_flat_param = True
         return param
 
 
 def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether ``tensor`` is contiguous, and its last stride is 1 even if that dimension has size 1 (C-020)."""
+    """Whether ``tensor`` is contiguous, and its last stride is 1 even if that dimension has size 1
+    (C-020)."""
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or elements that
-    share memory."""
+    """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or
+    elements that share memory."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
         if size != 1 and stride != expected and tensor.numel():
@@ -145,7 +157,9 @@ def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
 def _memory_order(dense: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor without gaps in the order they have in memory, 1-D, without a copy."""
     data = dense.detach()
-    return data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
+    return (
+        data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
+    )
 
 
 def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
@@ -162,7 +176,8 @@ class Occurrences:
         self.params = [param for param in places if id(param) in wanted]
         if not self.params:
             raise ValueError(
-                f"`params` were not found in `module`'s tree: {type(tree.root).__name__} has none of the {len(params)}"
+                f"`params` were not found in `module`'s tree: {type(tree.root).__name__} has none of the "
+                f"{len(params)}"
             )
         self.infos: list[ParamInfo] = [places[param] for param in self.params]
         self.fqns = [joined(info.module_name, info.param_name) for info in self.infos]
@@ -177,8 +192,8 @@ class Occurrences:
         for fqn, info in zip(self.fqns, self.infos, strict=True):
             if isinstance(info.module, torch.jit.ScriptModule):
                 raise RuntimeError(
-                    f"cannot delete methods or parameters of a script module: {fqn} is one's. Wrap the module that it "
-                    "was scripted from, or pass it in ignored_modules"
+                    f"cannot delete methods or parameters of a script module: {fqn} is one's. Wrap the "
+                    "module that it was scripted from, or pass it in ignored_modules"
                 )
 
     def come_last(self) -> None:
@@ -200,7 +215,8 @@ _SETTERS = ("__setattr__", "__delattr__", "register_parameter")
 
 
 def _way_to_set(module: nn.Module) -> int:
-    """``setattr`` where the module's class, or a hook on all registrations, would notice it; else directly."""
+    """``setattr`` where the module's class, or a hook on all registrations, would notice it; else
+    directly."""
     hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", None)
     is_plain = not hooks and all(_is_modules_own(getattr(type(module), name)) for name in _SETTERS)
     return _C.SET_DIRECTLY if is_plain else _C.SET_BY_SETATTR
@@ -220,29 +236,33 @@ def check_uniform(
             raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
         if param.is_complex() or (floating and not param.is_floating_point()):
             kind = "complex" if param.is_complex() else "integer"
-            raise ValueError(f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states.")
+            raise ValueError(
+                f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states."
+            )
         if param.dtype != dtype:
             raise ValueError(
-                f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} ({fqn}). "
-                "Cast the module to one dtype, or wrap the modules of the other dtype as units of their own."
+                f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} "
+                f"({fqn}). Cast the module to one dtype, or wrap the modules of the other dtype as units of "
+                "their own."
             )
         if param.device != device:
             raise ValueError(
-                f"Must flatten tensors on the same device but got both {device} ({fqns[0]}) and {param.device} "
-                f"({fqn}). Move the module to one device."
+                f"Must flatten tensors on the same device but got both {device} ({fqns[0]}) and "
+                f"{param.device} ({fqn}). Move the module to one device."
             )
         if not use_orig_params and param.requires_grad != requires_grad:
             trainable = [name for name, p in zip(fqns, params, strict=True) if p.requires_grad]
             frozen = [name for name, p in zip(fqns, params, strict=True) if not p.requires_grad]
             raise ValueError(
-                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: trainable are "
-                f"{first_names(trainable)}, frozen are {first_names(frozen)}. Pass use_orig_params=True, or wrap the "
-                "frozen modules on their own."
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: trainable "
+                f"are {first_names(trainable)}, frozen are {first_names(frozen)}. Pass use_orig_params=True, "
+                "or wrap the frozen modules on their own."
             )
 
 
 class _Watched(type):
-    """A metaclass that tells the runtime when ``unshard`` is replaced, so that it calls the replacement (H-016)."""
+    """A metaclass that tells the runtime when ``unshard`` is replaced, so that it calls the replacement
+    (H-016)."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -261,11 +281,12 @@ class _Watched(type):
 class FlatParamHandle(_C.Handle, metaclass=_Watched):
     """One flat parameter: built here, run in C.
 
-    Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is
-    the group over which a hybrid strategy reduces its shards' gradients, ``node_group`` the part of ``process_group``
-    within which a backward gathers what the forward has gathered, ``tree`` what a walk over the module has found
-    already. With a ``flat_param_name``, under which a unit registers it, parameters may be integers. Raises ValueError
-    for parameters that do not fit into one flat parameter.
+    Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``.
+    ``replicate_group`` is the group over which a hybrid strategy reduces its shards' gradients,
+    ``node_group`` the part of ``process_group`` within which a backward gathers what the forward has
+    gathered, ``tree`` what a walk over the module has found already. With a ``flat_param_name``, under which
+    a unit registers it, parameters may be integers. Raises ValueError for parameters that do not fit into one
+    flat parameter.
     """
 
     flat_param: FlatParameter
@@ -334,9 +355,9 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         flat_param = FlatParameter(shard, requires_grad)
         _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
         self._guises = [subclasses.guise_of(param) for param in found.params]
-        self._wrap_views = tensor_parallel.views_wrapper(extensions, fsdp_extension) or subclasses.views_wrapper(
-            self._guises
-        )
+        self._wrap_views = tensor_parallel.views_wrapper(
+            extensions, fsdp_extension
+        ) or subclasses.views_wrapper(self._guises)
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = predivide_factor(data_parallel_size)
         super().__init__(
@@ -345,7 +366,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             params=flat_param._params,
             shapes=tuple(shapes),
             strides=tuple(
-                None if contiguous else stride for stride, contiguous in zip(strides, contiguities, strict=True)
+                None if contiguous else stride
+                for stride, contiguous in zip(strides, contiguities, strict=True)
             ),
             slots=found.slots(),
             process_group=process_group,
@@ -386,18 +408,25 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         rows = zip(flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True)
         params = [
             ManagedParam(
-                info.module, info.param_name, _clean_fqn(info), tensor_parallel.full_shape(extension, shape), place
+                info.module,
+                info.param_name,
+                _clean_fqn(info),
+                tensor_parallel.full_shape(extension, shape),
+                place,
             )
             for place, (info, shape, extension) in enumerate(rows)
         ]
         primary = {(param.module, param.name): param for param in params}
         for info in flat_param._shared_param_infos:
             first = primary[info.prim_module, info.prim_param_name]
-            params.append(ManagedParam(info.module, info.param_name, _clean_fqn(info), first.shape, first.place))
+            params.append(
+                ManagedParam(info.module, info.param_name, _clean_fqn(info), first.shape, first.place)
+            )
         return params
 
     def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """``tensor`` as the parameter at ``place`` is shown: a parameter, of its class and with its attributes."""
+        """``tensor`` as the parameter at ``place`` is shown: a parameter, of its class and with its
+        attributes."""
         guise = self._guises[place]
         return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.put_on(tensor)
 
@@ -407,18 +436,20 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.show_sharded()
 
     def init_flat_param_attributes(self) -> None:
-        """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023, B-024)."""
+        """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023,
+        B-024)."""
         self._follow_dtype(self.flat_param.dtype)
         self.publish()
         if self.uses_sharded_strategy:
             self.flat_param._padded_unsharded_size = torch.Size((self.layout.padded_numel,))
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move the flat parameter between steps: ``.to()`` in place, with the arguments of ``torch.Tensor.to``.
+        """Move the flat parameter between steps: ``.to()`` in place, with the arguments of
+        ``torch.Tensor.to``.
 
-        The original parameters and the handle follow. Away from the device that computes nothing can be gathered
-        until it is moved back; ``torch.cuda.empty_cache()`` then gives all that the units held there to the driver.
-        Raises AssertionError amid a step or inside summon_full_params.
+        The original parameters and the handle follow. Away from the device that computes nothing can be
+        gathered until it is moved back; ``torch.cuda.empty_cache()`` then gives all that the units held there
+        to the driver. Raises AssertionError amid a step or inside summon_full_params.
         """
         with torch.inference_mode(False), torch.no_grad():
             super().flat_param_to(*args, **kwargs)
@@ -430,7 +461,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
-        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` may have changed (C-018)."""
+        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` may have changed
+        (C-018)."""
         param_dtype, reduce_dtype = self._mixed_precision_dtypes
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
@@ -463,7 +495,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         refuse_torchs_functions(self.name)
 
     def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Torch's ``optim_state_dict`` calls it; nothing is left to do, as gradients are followed in every step."""
+        """Torch's ``optim_state_dict`` calls it; nothing is left to do, as gradients are followed in every
+        step."""
 
     @property
     def _uses_param_mixed_precision(self) -> bool:
@@ -475,8 +508,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     @property
     def _force_full_precision(self) -> bool:
-        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is asked for
-        by FSDP_USE_FULL_PREC_IN_EVAL."""
+        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is
+        asked for by FSDP_USE_FULL_PREC_IN_EVAL."""
         if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
             return False
         in_eval = self._use_full_prec_in_eval and not self._fully_sharded_module.training
@@ -484,7 +517,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     @property
     def _has_optim_in_backward(self) -> bool:
-        """True when the user has attached an optimizer to an original parameter (_apply_optimizer_in_backward)."""
+        """True when the user has attached an optimizer to an original parameter
+        (_apply_optimizer_in_backward)."""
         return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
 
     @_has_optim_in_backward.setter
@@ -492,7 +526,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         refuse_torchs_functions(self.name)
 
     def step_in_backward(self) -> None:
-        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced (D-089).
+        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced
+        (D-089).
 
         One that several parameters share steps once: afterwards none of those has a gradient.
         """
@@ -512,9 +547,11 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return [fqn for fqn, info in infos if info.in_shard]
 
     def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
-        """One 1-D tensor of ``tensors``, of one dtype, in their memory order; padded as parameters are (C-016).
+        """One 1-D tensor of ``tensors``, of one dtype, in their memory order; padded as parameters are
+        (C-016).
 
-        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not fit.
+        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not
+        fit.
         """
         if not tensors:
             raise ValueError("Expects non-empty `tensors`")
@@ -553,24 +590,33 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return set(self.flat_param._modules)
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """(first, last) element of each piece of the unsharded flat parameter, padding included, as torch counts."""
+        """(first, last) element of each piece of the unsharded flat parameter, padding included, as torch
+        counts."""
         ends = list(itertools.accumulate(self.layout.numels_with_padding))
-        return [(end - numel, end - 1) for end, numel in zip(ends, self.layout.numels_with_padding, strict=True)]
+        return [
+            (end - numel, end - 1) for end, numel in zip(ends, self.layout.numels_with_padding, strict=True)
+        ]
 
-    def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[ShardParamInfo, ...]:
-        """What a shard with these elements of the unsharded flat parameter, the last one included, has of each
-        parameter."""
+    def _get_shard_metadata(
+        self, unsharded_start_idx: int, unsharded_end_idx: int
+    ) -> tuple[ShardParamInfo, ...]:
+        """What a shard with these elements of the unsharded flat parameter, the last one included, has of
+        each parameter."""
         first, last = unsharded_start_idx, unsharded_end_idx
         starts = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
         return tuple(_part_in_range(start, start + numel - 1, first, last) for start, numel in starts)
 
     def _get_unflat_views_aligned(self, tensor: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The parameters as views of ``tensor``, an unsharded flat tensor; of the flat parameter itself without one."""
+        """The parameters as views of ``tensor``, an unsharded flat tensor; of the flat parameter itself
+        without one."""
         whole = self.flat_param if tensor is None else tensor
         layout, flat_param = self.layout, self.flat_param
-        places = zip(layout.param_offsets, layout.param_numels, flat_param._shapes, flat_param._strides, strict=True)
+        places = zip(
+            layout.param_offsets, layout.param_numels, flat_param._shapes, flat_param._strides, strict=True
+        )
         views = tuple(
-            whole.narrow(0, offset, numel).as_strided(shape, strides) for offset, numel, shape, strides in places
+            whole.narrow(0, offset, numel).as_strided(shape, strides)
+            for offset, numel, shape, strides in places
         )
         return list(views if self._wrap_views is None else self._wrap_views(views))
 
@@ -709,7 +755,10 @@ def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
 
 
 def _whole_ranges(layout: _C.FlatLayout) -> list[tuple[bool, int, int, int]]:
-    return [(True, offset, numel, 0) for offset, numel in zip(layout.param_offsets, layout.param_numels, strict=True)]
+    return [
+        (True, offset, numel, 0)
+        for offset, numel in zip(layout.param_offsets, layout.param_numels, strict=True)
+    ]
 
 
 _NOT_IN_SHARD = ShardParamInfo(False, None, None, None, None)
@@ -723,7 +772,8 @@ def _shard_param_infos(layout: _C.FlatLayout) -> tuple[ShardParamInfo, ...]:
 
 
 def _part_in_range(start: int, last: int, range_start: int, range_last: int) -> ShardParamInfo:
-    """What a shard that is [range_start, range_last] has of a parameter that is [start, last]; all inclusive."""
+    """What a shard that is [range_start, range_last] has of a parameter that is [start, last]; all
+    inclusive."""
     begin, end = max(start, range_start), min(last, range_last)
     if begin > end:
         return _NOT_IN_SHARD
@@ -760,7 +810,9 @@ def _describe(
     flat_param._shard_numel_padded = layout.shard_numel_padded
     flat_param._shard_param_infos = _shard_param_infos(layout)
     flat_param._params = found.params if use_orig_params else None
-    flat_param._shared_params = [found.params[index] for index, _ in found.shared] if use_orig_params else None
+    flat_param._shared_params = (
+        [found.params[index] for index, _ in found.shared] if use_orig_params else None
+    )
     flat_param._is_grad_none_mask = [False] * num_params if use_orig_params else None
     flat_param._post_backward_called = False
     flat_param._fsdp_flattened = True

@@ -17,12 +17,13 @@ _splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
 
 @contextlib.contextmanager
 def split_frozen() -> Iterator[None]:
-    """Units built in the body keep frozen parameters in a flat parameter of their own, also with ``use_orig_params``.
+    """Units built in the body keep frozen parameters in a flat parameter of their own, also with
+    ``use_orig_params``.
 
     Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. State
-    dicts have the same names and shapes. Values are the same bits on two ranks without clipping: norms, and sums over
-    more ranks, are added up in another order. FSDP_C_SPLIT_FROZEN=1 in the environment does the same for unmodified
-    scripts. All ranks build alike.
+    dicts have the same names and shapes. Values are the same bits on two ranks without clipping: norms, and
+    sums over more ranks, are added up in another order. FSDP_C_SPLIT_FROZEN=1 in the environment does the
+    same for unmodified scripts. All ranks build alike.
     """
     token = _splits_frozen.set(True)
     try:
@@ -40,10 +41,11 @@ def splits_frozen() -> bool:
 
 
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
-    """``params`` as they share flat parameters: by dtype and ``requires_grad``, trainable ones first, integers last.
+    """``params`` as they share flat parameters: by dtype and ``requires_grad``, trainable ones first,
+    integers last.
 
-    One group where one flat parameter can hold them all: where their dtypes agree, and they are trainable alike, or
-    are shown as the original parameters without ``split_frozen``.
+    One group where one flat parameter can hold them all: where their dtypes agree, and they are trainable
+    alike, or are shown as the original parameters without ``split_frozen``.
     """
     groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
     for param in params:
@@ -53,8 +55,11 @@ def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[lis
     return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], not key[1].is_floating_point))]
 
 
-def precision_for(dtype: torch.dtype, mixed_precision: MixedPrecision) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of computation and of reduction: those of ``mixed_precision``, which leaves integers as they are."""
+def precision_for(
+    dtype: torch.dtype, mixed_precision: MixedPrecision
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of computation and of reduction: those of ``mixed_precision``, which leaves integers as they
+    are."""
     if not dtype.is_floating_point:
         return None, None
     return mixed_precision.param_dtype, mixed_precision.reduce_dtype

@@ -21,8 +21,8 @@ BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 def check_init_fn(param_init_fn: object) -> None:
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(
-            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a module as "
-            "param_init_fn"
+            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a "
+            "module as param_init_fn"
         )
 
 
@@ -34,7 +34,8 @@ def materialize(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> tuple[Subtree, list[nn.Parameter]]:
-    """Give values to a module on the meta device: by ``param_init_fn`` on each submodule, or ``reset_parameters()``.
+    """Give values to a module on the meta device: by ``param_init_fn`` on each submodule, or
+    ``reset_parameters()``.
 
     ``params`` are those the unit will own. Returns the tree and them as they are then.
     """
@@ -51,8 +52,9 @@ def materialize(
     for param in params:
         if param.is_meta:
             raise ValueError(
-                f"{tree.param_name(param)!r} is still on the meta device after its initialisation: have param_init_fn, "
-                "or the module's reset_parameters(), allocate it, as module.to_empty(device=..., recurse=False) does"
+                f"{tree.param_name(param)!r} is still on the meta device after its initialisation: have "
+                "param_init_fn, or the module's reset_parameters(), allocate it, as "
+                "module.to_empty(device=..., recurse=False) does"
             )
     return tree, params
 
@@ -77,7 +79,8 @@ def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) ->
 
 @torch.no_grad()
 def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Allocate and initialise the modules that have tensors of their own; each is taken to initialise only those."""
+    """Allocate and initialise the modules that have tensors of their own; each is taken to initialise only
+    those."""
     for module in modules:
         if not any(True for _ in module.parameters(recurse=False)) and not any(
             True for _ in module.buffers(recurse=False)
@@ -120,8 +123,8 @@ def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: t
     """UserWarning when a module that an accelerator will compute is sharded on the CPU."""
     if compute_device != CPU and any(param.device == CPU for param in params):
         warnings.warn(
-            f"The passed-in `module` is on CPU and is sharded there, which may be slower than on {compute_device}; "
-            "pass device_id to have it moved first, or move it before the first forward",
+            "The passed-in `module` is on CPU and is sharded there, which may be slower than on "
+            f"{compute_device}; pass device_id to have it moved first, or move it before the first forward",
             stacklevel=4,
         )
 
@@ -129,7 +132,8 @@ def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: t
 def sync_states(
     module: nn.Module, params: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup], where: str
 ) -> None:
-    """Give every rank the values of rank 0: ``params`` and each buffer not yet sent. Collective over ``groups``.
+    """Give every rank the values of rank 0: ``params`` and each buffer not yet sent. Collective over
+    ``groups``.
 
     With the group of the replicas first, every shard group's rank 0 has the right values when its turn comes.
     Raises ValueError, naming ``where``, for tensors on the CPU that a group cannot send.
@@ -163,8 +167,9 @@ def _check_sendable(
             named = itertools.chain(module.named_buffers(), module.named_parameters())
             name = next((clean_name(name) for name, tensor in named if tensor is on_cpu), "one of them")
             raise ValueError(
-                f"The module has CPU parameters or buffers when `sync_module_states=True`: {name!r} of {where}, whose "
-                f"process group sends tensors on {', '.join(sorted(types))} alone. Pass device_id, or move the module "
+                f"The module has CPU parameters or buffers when `sync_module_states=True`: {name!r} of "
+                f"{where}, whose process group sends tensors on {', '.join(sorted(types))} alone. Pass "
+                "device_id, or move the module "
                 'there before it is wrapped, or make the group with the backend "cpu:gloo,cuda:nccl"'
             )
 
@@ -185,8 +190,8 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         inner = getattr(tensor, name)
         if not isinstance(inner, torch.Tensor):
             raise AssertionError(
-                f"expected Tensor or OpaqueBase, got {type(inner)}: {name!r} of {type(tensor).__name__} is to be "
-                "broadcast"
+                f"expected Tensor or OpaqueBase, got {type(inner)}: {name!r} of {type(tensor).__name__} is "
+                "to be broadcast"
             )
         plain += _plain_tensors(inner)
     return plain

@@ -25,21 +25,24 @@ _groups_by_size = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def reshard_after_forward(ranks: int | DeviceMesh) -> Iterator[None]:
-    """Units built in the body keep what a forward has gathered between the ranks of a node, until their backward.
+    """Units built in the body keep what a forward has gathered between the ranks of a node, until their
+    backward.
 
-    After its forward each rank keeps a part of the unit's unsharded parameters, and the backward gathers these parts
-    within the node instead of the shards over all ranks: less travels between nodes, by a third of a step's traffic,
-    and each rank holds the unsharded parameters of its units, in the dtype that computes, divided by the ranks of a
-    node, from forward to backward. Bits stay the same. (ZeRO++ calls this hpZ, FSDP2 ``reshard_after_forward=8``.)
+    After its forward each rank keeps a part of the unit's unsharded parameters, and the backward gathers
+    these parts within the node instead of the shards over all ranks: less travels between nodes, by a third
+    of a step's traffic, and each rank holds the unsharded parameters of its units, in the dtype that
+    computes, divided by the ranks of a node, from forward to backward. Bits stay the same. (ZeRO++ calls this
+    hpZ, FSDP2 ``reshard_after_forward=8``.)
 
-    ``ranks``: how many ranks a node has, where those of a node follow each other; or the dimension of a DeviceMesh in
-    which they are, as ``mesh["node"]``. With a number, the first step makes the groups, which is a collective of all
-    ranks. FSDP_C_RESHARD_AFTER_FORWARD=8 in the environment does the same for unmodified scripts.
+    ``ranks``: how many ranks a node has, where those of a node follow each other; or the dimension of a
+    DeviceMesh in which they are, as ``mesh["node"]``. With a number, the first step makes the groups, which
+    is a collective of all ranks. FSDP_C_RESHARD_AFTER_FORWARD=8 in the environment does the same for
+    unmodified scripts.
 
-    Units whose strategy keeps parameters gathered, the outermost unit, optional units, and units that shard over one
-    node alone are as ever. A parameter that is changed between a forward and its backward is seen by the next forward
-    alone. Raises TypeError or ValueError for what is no number of ranks and no mesh of one dimension, as does wrapping
-    where the ranks that share a unit do not fill nodes.
+    Units whose strategy keeps parameters gathered, the outermost unit, optional units, and units that shard
+    over one node alone are as ever. A parameter that is changed between a forward and its backward is seen by
+    the next forward alone. Raises TypeError or ValueError for what is no number of ranks and no mesh of one
+    dimension, as does wrapping where the ranks that share a unit do not fill nodes.
     """
     token = _chosen.set(_checked(ranks))
     try:
@@ -52,7 +55,8 @@ def _checked(ranks: int | DeviceMesh) -> int | DeviceMesh:
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
             raise ValueError(
-                f"reshard_after_forward takes a mesh of one dimension, that of a node, but got {ranks}: pass for "
+                f"reshard_after_forward takes a mesh of one dimension, that of a node, but got {ranks}: pass "
+                "for "
                 'instance mesh["node"]'
             )
         return ranks
@@ -62,12 +66,13 @@ def _checked(ranks: int | DeviceMesh) -> int | DeviceMesh:
 def _checked_number(ranks: int) -> int:
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise TypeError(
-            f"reshard_after_forward takes a number of ranks or a DeviceMesh, not {type(ranks).__name__} {ranks!r}: "
-            "pass as many as a node has"
+            f"reshard_after_forward takes a number of ranks or a DeviceMesh, not {type(ranks).__name__} "
+            f"{ranks!r}: pass as many as a node has"
         )
     if ranks < 2:
         raise ValueError(
-            f"reshard_after_forward takes at least 2 ranks, not {ranks}: SHARD_GRAD_OP keeps a unit whole on each rank"
+            f"reshard_after_forward takes at least 2 ranks, not {ranks}: SHARD_GRAD_OP keeps a unit whole on "
+            "each rank"
         )
     return ranks
 
@@ -78,7 +83,9 @@ def _wanted() -> int | DeviceMesh | None:
     if chosen is not None or not text:
         return chosen
     if not text.isdecimal():
-        raise ValueError(f"{VARIABLE} is {text!r}: set it to the number of ranks that a node has, or leave it out")
+        raise ValueError(
+            f"{VARIABLE} is {text!r}: set it to the number of ranks that a node has, or leave it out"
+        )
     return _checked(int(text))
 
 
@@ -102,7 +109,8 @@ def node_group(shard_group: dist.ProcessGroup, strategy: ShardingStrategy) -> di
 
 
 class _Promised:
-    """Stands for the group of ``ranks``: making it is a collective of all ranks, of which some may not know of it."""
+    """Stands for the group of ``ranks``: making it is a collective of all ranks, of which some may not know
+    of it."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
@@ -115,7 +123,8 @@ class _Promised:
 
 
 def make_groups(modules: Iterable[ShardedModule]) -> None:
-    """Make the groups that were promised to these units, on whose plans all ranks agree. Collective over all ranks."""
+    """Make the groups that were promised to these units, on whose plans all ranks agree. Collective over all
+    ranks."""
     waiting = [module for module in modules if isinstance(module._node_group, _Promised)]
     for module in waiting:
         group = _group_of_size(_size_of(module))
@@ -163,8 +172,8 @@ def check_fills(count: int, ranks: int) -> None:
     """ValueError unless nodes of so many ranks can be made of ``count``."""
     if count % ranks:
         raise ValueError(
-            f"reshard_after_forward: the {count} ranks that share a unit do not fill nodes of {ranks}: choose "
-            "a number that divides them"
+            f"reshard_after_forward: the {count} ranks that share a unit do not fill nodes of {ranks}: "
+            "choose a number that divides them"
         )
 
 
@@ -173,9 +182,9 @@ def check_fits(node: Sequence[int], shard: Sequence[int]) -> None:
     if set(node) <= set(shard) and len(shard) % len(node) == 0:
         return
     raise ValueError(
-        f"reshard_after_forward (rank {dist.get_rank()}): the node has the ranks {_listed(node)}, and a unit is "
-        f"sharded over {_listed(shard)}. A node is a part of these, and they fill nodes of equal size: pass the "
-        "dimension of a DeviceMesh in which the ranks of a node are that share parameters"
+        f"reshard_after_forward (rank {dist.get_rank()}): the node has the ranks {_listed(node)}, and a unit "
+        f"is sharded over {_listed(shard)}. A node is a part of these, and they fill nodes of equal size: "
+        "pass the dimension of a DeviceMesh in which the ranks of a node are that share parameters"
     )
 
 

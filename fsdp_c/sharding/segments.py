@@ -1,8 +1,9 @@
 """Units with several flat parameters: of parameters that differ in dtype, or in whether they are trained.
 
-The unit's own flat parameter has the first group of ``grouping.groups_of``. Each further group is that of a segment, a
-ShardedModule beside the unit's, which wraps the same module: who walks over units finds it behind its unit, with a
-handle, names and state of its own. The unit in C gathers, shows and frees its segments with itself.
+The unit's own flat parameter has the first group of ``grouping.groups_of``. Each further group is that of a
+segment, a ShardedModule beside the unit's, which wraps the same module: who walks over units finds it behind
+its unit, with a handle, names and state of its own. The unit in C gathers, shows and frees its segments with
+itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a FullyShardedDataParallel holds, for the modules of this package that it is built on, and how they find it.
+"""What a FullyShardedDataParallel holds, for the modules of this package that it is built on, and how they
+find it.
 
 A module is a FullyShardedDataParallel to the user. Its unit is the object in C that runs its steps.
 """
@@ -33,7 +34,9 @@ from fsdp_c.sharding.traversal import FLAT_PARAM, check_module, is_composable, i
 from fsdp_c.sharding.wrap import unit_name
 
 if TYPE_CHECKING:
-    from fsdp_c.compat.standins.common_utils import _FSDPState  # torch's own declares attributes, of its own types
+    from fsdp_c.compat.standins.common_utils import (
+        _FSDPState,
+    )  # torch's own declares attributes, of its own types
 else:
     from fsdp_c.compat.upstream import _FSDPState
 
@@ -54,7 +57,9 @@ class ShardedModule(nn.Module, _FSDPState):
     _enclosing: weakref.ref[ShardedModule] | None  # the unit around this one
     _said_is_root: bool | None  # there once a client has written _is_root
     _was_summoned: bool  # there once summon_full_params has shown the tree, which makes it one to torch
-    _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter, see fsdp_c/sharding/segments.py
+    _segments: Sequence[
+        ShardedModule
+    ] = ()  # one for each further flat parameter, see fsdp_c/sharding/segments.py
     _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
     _exec_order_data: PrefetchLimits  # from lazy initialisation on, it is the root's
 
@@ -84,7 +89,9 @@ class ShardedModule(nn.Module, _FSDPState):
     _gradient_postdivide_factor: float
     _comm_hook: Callable[..., None] | None
     _comm_hook_state: object
-    _params_before: list[weakref.ref[nn.Parameter]]  # as the script had them; empty once a backward was checked
+    _params_before: list[
+        weakref.ref[nn.Parameter]
+    ]  # as the script had them; empty once a backward was checked
     _agreed_plan: bytes | None  # of which all ranks have said that it is theirs
 
     # buffers and state dicts
@@ -129,7 +136,8 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def params(self) -> list[FlatParameter]:
-        """The unit's flat parameters: one, none for a unit without parameters, several for one with segments."""
+        """The unit's flat parameters: one, none for a unit without parameters, several for one with
+        segments."""
         return [part._handle.flat_param for part in parts_of(self) if part._handle is not None]
 
     @property
@@ -139,7 +147,9 @@ class ShardedModule(nn.Module, _FSDPState):
         if state == _C.USE_IDLE:
             return TrainingState.IDLE
         return (
-            TrainingState.SUMMON_FULL_PARAMS if state == _C.USE_SUMMON_FULL_PARAMS else TrainingState.FORWARD_BACKWARD
+            TrainingState.SUMMON_FULL_PARAMS
+            if state == _C.USE_SUMMON_FULL_PARAMS
+            else TrainingState.FORWARD_BACKWARD
         )
 
     @property
@@ -161,9 +171,9 @@ class ShardedModule(nn.Module, _FSDPState):
     def _is_root(self) -> bool | None:
         """Whether this is the root of a tree that has run; None before. Clients write it, between steps.
 
-        None lets the next forward of a tree decide anew. False lets an outer unit become the root of one that was used
-        by itself, until when it is remembered, as True is: which unit runs as the root does not change by it. After
-        summon_full_params it is what check_is_root() says.
+        None lets the next forward of a tree decide anew. False lets an outer unit become the root of one that
+        was used by itself, until when it is remembered, as True is: which unit runs as the root does not
+        change by it. After summon_full_params it is what check_is_root() says.
         """
         decided = self._decided_is_root
         return self._enclosing_unit is None if decided is None and "_was_summoned" in vars(self) else decided
@@ -193,8 +203,8 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """Whether torch.compile is to see the wrapped module as one that is sharded. Torch's class sets it on all
-        modules that it is put around."""
+        """Whether torch.compile is to see the wrapped module as one that is sharded. Torch's class sets it on
+        all modules that it is put around."""
         marked: bool = getattr(self._fsdp_wrapped_module, "_is_fsdp_managed_module", False)
         return marked
 
@@ -211,7 +221,8 @@ class ShardedModule(nn.Module, _FSDPState):
         self._unit.sync_gradients = value
 
     def check_is_root(self) -> bool:
-        """True for the root of its tree. Before the first step: for a unit that no other unit was wrapped around.
+        """True for the root of its tree. Before the first step: for a unit that no other unit was wrapped
+        around.
 
         Asking decides nothing.
         """
@@ -274,7 +285,8 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
 
 
 def units_of(module: nn.Module) -> list[ShardedModule]:
-    """The units of a tree in traversal order, each with its segments, ``module`` itself included if it is one."""
+    """The units of a tree in traversal order, each with its segments, ``module`` itself included if it is
+    one."""
     return [fsdp_module for _, fsdp_module in units_with_paths(module)]
 
 
@@ -289,8 +301,8 @@ def parts_of(fsdp_module: ShardedModule) -> list[ShardedModule]:
 
 
 def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]:
-    """The units around ``fsdp_module`` that hold parameters of modules inside of it, as modules elsewhere share them
-    (parity 33), and the names of those from each."""
+    """The units around ``fsdp_module`` that hold parameters of modules inside of it, as modules elsewhere
+    share them (parity 33), and the names of those from each."""
     inside: set[nn.Module] = set()
     found: dict[ShardedModule, list[str]] = {}
     outer = fsdp_module._enclosing_unit
@@ -332,6 +344,10 @@ def unit_around(module: nn.Module) -> ShardedModule | None:
 
 def claimed_units() -> list[ShardedModule]:
     """All units that are alive, and their segments."""
-    wrapped = [module for key in _units.keyrefs() if (module := key()) is not None]  # at once: threads may add theirs
-    alive = [unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None]
+    wrapped = [
+        module for key in _units.keyrefs() if (module := key()) is not None
+    ]  # at once: threads may add theirs
+    alive = [
+        unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None
+    ]
     return [part for unit in alive for part in parts_of(unit)]

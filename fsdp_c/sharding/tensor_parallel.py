@@ -1,8 +1,9 @@
 """Parameters that tensor parallelism has sharded already: DTensors on another dimension of the mesh.
 
-The flat parameter holds the local tensors of such parameters. An extension object, torch's DTensorExtensions, says what
-a parameter's local tensor is and makes a DTensor over its unsharded view again; autograd leads through that, so that
-gradients arrive with the parameter's placements and their local part reaches the flat gradient.
+The flat parameter holds the local tensors of such parameters. An extension object, torch's DTensorExtensions,
+says what a parameter's local tensor is and makes a DTensor over its unsharded view again; autograd leads
+through that, so that gradients arrive with the parameter's placements and their local part reaches the flat
+gradient.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fsdp_c.compat.upstream import FSDPExtensions
 
 Views = tuple[Tensor, ...]
-# what an extension's pre_flatten_transform gives for a parameter, or None; of torch's extension it is a DTensorSpec
+# what an extension's pre_flatten_transform gives for a parameter, or None; of torch's extension it is a
+# DTensorSpec
 ParamExtension = Any
 
 
-def flatten(params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExtensions | None) -> list[ParamExtension]:
+def flatten(
+    params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExtensions | None
+) -> list[ParamExtension]:
     """Replace in ``params`` what the extension flattens by Parameters of the local tensors.
 
-    Returns per parameter what turns a view back, None for one that stays as it is. Raises ValueError for a DTensor that
-    no extension flattens.
+    Returns per parameter what turns a view back, None for one that stays as it is. Raises ValueError for a
+    DTensor that no extension flattens.
     """
     if extension is None:
         _refuse_dtensors(params, fqns)
@@ -75,7 +79,8 @@ def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torc
 
 
 def like(value: object, shown: Tensor) -> object:
-    """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's DTensor."""
+    """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's
+    DTensor."""
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     # All ranks have the same value: nothing is sent.
@@ -83,7 +88,8 @@ def like(value: object, shown: Tensor) -> object:
 
 
 def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
-    """What a parameter's local tensor is like for a whole ``value``, a plain tensor or a DTensor however placed.
+    """What a parameter's local tensor is like for a whole ``value``, a plain tensor or a DTensor however
+    placed.
 
     Collective over the mesh of a DTensor.
     """
@@ -103,18 +109,21 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
-    """The tensor parallel groups whose ranks hold different parts of a parameter; none for what is no DTensor."""
+    """The tensor parallel groups whose ranks hold different parts of a parameter; none for what is no
+    DTensor."""
     if not isinstance(param_extension, DTensorSpec):
         return ()
     mesh, placements = param_extension.mesh, param_extension.placements
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return tuple(
+        mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    )
 
 
 def _refuse_dtensors(params: Sequence[nn.Parameter], fqns: Sequence[str]) -> None:
     for param, fqn in zip(params, fqns, strict=True):
         if isinstance(param, DTensor):
             raise ValueError(
-                f"{fqn!r} of shape {tuple(param.shape)} is a DTensor on {param.device_mesh}, and there is nothing to "
-                "flatten it with: pass device_mesh=mesh['dp'], another dimension of the mesh whose mesh['tp'] was "
-                "given to parallelize_module"
+                f"{fqn!r} of shape {tuple(param.shape)} is a DTensor on {param.device_mesh}, and there is "
+                "nothing to flatten it with: pass device_mesh=mesh['dp'], another dimension of the mesh "
+                "whose mesh['tp'] was given to parallelize_module"
             )

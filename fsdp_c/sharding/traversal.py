@@ -1,7 +1,7 @@
 """Walks over module trees that know where one unit ends and the next begins.
 
-A unit is a FullyShardedDataParallel instance. It is recognised by what it holds, so that the modules below the class
-can ask.
+A unit is a FullyShardedDataParallel instance. It is recognised by what it holds, so that the modules below
+the class can ask.
 """
 
 import contextlib
@@ -14,7 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_WRAPPED_MODULE,
+    ActivationWrapper,
+)
 
 from fsdp_c.compat.upstream import _FSDPState
 
@@ -36,7 +39,8 @@ def is_flat_param_name(name: str) -> bool:
 
 
 def clean_name(name: str) -> str:
-    """The name of a tensor or module as the user's own model has it, without the segments that wrappers add."""
+    """The name of a tensor or module as the user's own model has it, without the segments that wrappers
+    add."""
     return name.replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")
 
 
@@ -65,7 +69,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def check_module(module: object) -> None:
     """TypeError for anything that is not a module."""
     if isinstance(module, type) and issubclass(module, nn.Module):
-        raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
+        raise TypeError(
+            f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()"
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected an nn.Module but got {type(module).__name__}: pass the module itself")
 
@@ -84,7 +90,8 @@ def joined(path: str, name: str) -> str:
 
 
 Homes = Mapping[nn.Parameter, nn.Module]
-"""For parameters whose modules land in different units: the module around which the unit is that holds them."""
+"""For parameters whose modules land in different units: the module around which the unit is that holds
+them."""
 _homes: contextvars.ContextVar[Homes] = contextvars.ContextVar("_homes", default=MappingProxyType({}))
 
 
@@ -99,12 +106,14 @@ def at_home(homes: Homes) -> Iterator[None]:
 
 
 class Subtree:
-    """What a unit around ``root`` has to deal with, found in one walk in pre-order that stops at the units inside.
+    """What a unit around ``root`` has to deal with, found in one walk in pre-order that stops at the units
+    inside.
 
-    Names and paths are from ``root``. What is shared counts once, where it is first; only the further places of a
-    parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few to its root.
-    ``inner`` are modules that count as units although they are none yet. A parameter of ``homes`` counts in the tree
-    around its home alone, there with its places in inner units; by default those of the auto wrapping that is going on.
+    Names and paths are from ``root``. What is shared counts once, where it is first; only the further places
+    of a parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few
+    to its root. ``inner`` are modules that count as units although they are none yet. A parameter of
+    ``homes`` counts in the tree around its home alone, there with its places in inner units; by default those
+    of the auto wrapping that is going on.
     """
 
     def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
@@ -179,7 +188,8 @@ def _is_never(module: nn.Module) -> bool:
 def _modules(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never, *, once: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``nn.Module.named_modules``, with a dot at the end of each path; of what is shared ``once``, or at every path.
+    """``nn.Module.named_modules``, with a dot at the end of each path; of what is shared ``once``, or at
+    every path.
 
     nn.Module's own takes a time for each that grows with the depth of the tree.
     """
@@ -200,7 +210,8 @@ def _modules(
 def named_buffers(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left out."""
+    """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left
+    out."""
     for prefix, current in _modules(module, is_left_out, once=False):
         for name, buffer in current._buffers.items():
             if buffer is not None:
@@ -208,7 +219,8 @@ def named_buffers(
 
 
 def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """What modules below ``module`` show as parameters beside ``params``: flat ones, views, those that no unit has."""
+    """What modules below ``module`` show as parameters beside ``params``: flat ones, views, those that no
+    unit has."""
     seen = set(map(id, params))
     for _, current in _modules(module, once=True):
         for param in current._parameters.values():
@@ -217,8 +229,11 @@ def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[
                 yield param
 
 
-def named_params(module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never) -> dict[str, nn.Parameter]:
-    """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method shows."""
+def named_params(
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
+) -> dict[str, nn.Parameter]:
+    """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method
+    shows."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for prefix, current in _modules(module, is_left_out, once=True):

@@ -30,7 +30,8 @@ _paths: weakref.WeakKeyDictionary[nn.Module, str] = (
 
 
 def unit_name(module: nn.Module, path: str = "") -> str:
-    """What errors call the unit around ``module``: its class and its path, which auto wrapping may have seen."""
+    """What errors call the unit around ``module``: its class and its path, which auto wrapping may have
+    seen."""
     path = path or _paths.get(module, "")
     return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
 
@@ -43,13 +44,14 @@ def auto_wrap(
     root_kwargs: Kwargs,
     unit_class: type[nn.Module],
 ) -> Homes:
-    """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself stays.
+    """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself
+    stays.
 
-    A parameter that modules of several units share is left to the lowest unit around all of them. Returns the homes of
-    such parameters, see Subtree.
+    A parameter that modules of several units share is left to the lowest unit around all of them. Returns the
+    homes of such parameters, see Subtree.
 
-    ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The classes
-    that the mixed precision leaves out become units in full precision, whatever the policy says.
+    ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The
+    classes that the mixed precision leaves out become units in full precision, whatever the policy says.
     ValueError if a unit is there already, or if a chosen module mixes frozen and trainable parameters
     (use_orig_params=False).
     """
@@ -76,7 +78,8 @@ def auto_wrap(
 
 
 def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes:
-    """Of each parameter whose modules would land in different units: the root of the lowest unit around all of them.
+    """Of each parameter whose modules would land in different units: the root of the lowest unit around all
+    of them.
 
     ``chosen`` are the modules that become units beside the root.
     """
@@ -107,7 +110,8 @@ def chosen_modules(
     ignored_params: set[nn.Parameter],
     root_kwargs: Kwargs,
 ) -> dict[nn.Module, Kwargs]:
-    """The submodules that ``auto_wrap`` makes units, and their keyword arguments. Changes nothing; errors are its."""
+    """The submodules that ``auto_wrap`` makes units, and their keyword arguments. Changes nothing; errors are
+    its."""
     _refuse_existing_units(tree)
     check_policy(policy)
     classes = _full_precision_classes(root_kwargs)
@@ -124,7 +128,9 @@ def chosen_modules(
         return module
 
     policy = _or_individually(policy, classes)
-    _recursive_wrap(tree.root, policy, record, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+    _recursive_wrap(
+        tree.root, policy, record, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
+    )
     return recorded
 
 
@@ -143,7 +149,9 @@ def _full_precision_classes(root_kwargs: Kwargs) -> tuple[type[nn.Module], ...]:
     return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
 
 
-def _or_individually(policy: Callable[..., bool], classes: tuple[type[nn.Module], ...]) -> Callable[..., bool]:
+def _or_individually(
+    policy: Callable[..., bool], classes: tuple[type[nn.Module], ...]
+) -> Callable[..., bool]:
     """``policy``, or being one of ``classes``."""
     if not classes:
         return policy
@@ -184,15 +192,16 @@ def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn
     if found:
         names = ", ".join(sorted({type(module).__name__ for module in found}))
         warnings.warn(
-            f"Both mixed precision and an auto_wrap_policy were specified to FSDP, for submodules of type {names}. "
-            "These modules will be wrapped as separate FSDP units without mixed precision "
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, for submodules of type "
+            f"{names}. These modules will be wrapped as separate FSDP units without mixed precision "
             "(MixedPrecision._module_classes_to_ignore)",
             stacklevel=4,
         )
 
 
 class _FullPrecisionRegion:
-    """Casts floating inputs of one module to fp32, and floating outputs back to the dtype of the last of them."""
+    """Casts floating inputs of one module to fp32, and floating outputs back to the dtype of the last of
+    them."""
 
     def __init__(self) -> None:
         self.input_dtype: torch.dtype | None = None
@@ -212,12 +221,18 @@ class _FullPrecisionRegion:
         dtype = self.input_dtype
         if dtype is None:
             return None
-        return _apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
+        return _apply_to_tensors(
+            lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output
+        )
 
 
-def _warn_of_frozen_params(tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter]) -> None:
+def _warn_of_frozen_params(
+    tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
     """Warn of a target whose own parameters are partly frozen, and lie in one flat parameter."""
-    registered = (param for module in tree.modules for param in module._parameters.values() if param is not None)
+    registered = (
+        param for module in tree.modules for param in module._parameters.values() if param is not None
+    )
     if len({param.requires_grad for param in registered}) < 2:
         return
     root, targets = tree.root, set(targets)
@@ -226,7 +241,9 @@ def _warn_of_frozen_params(tree: Subtree, targets: Iterable[nn.Module], ignored_
         if module not in targets:
             continue
         params = {
-            param: name for name, param in _own_named_parameters(path, module, visited) if param not in ignored_params
+            param: name
+            for name, param in _own_named_parameters(path, module, visited)
+            if param not in ignored_params
         }
         trainable = [param for param in params if param.requires_grad]
         frozen = [param for param in params if not param.requires_grad]
@@ -235,10 +252,10 @@ def _warn_of_frozen_params(tree: Subtree, targets: Iterable[nn.Module], ignored_
         wanted = sum(param.numel() for param in trainable)
         total = wanted + sum(param.numel() for param in frozen)
         warnings.warn(
-            f"{path or type(root).__name__} has both parameters with requires_grad=True and False: its gradients "
-            f"take {total} numel "
-            f"instead of {wanted} numel before they are reduced; wrap under fsdp_c.wrap.split_frozen(), or wrap the "
-            "frozen parameters with FSDP separately. "
+            f"{path or type(root).__name__} has both parameters with requires_grad=True and False: its "
+            f"gradients take {total} numel "
+            f"instead of {wanted} numel before they are reduced; wrap under fsdp_c.wrap.split_frozen(), or "
+            "wrap the frozen parameters with FSDP separately. "
             f"requires_grad=True: {[params[param] for param in trainable]}; "
             f"requires_grad=False: {[params[param] for param in frozen]}",
             stacklevel=4,
@@ -246,7 +263,8 @@ def _warn_of_frozen_params(tree: Subtree, targets: Iterable[nn.Module], ignored_
 
 
 def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The named modules of a tree, children before their parent, in registration order; shared modules once."""
+    """The named modules of a tree, children before their parent, in registration order; shared modules
+    once."""
     visited = {root}
 
     def walk(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -260,7 +278,9 @@ def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return walk("", root)
 
 
-def _own_named_parameters(path: str, module: nn.Module, visited: set[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+def _own_named_parameters(
+    path: str, module: nn.Module, visited: set[nn.Module]
+) -> Iterable[tuple[str, nn.Parameter]]:
     """The parameters of ``module``'s subtree without the modules in ``visited``, to which it adds its own."""
     visited.add(module)
     for name, param in module.named_parameters(recurse=False):

@@ -1,1 +1,2 @@
-"""State dicts of models and optimizers: what a unit holds, in the shapes and under the names of the user's model."""
+"""State dicts of models and optimizers: what a unit holds, in the shapes and under the names of the user's
+model."""

@@ -1,4 +1,5 @@
-"""The whole parameters of a sharded model, one unit at a time: for exporters, and copies that follow the training."""
+"""The whole parameters of a sharded model, one unit at a time: for exporters, and copies that follow the
+training."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ def iter_full_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) for every parameter, by the names of the unwrapped model's ``state_dict()``.
 
-    One unit is gathered at a time, so that memory beyond the shards is that of the largest unit, as long as the caller
-    lets go of what it got. Tensors are detached copies in the parameters' own dtype; the names of a shared parameter
-    give one tensor. Parameters that no unit manages come first, as they are.
+    One unit is gathered at a time, so that memory beyond the shards is that of the largest unit, as long as
+    the caller lets go of what it got. Tensors are detached copies in the parameters' own dtype; the names of
+    a shared parameter give one tensor. Parameters that no unit manages come first, as they are.
 
-    Collective: every rank goes to the end. With ``rank0_only`` the other ranks get nothing while they take part;
-    ``offload_to_cpu`` gives tensors in CPU memory. Raises AssertionError inside a forward, backward or
+    Collective: every rank goes to the end. With ``rank0_only`` the other ranks get nothing while they take
+    part; ``offload_to_cpu`` gives tensors in CPU memory. Raises AssertionError inside a forward, backward or
     ``summon_full_params``.
     """
     modules = units_with_paths(model)
@@ -44,14 +45,19 @@ def iter_full_params(
 
 
 def _unmanaged(
-    model: nn.Module, fsdp_modules: Sequence[tuple[str, ShardedModule]], rank0_only: bool, offload_to_cpu: bool
+    model: nn.Module,
+    fsdp_modules: Sequence[tuple[str, ShardedModule]],
+    rank0_only: bool,
+    offload_to_cpu: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     managed = {
         (param.module, param.name)
         for _, fsdp_module in fsdp_modules
         for param in common.managed_params(fsdp_module._handle)
     }
-    flat = {fsdp_module._handle.flat_param for _, fsdp_module in fsdp_modules if fsdp_module._handle is not None}
+    flat = {
+        fsdp_module._handle.flat_param for _, fsdp_module in fsdp_modules if fsdp_module._handle is not None
+    }
     if rank0_only and fsdp_modules and fsdp_modules[0][1].rank != 0:
         return
     for path, module in model.named_modules(remove_duplicate=False):
@@ -59,4 +65,7 @@ def _unmanaged(
             if param is None or param in flat or (module, name) in managed:
                 continue
             whole = param.detach()
-            yield clean_name(f"{path}.{name}" if path else name), whole.cpu() if offload_to_cpu else whole.clone()
+            yield (
+                clean_name(f"{path}.{name}" if path else name),
+                whole.cpu() if offload_to_cpu else whole.clone(),
+            )

@@ -1,4 +1,5 @@
-"""An optimizer's state by original names, made into what this rank's optimizer holds: shards, keyed by its own keys."""
+"""An optimizer's state by original names, made into what this rank's optimizer holds: shards, keyed by its
+own keys."""
 
 from __future__ import annotations
 
@@ -62,15 +63,17 @@ def load_optim_state(
 ) -> ParamState:
     """What ``optim.load_state_dict()`` takes. Collective where ``osd`` is sharded or on rank 0 only.
 
-    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit, KeyError for
-    a group with names that are not those of the optimizer's parameters.
+    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit,
+    KeyError for a group with names that are not those of the optimizer's parameters.
     """
     source = None
     if options.rank0_only:
         source = osd if dist.get_rank(options.group) == 0 else None
         osd = _broadcast_structure(source, options.group)
     if not isinstance(osd, Mapping):
-        raise TypeError(f"expected an optimizer's state dict but got {type(osd).__name__}: pass one on every rank")
+        raise TypeError(
+            f"expected an optimizer's state dict but got {type(osd).__name__}: pass one on every rank"
+        )
     if "state" not in osd:
         raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
     _check_groups(osd.get("param_groups", ()), params, keys)
@@ -133,9 +136,15 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
     return targets
 
 
-def _check_shape(known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0) -> None:
+def _check_shape(
+    known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0
+) -> None:
     shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-    kept = shape != layout.full_shape and known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
+    kept = (
+        shape != layout.full_shape
+        and known.takes_any_shape
+        and not isinstance(value, (ShardedTensor, DTensor))
+    )
     if shape != layout.full_shape and not kept:
         raise ValueError(
             f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
@@ -146,11 +155,14 @@ def _check_shape(known: OptimParam, layout: ParamLayout, fqn: str, name: str, va
 def _shards(
     targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """By FQN and state name, this rank's part of each tensor: 1-D, or in its own shape if the unit shards nothing."""
+    """By FQN and state name, this rank's part of each tensor: 1-D, or in its own shape if the unit shards
+    nothing."""
     parallel = [target for target in targets if target.module._fsdp_extension is not None]
     others = [target for target in targets if target.module._fsdp_extension is None]
     sharded = [target for target in others if isinstance(target.value, (ShardedTensor, DTensor))]
-    yield from _shards_from_rank_0([target for target in others if isinstance(target.value, _OnRank0)], source, options)
+    yield from _shards_from_rank_0(
+        [target for target in others if isinstance(target.value, _OnRank0)], source, options
+    )
     by_unit = _by_unit(sharded)
     for group, modules in by_group(by_unit):
         members = [target for module in modules for target in by_unit[module]]
@@ -165,7 +177,8 @@ def _shards(
 def _shards_over_meshes(
     targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Where tensor parallelism divides parameters as well (parity 24): whole over the unit's ranks, then this one's."""
+    """Where tensor parallelism divides parameters as well (parity 24): whole over the unit's ranks, then this
+    one's."""
     for group in dict.fromkeys(target.module.process_group for target in targets):
         _agree_on([target for target in targets if target.module.process_group is group], group)
     for target in targets:
@@ -198,7 +211,8 @@ def _parts_of_rows(
 
 
 def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamLayout, Tensor]]:
-    """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
+    """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other
+    state."""
     error, rows = None, []
     try:
         rows = [(t.layout, rows_of_value(t.value, t.fqn, t.module, t.layout).detach()) for t in targets]
@@ -209,7 +223,8 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
 
 
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
-    """Raise where one rank has an error, or the ranks pass different state: before anything moves. Collective."""
+    """Raise where one rank has an error, or the ranks pass different state: before anything moves.
+    Collective."""
     known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
     ranks = dist.get_process_group_ranks(group)
     told = common.tell((digest_of(repr(known).encode()), error), group)
@@ -231,8 +246,9 @@ def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
     fqn, name, dtype = min(frozenset().union(*held.values()) - everywhere)
     having = [rank for rank, one in held.items() if (fqn, name, dtype) in one]
     return (
-        f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} only of "
-        f"{list(held)}. Pass each rank what was saved on it, or load through torch.distributed.checkpoint"
+        f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} "
+        f"only of {list(held)}. Pass each rank what was saved on it, or load through "
+        "torch.distributed.checkpoint"
     )
 
 
@@ -278,10 +294,13 @@ def _own_part(target: _Target, value: Tensor) -> Tensor:
 def _shards_from_rank_0(
     targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by one."""
+    """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by
+    one."""
     world_size = dist.get_world_size(options.group)
     direct = {
-        module for module in _by_unit(targets) if handle_of(module).layout.sharded and module.world_size == world_size
+        module
+        for module in _by_unit(targets)
+        if handle_of(module).layout.sharded and module.world_size == world_size
     }
     by_unit = _by_unit(target for target in targets if target.module in direct)
     for shard_group, modules in by_group(by_unit):
@@ -298,7 +317,9 @@ def _shards_from_rank_0(
     for target in targets:
         if target.module not in direct:
             assert isinstance(target.value, _OnRank0)
-            whole = _broadcast(target.value, _value_of(target, source), target.module.compute_device, options.group)
+            whole = _broadcast(
+                target.value, _value_of(target, source), target.module.compute_device, options.group
+            )
             yield (target.fqn, target.state_name), _own_part(target, whole)
 
 
@@ -313,7 +334,9 @@ def _flat_on_rank_0(target: _Target, source: StateDict | None) -> Tensor:
     return to_memory_order(value.detach(), target.layout.order)
 
 
-def _broadcast(what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+def _broadcast(
+    what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor:
     if value is None:
         received = torch.empty(what.shape, dtype=what.dtype, device=device)
     else:
@@ -347,8 +370,8 @@ def _rekeyed(
         if state:
             if param not in key_of:
                 raise KeyError(
-                    f"Can't find {known.fqns[0]} from the parameters that the optimizer holds, but the state dict has "
-                    f"state of {known.fqns}"
+                    f"Can't find {known.fqns[0]} from the parameters that the optimizer holds, but the state "
+                    f"dict has state of {known.fqns}"
                 )
             result[key_of[param]] = state
     for name in states:
@@ -374,7 +397,10 @@ def _state_of_param(
     (_, _, numel, _) = handle_of(known.owner).layout.shard_ranges()[known.indices[0]]
     if not numel:
         return {}
-    return {name: shards[fqn, name] if _is_tensor(value) else _own_scalar(value) for name, value in states[fqn].items()}
+    return {
+        name: shards[fqn, name] if _is_tensor(value) else _own_scalar(value)
+        for name, value in states[fqn].items()
+    }
 
 
 def _own_scalar(value: object) -> object:
@@ -406,10 +432,13 @@ def _transfer_device(group: dist.ProcessGroup | None) -> torch.device:
 # ---- one flat parameter for many original ones
 
 
-def _flat_state(known: OptimParam, states: dict[str, ParamState], shards: dict[tuple[str, str], Tensor]) -> ParamState:
+def _flat_state(
+    known: OptimParam, states: dict[str, ParamState], shards: dict[tuple[str, str], Tensor]
+) -> ParamState:
     """The state of a flat parameter, from those of its original parameters, which must be of one kind.
 
-    Missing tensors are zeros. Raises ValueError for state that differs in names, types, dtypes or scalar values.
+    Missing tensors are zeros. Raises ValueError for state that differs in names, types, dtypes or scalar
+    values.
     """
     given = {fqn: states[fqn] for fqn in known.fqns if states.get(fqn)}
     if not given:
@@ -418,8 +447,8 @@ def _flat_state(known: OptimParam, states: dict[str, ParamState], shards: dict[t
     for fqn, state in given.items():
         if state.keys() != first.keys():
             raise ValueError(
-                f"Differing optimizer state names for the unflattened parameters: {first_fqn} has {sorted(first)}, "
-                f"{fqn} has {sorted(state)}"
+                f"Differing optimizer state names for the unflattened parameters: {first_fqn} has "
+                f"{sorted(first)}, {fqn} has {sorted(state)}"
             )
     result: ParamState = {}
     for name in first:
@@ -451,8 +480,9 @@ def _check_one_kind(name: str, values: dict[str, Any]) -> None:
             )
         if dtype is not None and _dtype(value) != dtype:
             raise ValueError(
-                "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
-                f"state with the same dtype: {first_fqn} has {name} in {dtype}, {fqn} in {_dtype(value)}"
+                "All unflattened parameters comprising a single flat parameter must have positive-dimension "
+                f"tensor state with the same dtype: {first_fqn} has {name} in {dtype}, {fqn} in "
+                f"{_dtype(value)}"
             )
 
 
@@ -464,8 +494,8 @@ def _check_scalars(name: str, values: dict[str, Any], known: OptimParam) -> None
     differing = [fqn for fqn, value in values.items() if _scalar(value) != wanted]
     if missing or differing:
         raise ValueError(
-            "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
-            f"and dtype: {first_fqn} has {name}={first}, {differing or missing} "
+            "All unflattened parameters comprising a single flat parameter must have scalar state with the "
+            f"same value and dtype: {first_fqn} has {name}={first}, {differing or missing} "
             f"{'differ' if differing else 'have none'}; load with use_orig_params=True"
         )
 
@@ -475,11 +505,18 @@ def _scalar(value: object) -> tuple[object, torch.dtype | None]:
 
 
 def _flat_tensor(
-    known: OptimParam, name: str, values: dict[str, Any], shards: dict[tuple[str, str], Tensor], dtype: torch.dtype
+    known: OptimParam,
+    name: str,
+    values: dict[str, Any],
+    shards: dict[tuple[str, str], Tensor],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """One call joins the parts, and those that ``_own_parts`` has left in their values, with zeros between."""
+    """One call joins the parts, and those that ``_own_parts`` has left in their values, with zeros
+    between."""
     layout = handle_of(known.owner).layout
-    parts: list[tuple[Tensor | None, int, int]] = []  # what has it, None for zeros; the first element there, numel
+    parts: list[
+        tuple[Tensor | None, int, int]
+    ] = []  # what has it, None for zeros; the first element there, numel
     end = 0
     for fqn, own, (_, offset, numel, start) in zip(
         known.fqns, param_layouts(known.owner), layout.shard_ranges(), strict=True
@@ -518,10 +555,11 @@ def _check_groups(groups: Sequence[ParamGroup], params: OptimParams, keys: dict[
         if unknown:
             shown = ", ".join(map(repr, unknown[:MAX_NAMES])) + (", ..." if len(unknown) > MAX_NAMES else "")
             raise KeyError(
-                f"Can't find {shown} from the parameters that the optimizer holds, which param_groups[{index}] of the "
-                f"state dict names ({len(unknown)} in all; the optimizer's have names like {known[:1]}). Pass state of "
-                "this model and optimizer, and change names or leave them out where the models differ; numbers become "
-                "names by FullyShardedDataParallel.rekey_optim_state_dict()"
+                f"Can't find {shown} from the parameters that the optimizer holds, which "
+                f"param_groups[{index}] of the state dict names ({len(unknown)} in all; the optimizer's have "
+                f"names like {known[:1]}). Pass state of this model and optimizer, and change names or leave "
+                "them out where the models differ; numbers become names by "
+                "FullyShardedDataParallel.rekey_optim_state_dict()"
             )
 
 

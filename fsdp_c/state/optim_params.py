@@ -1,4 +1,5 @@
-"""The parameters of a model as its optimizer knows them: flat ones or original ones, their names, ids and units."""
+"""The parameters of a model as its optimizer knows them: flat ones or original ones, their names, ids and
+units."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class OptimParam(NamedTuple):
 
     @property
     def takes_any_shape(self) -> bool:
-        """Whether state is kept as the optimizer has it, of whatever shape: every rank has the whole of it."""
+        """Whether state is kept as the optimizer has it, of whatever shape: every rank has the whole of
+        it."""
         unit = self.owner
         return unit._use_orig_params and not handle_of(unit).layout.sharded and unit._fsdp_extension is None
 
@@ -51,8 +53,8 @@ class OptimParams:
         modules = units_with_paths(model)
         if not modules:
             raise IndexError(
-                f"list index out of range: {type(model).__name__} has no FullyShardedDataParallel in it: pass the "
-                "wrapped model, or save a plain one's optimizer by optim.state_dict()"
+                f"list index out of range: {type(model).__name__} has no FullyShardedDataParallel in it: "
+                "pass the wrapped model, or save a plain one's optimizer by optim.state_dict()"
             )
         self.use_orig_params = modules[0][1]._use_orig_params
         if any(module._use_orig_params != self.use_orig_params for _, module in modules):
@@ -87,7 +89,8 @@ class OptimParams:
         return found
 
     def original(self, param: nn.Parameter) -> nn.Parameter:
-        """What an optimizer holds: between a forward and its backward modules may show views of gathered parameters."""
+        """What an optimizer holds: between a forward and its backward modules may show views of gathered
+        parameters."""
         return self._shown.get(param, param)
 
     @functools.cached_property
@@ -98,12 +101,15 @@ class OptimParams:
     def keys(
         self, optim: torch.optim.Optimizer | None, optim_input: OptimInput, names: Iterable[object] | None
     ) -> dict[Key, nn.Parameter]:
-        """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not None.
+        """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not
+        None.
 
         ``names``: those in a state dict that is keyed by names, which may have the wrappers' segments or not.
         """
         if names is not None:
-            clean: dict[Key, nn.Parameter] = {clean_name(name): param for name, param in self.raw_names.items()}
+            clean: dict[Key, nn.Parameter] = {
+                clean_name(name): param for name, param in self.raw_names.items()
+            }
             if any(name in clean and name not in self.raw_names for name in names):
                 return clean
             raw: dict[Key, nn.Parameter] = dict(self.raw_names.items())
@@ -115,27 +121,33 @@ class OptimParams:
         found = list(dict.fromkeys(map(self.original, held)))
         if strangers := [tuple(param.shape) for param in found if param not in self.by_param]:
             raise KeyError(
-                f"the optimizer holds parameters that are not the model's, of shapes {first_names(strangers)}: make "
-                "the optimizer of model.parameters() after wrapping, and ask for its state outside of "
-                "summon_full_params"
+                "the optimizer holds parameters that are not the model's, of shapes "
+                f"{first_names(strangers)}: make the optimizer of model.parameters() after wrapping, and ask "
+                "for its state outside of summon_full_params"
             )
         return dict(enumerate(found))
 
 
 def check_optimizer(optim: object) -> None:
     if not hasattr(optim, "param_groups"):
-        raise TypeError(f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()")
+        raise TypeError(
+            f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()"
+        )
 
 
-def _shown_for(params: Sequence[ManagedParam], originals: Sequence[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
+def _shown_for(
+    params: Sequence[ManagedParam], originals: Sequence[nn.Parameter]
+) -> dict[torch.Tensor, nn.Parameter]:
     shown = [
-        (param.module._parameters.get(param.name), original) for param, original in zip(params, originals, strict=True)
+        (param.module._parameters.get(param.name), original)
+        for param, original in zip(params, originals, strict=True)
     ]
     return {value: original for value, original in shown if value is not None and value is not original}
 
 
 def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
-    """The parameters that an optimizer built of ``optim_input`` holds, in order: of tensors, groups, or a model.
+    """The parameters that an optimizer built of ``optim_input`` holds, in order: of tensors, groups, or a
+    model.
 
     Raises TypeError for anything else, ValueError for nothing, AssertionError for a group without "params".
     """
@@ -153,7 +165,9 @@ def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
         return given
     if not all(isinstance(group, dict) for group in given):
         kinds = sorted({type(one).__name__ for one in given})
-        raise TypeError(f"Optimizer input should be an iterable of Tensors or dicts, but got elements of {kinds}")
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got elements of {kinds}"
+        )
     if any("params" not in group for group in given):
         raise AssertionError('A parameter group should map "params" to a list of the parameters in the group')
     return [param for group in given for param in _group_params(group["params"])]

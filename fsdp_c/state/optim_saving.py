@@ -1,9 +1,9 @@
 """An optimizer's state over shards, saved by original names: whole tensors, or this rank's rows of them.
 
 [Note: One agreement]
-Ranks hold state of different parameters: with original parameters a rank whose shard has nothing of one holds no state
-of it. So they tell each other once what they have, for the whole model: names, dtypes and the values of scalars. Then
-every rank knows what comes, and the tensors move by few large transfers.
+Ranks hold state of different parameters: with original parameters a rank whose shard has nothing of one holds
+no state of it. So they tell each other once what they have, for the whole model: names, dtypes and the values
+of scalars. Then every rank knows what comes, and the tensors move by few large transfers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class _Held(NamedTuple):
 def save_optim_state(
     params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: SaveOptions
 ) -> StateDict:
-    """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared with it."""
+    """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared
+    with it."""
     key_of = {param: key for key, param in keys.items()}
     local = _local_states(params, key_of, osd["state"])
     held = _agree(params, local, options.group)
@@ -107,9 +108,14 @@ class _Told(NamedTuple):
 def _agree(
     params: OptimParams, local: dict[OptimParam, ParamState], group: dist.ProcessGroup | None
 ) -> dict[OptimParam, _Held]:
-    """What there is of each managed parameter's state, in the order of the result; see [Note: One agreement]."""
+    """What there is of each managed parameter's state, in the order of the result; see [Note: One
+    agreement]."""
     managed = {known.name: known for known in params.by_param.values() if known.module is not None}
-    own = {known.name: state for known, state in local.items() if known.module is not None and holds_elements(known)}
+    own = {
+        known.name: state
+        for known, state in local.items()
+        if known.module is not None and holds_elements(known)
+    }
     told = common.tell(_told(params, managed, own), group)
     if any(one.errors for one in told):
         raise ValueError("\n".join(error for one in told for error in one.errors))
@@ -123,14 +129,16 @@ def _agree(
     names = {name for one in held for name in one}
     if names and len({one.names for one in told}) > 1:
         raise RuntimeError(
-            "ranks call the model's parameters by different names (do they ignore different modules?), so that "
-            f"optimizer state cannot be saved by name: rank {dist.get_rank(group)} has "
+            "ranks call the model's parameters by different names (do they ignore different modules?), so "
+            f"that optimizer state cannot be saved by name: rank {dist.get_rank(group)} has "
             f"{first_names(sorted(managed))}. Save optimizer.state_dict() of each rank instead"
         )
     _check_states_of_units(managed, names, frozenset.intersection(*(one.frozen for one in told)))
     for rank, one in enumerate(told):
         for name in sorted(one.lacking & names):
-            raise ValueError(f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do")
+            raise ValueError(
+                f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do"
+            )
     return {managed[name]: _merged(name, held) for name in sorted(names)}
 
 
@@ -172,9 +180,9 @@ def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> I
             if _is_sharded(value) and value.numel() != numel:
                 yield (
                     f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on rank "
-                    f"{managed[name].owner.rank}, whose shard holds {numel} elements of it: only state of the "
-                    "parameter's own shape can be saved. Such optimizers need ShardingStrategy.NO_SHARD with "
-                    "use_orig_params=True"
+                    f"{managed[name].owner.rank}, whose shard holds {numel} elements of it: only state of "
+                    "the parameter's own shape can be saved. Such optimizers need ShardingStrategy.NO_SHARD "
+                    "with use_orig_params=True"
                 )
 
 
@@ -203,7 +211,9 @@ def _scalar_values(states: dict[str, ParamState]) -> dict[str, list[tuple[str, N
                 kinds.setdefault((value.dtype, value.device), []).append((name, key, value))
     found: dict[str, list[tuple[str, Number, torch.dtype]]] = {name: [] for name in states}
     for (dtype, _), entries in kinds.items():
-        for (name, key, _), value in zip(entries, torch.stack([v for _, _, v in entries]).tolist(), strict=True):
+        for (name, key, _), value in zip(
+            entries, torch.stack([v for _, _, v in entries]).tolist(), strict=True
+        ):
             found[name].append((key, value, dtype))
     return found
 
@@ -214,8 +224,8 @@ def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str,
     if missing:
         listed = {rank: [list(managed[name].fqns) for name in names] for rank, names in missing.items()}
         raise RuntimeError(
-            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
-            f"some ranks are missing some of those states: {listed}"
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's "
+            f"optimizer but some ranks are missing some of those states: {listed}"
         )
 
 
@@ -229,10 +239,11 @@ def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], froz
         for known in members if stated else ():
             if known.name not in names and known.name not in frozen and _layout_of(known).shape.numel():
                 raise RuntimeError(
-                    f"{known.name} is not in the optimizer state of any rank, but is trained in the same unit as "
-                    f"others that are: the unit has {first_names(sorted(one.name for one in members))}, the "
-                    f"optimizer state {first_names(sorted(stated))}. "
-                    "Give it to the optimizer, or freeze it with requires_grad_(False)"
+                    f"{known.name} is not in the optimizer state of any rank, but is trained in the same "
+                    "unit as others that are: the unit has "
+                    f"{first_names(sorted(one.name for one in members))}, the optimizer state "
+                    f"{first_names(sorted(stated))}. Give it to the optimizer, or freeze it with "
+                    "requires_grad_(False)"
                 )
 
 
@@ -242,7 +253,8 @@ def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
     for rank, tensors in having.items():
         if tensors != first:
             raise ValueError(
-                f"ranks hold different optimizer state of {name}: rank {first_rank} {first}, rank {rank} {tensors}"
+                f"ranks hold different optimizer state of {name}: rank {first_rank} {first}, rank {rank} "
+                f"{tensors}"
             )
 
 
@@ -259,8 +271,8 @@ def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
                 key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
                 found, wanted = ([one[1:] for one in entries if one[0] == key] for entries in (theirs, ours))
                 raise AssertionError(
-                    f"Rank {rank} has different values for {key}: {found}, where rank {first_rank} has {wanted} for "
-                    f"{name}; optimizer state that is no tensor must be equal on all ranks"
+                    f"Rank {rank} has different values for {key}: {found}, where rank {first_rank} has "
+                    f"{wanted} for {name}; optimizer state that is no tensor must be equal on all ranks"
                 )
     return first
 
@@ -276,16 +288,23 @@ class _Piece(NamedTuple):
 
 
 def _tensors(
-    params: OptimParams, local: dict[OptimParam, ParamState], held: dict[OptimParam, _Held], options: SaveOptions
+    params: OptimParams,
+    local: dict[OptimParam, ParamState],
+    held: dict[OptimParam, _Held],
+    options: SaveOptions,
 ) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
     pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
     flat: list[tuple[OptimParam, str, Tensor]] = []  # of which every rank has an even part
-    nothing = {dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors}
+    nothing = {
+        dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
+    }
     for module, members in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in members]
         for name in sorted({name for one in dtypes for name in one}):
-            for known, one in zip(members, dtypes, strict=True):  # of one name, they are a flat parameter evenly spread
+            for known, one in zip(
+                members, dtypes, strict=True
+            ):  # of one name, they are a flat parameter evenly spread
                 if name not in one:
                     continue
                 value = local.get(known, {}).get(name, nothing[one[name]])
@@ -358,7 +377,9 @@ def _rows(
     modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
 ) -> dict[tuple[str, str], Tensor]:
     rows = rows_of_shards(
-        modules, lambda module: [(piece.layout, piece.data) for piece in pieces[module]], lambda _: options.cpu_offload
+        modules,
+        lambda module: [(piece.layout, piece.data) for piece in pieces[module]],
+        lambda _: options.cpu_offload,
     )
     values: dict[tuple[str, str], Tensor] = {}
     for module in modules:
@@ -397,7 +418,8 @@ def _wholes(
 def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, options: SaveOptions) -> Tensor:
     """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
 
-    In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to have all.
+    In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to
+    have all.
     """
     extension, mesh = module._fsdp_extension, module._device_mesh
     if extension is not None and layout.parallel is not None:
@@ -433,7 +455,8 @@ def _assembled(
 
 
 def _order_of_orig(known: OptimParam, one: _Held, local: dict[OptimParam, ParamState]) -> Iterable[str]:
-    """torch's: that of the optimizer where nothing is gathered, else tensors of the parameter's shape are the last."""
+    """torch's: that of the optimizer where nothing is gathered, else tensors of the parameter's shape are the
+    last."""
     if known in local and not handle_of(known.owner).layout.sharded:
         return local[known]
     return [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]
@@ -454,8 +477,12 @@ def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Te
 
 def _scalars(values: Sequence[Number], dtype: torch.dtype) -> Iterator[Tensor]:
     together = torch.tensor(values, dtype=dtype, device="cpu")
-    ranges = [number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)]
-    return iter(join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values)))
+    ranges = [
+        number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)
+    ]
+    return iter(
+        join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values))
+    )
 
 
 def _copied(value: object, options: SaveOptions) -> object:
@@ -471,8 +498,9 @@ def _copy_unknown(
         if key in keys or key in result:
             continue
         warnings.warn(
-            f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to the returned "
-            "state_dict: it belongs to no parameter of the model and is taken for the user's own.",
+            f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to "
+            "the returned state_dict: it belongs to no parameter of the model and is taken for the user's "
+            "own.",
             stacklevel=5,
         )
         result[key] = copy.copy(value)  # type: ignore[index]  # the user's own keys are copied, of whatever type

@@ -46,8 +46,8 @@ def _save(
 ) -> StateDict:
     if options.shard_state and (options.rank0_only or optim_input is not None):
         raise AssertionError(
-            f"Expected optim_input to be None and rank0_only to be False for sharded state, got {optim_input} and "
-            f"{options.rank0_only}"
+            "Expected optim_input to be None and rank0_only to be False for sharded state, got "
+            f"{optim_input} and {options.rank0_only}"
         )
     keys = params.keys(optim, optim_input, osd["state"] if is_named_state(osd) else None)
     with flight_recorder.phase(_C.RECORDER_OPTIM_STATE_DICT), common.collector_paused():
@@ -73,10 +73,14 @@ def optim_state_dict_to_load(
     settings = settings_of(params.all_units)
     rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
     if rank0_only and settings.state_dict_type != StateDictType.FULL_STATE_DICT:
-        raise AssertionError("Expected optim_input to be None and rank0_only to be False for sharded state, got True")
+        raise AssertionError(
+            "Expected optim_input to be None and rank0_only to be False for sharded state, got True"
+        )
     options = LoadOptions(rank0_only, optim if is_named_optimizer else None, group)
     with common.collector_paused():
-        result = load_optim_state(params, params.keys(optim, None, () if is_named_optimizer else None), osd, options)
+        result = load_optim_state(
+            params, params.keys(optim, None, () if is_named_optimizer else None), osd, options
+        )
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -87,7 +91,8 @@ def optim_state_dict_to_load(
 
 def _warn_legacy(old: str, new: str) -> None:
     warnings.warn(
-        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by ``FullyShardedDataParallel.{new}``.",
+        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by "
+        f"``FullyShardedDataParallel.{new}``.",
         FutureWarning,
         stacklevel=4,
     )
@@ -96,7 +101,8 @@ def _warn_legacy(old: str, new: str) -> None:
 def _warn_optim_input(optim_input: OptimInput) -> None:
     if optim_input is not None:
         warnings.warn(
-            "The `optim_input` argument is deprecated and will be removed: pass `optim`, whose groups say the same.",
+            "The `optim_input` argument is deprecated and will be removed: pass `optim`, whose groups say "
+            "the same.",
             FutureWarning,
             stacklevel=4,
         )
@@ -113,7 +119,11 @@ def full_optim_state_dict(
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
     return _save(
-        OptimParams(model), optim, optim.state_dict(), optim_input, SaveOptions(rank0_only, False, True, group)
+        OptimParams(model),
+        optim,
+        optim.state_dict(),
+        optim_input,
+        SaveOptions(rank0_only, False, True, group),
     )
 
 
@@ -209,4 +219,8 @@ def _with_keys(osd: StateDict, new_key: dict[Key, Key]) -> StateDict:
         }
         for group in osd["param_groups"]
     ]
-    return {**osd, "state": {new_key[key]: state for key, state in osd["state"].items()}, "param_groups": groups}
+    return {
+        **osd,
+        "state": {new_key[key]: state for key, state in osd["state"].items()},
+        "param_groups": groups,
+    }

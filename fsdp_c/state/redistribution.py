@@ -1,16 +1,18 @@
-"""Moving tensors between the ways they are divided over ranks: shards of flat parameters, chunks of rows, one rank.
+"""Moving tensors between the ways they are divided over ranks: shards of flat parameters, chunks of rows, one
+rank.
 
 [Note: Few large transfers]
-A state dict has thousands of small tensors. Each is divided by a ``Partition``, and all ranks know all partitions: so
-every rank computes alone what it sends to whom, packs the pieces of many tensors into one buffer per batch, and one
-all-to-all moves them. What stays on a rank is never sent. A batch ends where its tensors reach ``BATCH_NBYTES``, the
-same on every rank; no more than a batch is in flight. Rows that are saved from a GPU go by ``DEVICE_BATCH_NBYTES``, and
-on to CPU memory, where they are offloaded, before the next batch.
+A state dict has thousands of small tensors. Each is divided by a ``Partition``, and all ranks know all
+partitions: so every rank computes alone what it sends to whom, packs the pieces of many tensors into one
+buffer per batch, and one all-to-all moves them. What stays on a rank is never sent. A batch ends where its
+tensors reach ``BATCH_NBYTES``, the same on every rank; no more than a batch is in flight. Rows that are saved
+from a GPU go by ``DEVICE_BATCH_NBYTES``, and on to CPU memory, where they are offloaded, before the next
+batch.
 
 [Note: Large tensors]
-What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the tensors of a
-batch are large, every part goes instead from where it lies to its place in the result, by broadcasts or from rank to
-rank: a third of the work, and no memory besides.
+What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the
+tensors of a batch are large, every part goes instead from where it lies to its place in the result, by
+broadcasts or from rank to rank: a third of the work, and no memory besides.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def shard_partition(layout: _C.FlatLayout, index: int) -> Partition:
 
 
 def chunk_partition(shape: Sequence[int], world_size: int) -> Partition:
-    """``torch.chunk(world_size)`` of a contiguous tensor along its first dimension; rank 0 holds a 0-d one."""
+    """``torch.chunk(world_size)`` of a contiguous tensor along its first dimension; rank 0 holds a 0-d
+    one."""
     numel = math.prod(shape)
     if numel == 0 or not shape:
         return rank0_partition(numel)
@@ -92,14 +95,15 @@ def redistribute(
     shapes: Sequence[Sequence[int]] | None = None,
     batch_nbytes: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield this rank's part of each tensor under ``targets``, freshly allocated, from its part under ``sources``.
+    """Yield this rank's part of each tensor under ``targets``, freshly allocated, from its part under
+    ``sources``.
 
-    ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need not hold
-    them all. Ranks pass the same dtypes and partitions in the same order. Collective: every rank consumes it to
-    its end. ``device``: where the transfer takes place and the results stay; by default where the pieces are.
-    ``shapes``: of the results, this rank's own; 1-D by default. ``batch_nbytes``: how much is moved at once, over all
-    ranks, BATCH_NBYTES by default. See [Note: Few large transfers]. Raises ValueError for a piece that is not what the
-    source partition says.
+    ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need
+    not hold them all. Ranks pass the same dtypes and partitions in the same order. Collective: every rank
+    consumes it to its end. ``device``: where the transfer takes place and the results stay; by default where
+    the pieces are. ``shapes``: of the results, this rank's own; 1-D by default. ``batch_nbytes``: how much is
+    moved at once, over all ranks, BATCH_NBYTES by default. See [Note: Few large transfers]. Raises ValueError
+    for a piece that is not what the source partition says.
     """
     first, space = 0, Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
@@ -125,14 +129,16 @@ def gather(
 ) -> Iterator[Tensor | None]:
     """Yield the whole of each tensor, freshly allocated; with ``rank0_only`` None on the other ranks.
 
-    Memory beyond the results: one batch, or what lies between two beginnings of a flat parameter in ``sources`` if
-    that is more. Arguments, collective behaviour and errors as for ``redistribute``.
+    Memory beyond the results: one batch, or what lies between two beginnings of a flat parameter in
+    ``sources`` if that is more. Arguments, collective behaviour and errors as for ``redistribute``.
     """
     if rank0_only:
         targets = [rank0_partition(source.numel) for source in sources]
         held = group.rank() == 0
         shapes = shapes if held else None
-        moved = redistribute(pieces, sources, targets, group, device=device, shapes=shapes, batch_nbytes=batch_nbytes)
+        moved = redistribute(
+            pieces, sources, targets, group, device=device, shapes=shapes, batch_nbytes=batch_nbytes
+        )
         for whole in moved:
             yield whole if held else None
         return
@@ -153,9 +159,11 @@ def gather_flat(
     group: dist.ProcessGroup,
     space: Space,
 ) -> Iterator[Tensor]:
-    """Of each flat parameter the tensors that lie at its ``places``, (first element, numel), whole and freshly made.
+    """Of each flat parameter the tensors that lie at its ``places``, (first element, numel), whole and
+    freshly made.
 
-    ``shards``: this rank's, padding included, of equal size on every rank; all go in one all-gather. Collective.
+    ``shards``: this rank's, padding included, of equal size on every rank; all go in one all-gather.
+    Collective.
     """
     wire = _wire_dtype(list(shards))
     sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])
@@ -187,7 +195,8 @@ def _always(last: Partition, following: Partition) -> bool:
 
 
 def _begins(last: Partition, following: Partition) -> bool:
-    """Shards of a whole flat parameter are even, which parts of it are not: an all-gather would be mostly padding."""
+    """Shards of a whole flat parameter are even, which parts of it are not: an all-gather would be mostly
+    padding."""
     return following.step != last.step or following.offset <= last.offset
 
 
@@ -227,7 +236,12 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], rank: int, world: int
+        cls,
+        pieces: list[Tensor],
+        sources: Sequence[Partition],
+        targets: Sequence[Partition],
+        rank: int,
+        world: int,
     ) -> _Plan:
         sizes = [piece.element_size() for piece in pieces]
         return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), rank, world, False))
@@ -239,10 +253,14 @@ class _Plan(NamedTuple):
         sizes = [piece.element_size() for piece in pieces]
         return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), 0, world, True))
 
-    def assemble(self, received: Tensor, pieces: list[Tensor], shapes: Sequence[Sequence[int]] | None) -> list[Tensor]:
+    def assemble(
+        self, received: Tensor, pieces: list[Tensor], shapes: Sequence[Sequence[int]] | None
+    ) -> list[Tensor]:
         """The tensors, in the dtypes of ``pieces``."""
         if shapes is None:
-            shapes = [(nbytes // piece.element_size(),) for nbytes, piece in zip(self.made, pieces, strict=True)]
+            shapes = [
+                (nbytes // piece.element_size(),) for nbytes, piece in zip(self.made, pieces, strict=True)
+            ]
         return join_ranges([received, *pieces], self.parts, self.part_counts, pieces, shapes)
 
 
@@ -253,7 +271,8 @@ def join_ranges(
     likes: list[Tensor],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """New tensors of ``shapes``, in the dtypes of ``likes``, each joined of ``counts`` byte ranges of the sources.
+    """New tensors of ``shapes``, in the dtypes of ``likes``, each joined of ``counts`` byte ranges of the
+    sources.
 
     ``ranges``: (source, start, nbytes) of each, one behind the other in one list. Sources are contiguous.
     """
@@ -276,7 +295,9 @@ def _join_elsewhere(
     triples = iter(zip(*[iter(ranges)] * 3, strict=True))
     joined = []
     for count, like, shape in zip(counts, likes, shapes, strict=True):
-        parts = [data[source][start : start + nbytes] for source, start, nbytes in itertools.islice(triples, count)]
+        parts = [
+            data[source][start : start + nbytes] for source, start, nbytes in itertools.islice(triples, count)
+        ]
         joined.append(torch.cat([*parts, data[0][:0]]).view(like.dtype).view(shape))
     return joined
 
@@ -294,8 +315,8 @@ def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> Non
         start, end = _C.partition_bounds(source, rank)
         if piece.dim() != 1 or piece.numel() != end - start:
             raise ValueError(
-                f"rank {rank} passes a piece of shape {tuple(piece.shape)} where its part has {end - start} elements "
-                f"({source})"
+                f"rank {rank} passes a piece of shape {tuple(piece.shape)} where its part has {end - start} "
+                f"elements ({source})"
             )
 
 
@@ -354,10 +375,16 @@ def _are_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.P
 
 def are_large(nbytes: int, count: int, device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether ``count`` tensors of ``nbytes`` together go from where they lie: see [Note: Large tensors]."""
-    return nbytes >= LARGE_NBYTES * count and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+    return (
+        nbytes >= LARGE_NBYTES * count
+        and device.type == "cpu"
+        and "cpu:gloo" in dist.get_backend_config(group)
+    )
 
 
-def _gather_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> list[Tensor]:
+def _gather_large(
+    pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup
+) -> list[Tensor]:
     _check(pieces, sources, group.rank())
     wholes = [_new(piece, source.numel) for piece, source in zip(pieces, sources, strict=True)]
     works = []
@@ -420,7 +447,8 @@ def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:
     wire = _wire_dtype(pieces)
     sent = pieces[0].new_empty(nbytes // wire.itemsize, dtype=wire)
     torch.cat(
-        [_as(piece, wire) for piece in pieces], out=sent[: sum(piece.nbytes for piece in pieces) // wire.itemsize]
+        [_as(piece, wire) for piece in pieces],
+        out=sent[: sum(piece.nbytes for piece in pieces) // wire.itemsize],
     )
     return sent
 

@@ -1,9 +1,10 @@
-"""Parameters as state dicts hold them under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a DTensor.
+"""Parameters as state dicts hold them under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a
+DTensor.
 
 [Note: Rows of parameters that lie otherwise in memory]
-Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the outermost in
-memory: so it is for contiguous and channels_last parameters. Any other, and a scalar that every rank holds under a
-mesh, is gathered, and each rank takes its own part.
+Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the
+outermost in memory: so it is for contiguous and channels_last parameters. Any other, and a scalar that every
+rank holds under a mesh, is gathered, and each rank takes its own part.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.remote_device import _remote_device
@@ -48,7 +54,9 @@ class ParamLayout(NamedTuple):
     rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
     memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
     own_rows: tuple[int, ...]  # so of this rank's rows
-    parallel: ParamExtension  # what tensor parallelism knows of a parameter whose local part this is; else None
+    parallel: (
+        ParamExtension  # what tensor parallelism knows of a parameter whose local part this is; else None
+    )
 
     @property
     def full_shape(self) -> torch.Size:
@@ -73,7 +81,9 @@ def memory_shapes(module: ShardedModule) -> list[tuple[tuple[int, ...], tuple[in
     flat_param = handle_of(module).flat_param
     places = zip(flat_param._shapes, flat_param._contiguities, flat_param._strides, strict=True)
     orders = [(shape, None if contiguous else memory_order(stride)) for shape, contiguous, stride in places]
-    return [(tuple(shape if order is None else (shape[dim] for dim in order)), order) for shape, order in orders]
+    return [
+        (tuple(shape if order is None else (shape[dim] for dim in order)), order) for shape, order in orders
+    ]
 
 
 def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
@@ -88,7 +98,9 @@ def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
         own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)
-        layouts.append(ParamLayout(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel))
+        layouts.append(
+            ParamLayout(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel)
+        )
     return layouts
 
 
@@ -108,8 +120,13 @@ def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
-    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives, in any shape."""
-    return tensor.view(shape) if order is None else dims_from_memory(tensor.view([shape[dim] for dim in order]), order)
+    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives, in any
+    shape."""
+    return (
+        tensor.view(shape)
+        if order is None
+        else dims_from_memory(tensor.view([shape[dim] for dim in order]), order)
+    )
 
 
 def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -133,11 +150,12 @@ def rows_of_shards(
     layouts_of: Callable[[ShardedModule], Sequence[tuple[ParamLayout, Tensor]]],
     offloads: Callable[[ShardedModule], bool],
 ) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and this rank's 1-D part of each shard.
+    """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and this rank's 1-D part of each
+    shard.
 
-    A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole everywhere.
-    In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large transfers. See
-    ``redistribution.redistribute``.
+    A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole
+    everywhere. In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large
+    transfers. See ``redistribution.redistribute``.
     """
     result: dict[ShardedModule, list[Tensor]] = {}
     for group, members in by_group(modules):
@@ -178,10 +196,14 @@ def _rows_of_one_group(
         batch_nbytes=batch_nbytes,
     )
     own = _offloaded(rows, direct, offloads)
-    moved = iter([dims_from_memory(one, layout.order) for (_, layout, _), one in zip(direct, own, strict=True)])
+    moved = iter(
+        [dims_from_memory(one, layout.order) for (_, layout, _), one in zip(direct, own, strict=True)]
+    )
     others = [(module, layout, piece) for module, layout, piece in items if layout.rows is None]
     shards = [layout.shard for _, layout, _ in others]
-    wholes = gather((piece for _, _, piece in others), shards, group, device=device, batch_nbytes=batch_nbytes)
+    wholes = gather(
+        (piece for _, _, piece in others), shards, group, device=device, batch_nbytes=batch_nbytes
+    )
     own = (_own_rows(flat, layout, group) for (_, layout, _), flat in zip(others, wholes, strict=True))
     parts = iter(list(_offloaded(own, others, offloads)))
     return [next(moved) if layout.rows is not None else next(parts) for _, layout, _ in items]
@@ -213,7 +235,8 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
 def shards_of_rows(
     items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
-    """The inverse of ``rows_of_shards`` for one group: this rank's 1-D part of each parameter's shard. Collective."""
+    """The inverse of ``rows_of_shards`` for one group: this rank's 1-D part of each parameter's shard.
+    Collective."""
     direct = [(layout, rows) for layout, rows in items if layout.rows is not None]
     shards = redistribute(
         (to_memory_order(rows, layout.order) for layout, rows in direct),
@@ -260,8 +283,8 @@ def _own_shard(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
 def sharded_values(
     module: ShardedModule, rows: Sequence[Tensor], layouts: Sequence[ParamLayout]
 ) -> list[ShardedTensor] | list[DTensor]:
-    """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else ShardedTensors
-    (F-031, F-032), which are contiguous whatever the parameters are."""
+    """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else
+    ShardedTensors (F-031, F-032), which are contiguous whatever the parameters are."""
     if module._device_mesh is not None:
         return [_dtensor(own, layout, module._device_mesh) for own, layout in zip(rows, layouts, strict=True)]
     if not rows:
@@ -281,11 +304,14 @@ def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTenso
         ShardMetadata([start], [min(step, numel - start)], device)
         for start, device in zip(range(0, numel, max(step, 1)), places.devices, strict=False)
     ]
-    return places.sharded_tensor(local, torch.Size([numel]), shards or [ShardMetadata([0], [0], places.devices[0])])
+    return places.sharded_tensor(
+        local, torch.Size([numel]), shards or [ShardMetadata([0], [0], places.devices[0])]
+    )
 
 
 class _Places:
-    """Where each rank of a unit's group keeps its rows; kept with the unit, as there are many values and few places."""
+    """Where each rank of a unit's group keeps its rows; kept with the unit, as there are many values and few
+    places."""
 
     def __init__(self, module: ShardedModule, device_type: str) -> None:
         self.group = module.process_group
@@ -299,7 +325,9 @@ class _Places:
             self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
         self.specs: dict[int, ChunkShardingSpec] = {}
         self.properties: dict[torch.dtype, TensorProperties] = {}
-        self.rows: dict[torch.Size, list[ShardMetadata]] = {}  # of shapes; many tensors have one, and none changes it
+        self.rows: dict[
+            torch.Size, list[ShardMetadata]
+        ] = {}  # of shapes; many tensors have one, and none changes it
 
     @classmethod
     def of(cls, module: ShardedModule, device_type: str) -> _Places:
@@ -337,7 +365,8 @@ class _Places:
         return self.specs[len(shards)]
 
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
-        """As ShardedTensor's own constructors build one, without their checks of what was computed just now."""
+        """As ShardedTensor's own constructors build one, without their checks of what was computed just
+        now."""
         properties = self._properties(local)
         tensor: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
@@ -382,10 +411,11 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
 
 
 def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
-    """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed otherwise.
+    """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed
+    otherwise.
 
-    Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
-    into rows over the ranks of its group (X-142).
+    Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is
+    not divided into rows over the ranks of its group (X-142).
     """
     if isinstance(value, DTensor):
         return _rows_of_dtensor(value, module)
@@ -407,15 +437,23 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     found = shards[0].tensor.numel() if shards else 0
     if found != numel:
         raise AssertionError(
-            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
-            "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
+            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value "
+            f"has {found}: it was saved by another number of ranks; load through "
+            "torch.distributed.checkpoint, which divides it anew"
         )
-    rows = shards[0].tensor if shards else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype, device="cpu")
+    rows = (
+        shards[0].tensor
+        if shards
+        else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype, device="cpu")
+    )
     return rows if same else _rows_of_larger_group(rows, layout, group, module)
 
 
-def _rows_of_larger_group(rows: Tensor, layout: ParamLayout, group: dist.ProcessGroup, module: ShardedModule) -> Tensor:
-    """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over."""
+def _rows_of_larger_group(
+    rows: Tensor, layout: ParamLayout, group: dist.ProcessGroup, module: ShardedModule
+) -> Tensor:
+    """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards
+    over."""
     (whole,) = wholes_of_rows([(layout, rows)], group, module.compute_device)
     return own_rows(whole, module.rank, module.world_size)
 

@@ -1,4 +1,5 @@
-"""State dicts of models: which kind is selected, and the hooks that give ``state_dict()`` the unwrapped module's names.
+"""State dicts of models: which kind is selected, and the hooks that give ``state_dict()`` the unwrapped
+module's names.
 
 What the values are, and how they come and go, stands in state_dict_saving and state_dict_loading.
 """
@@ -37,7 +38,13 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, parts_of, units_of
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
 from fsdp_c.sharding.wrap import unit_name
-from fsdp_c.state.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
+from fsdp_c.state.state_dict_loading import (
+    begin_load,
+    gathered_for_load,
+    is_full,
+    load_local_value,
+    supplied_names,
+)
 from fsdp_c.state.state_dict_saving import (
     full_values,
     full_values_shown,
@@ -76,10 +83,11 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Select the kind of state dict for all units in ``module``; returns the previous settings (None without units).
+    """Select the kind of state dict for all units in ``module``; returns the previous settings (None without
+    units).
 
-    The configs default to those of the type and are shared by the units. Raises RuntimeError for a config of another
-    type, AssertionError where the units disagreed before.
+    The configs default to those of the type and are shared by the units. Raises RuntimeError for a config of
+    another type, AssertionError where the units disagreed before.
     """
     _warn_deprecated()
     return _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -92,7 +100,8 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """``set_state_dict_type`` for the body alone; the previous settings come back also when the body raises."""
+    """``set_state_dict_type`` for the body alone; the previous settings come back also when the body
+    raises."""
     _warn_deprecated()
     previous = _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -100,11 +109,14 @@ def state_dict_type(
     finally:
         _warn_deprecated()
         if previous.state_dict_type is not None:
-            _select(module, previous.state_dict_type, previous.state_dict_config, previous.optim_state_dict_config)
+            _select(
+                module, previous.state_dict_type, previous.state_dict_config, previous.optim_state_dict_config
+            )
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the units in ``module``, None without units. Raises AssertionError where they differ."""
+    """The settings of the units in ``module``, None without units. Raises AssertionError where they
+    differ."""
     fsdp_modules = units_of(module)
     return settings_of(fsdp_modules) if fsdp_modules else None
 
@@ -115,7 +127,8 @@ def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
     for module in modules[1:]:
         if _settings(module) != found:
             raise AssertionError(
-                f"All FSDP modules must have the same state dict settings. Got {_settings(module)} and {found}."
+                f"All FSDP modules must have the same state dict settings. Got {_settings(module)} and "
+                f"{found}."
             )
     for module in modules:
         if module._device_mesh is not None:
@@ -127,8 +140,9 @@ def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
 def _warn_deprecated() -> None:
     # Callers filter this warning by how it starts.
     warnings.warn(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Use get_state_dict() and "
-        "set_state_dict() of torch.distributed.checkpoint.state_dict, which serve every kind of parallelism.",
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Use get_state_dict() "
+        "and set_state_dict() of torch.distributed.checkpoint.state_dict, which serve every kind of "
+        "parallelism.",
         FutureWarning,
         stacklevel=4,
     )
@@ -142,8 +156,8 @@ def _select(
 ) -> StateDictSettings:
     if not isinstance(wanted, StateDictType):
         raise TypeError(
-            f"state_dict_type must be a StateDictType, not {type(wanted).__name__} {wanted!r}: pass for instance "
-            "StateDictType.FULL_STATE_DICT"
+            f"state_dict_type must be a StateDictType, not {type(wanted).__name__} {wanted!r}: pass for "
+            "instance StateDictType.FULL_STATE_DICT"
         )
     model_type, optim_type = _CONFIG_TYPES[wanted]
     model_config = _config("state_dict_config", model_type, model_config)
@@ -164,7 +178,9 @@ def _config(name: str, expected: type[T], given: object) -> T:
     if given is None:
         return expected()
     if not isinstance(given, expected) or type(given) is not expected:
-        raise RuntimeError(f"Expected {name} of type {expected} but got {type(given)}: pass {expected.__name__}(...)")
+        raise RuntimeError(
+            f"Expected {name} of type {expected} but got {type(given)}: pass {expected.__name__}(...)"
+        )
     return given
 
 
@@ -178,11 +194,14 @@ def _check_uniform(settings: list[StateDictSettings]) -> None:
 
 
 def _settings(module: ShardedModule) -> StateDictSettings:
-    return StateDictSettings(module._state_dict_type, module._state_dict_config, module._optim_state_dict_config)
+    return StateDictSettings(
+        module._state_dict_type, module._state_dict_config, module._optim_state_dict_config
+    )
 
 
 def _note_dtensors(config: StateDictConfig | OptimStateDictConfig) -> None:
-    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it, declared or not."""
+    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it, declared or
+    not."""
     vars(config)["_use_dtensor"] = True
 
 
@@ -207,7 +226,8 @@ def register_hooks(fsdp_module: ShardedModule) -> None:
 
 
 class _Saving(threading.local):
-    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share their transfers."""
+    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share their
+    transfers."""
 
     outermost: ShardedModule | None = None
     values: dict[ShardedModule, list[Tensor]]
@@ -238,7 +258,8 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(fsdp_module: ShardedModule) -> Iterator[None]:
-    """While the body saves or loads, no other thread may begin a step. Raises RuntimeError where one is amid it."""
+    """While the body saves or loads, no other thread may begin a step. Raises RuntimeError where one is amid
+    it."""
     runtime = fsdp_module._unit.runtime
     held_here = runtime is not None and runtime.hold()
     try:
@@ -249,14 +270,15 @@ def held(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
-    """RuntimeError where the dict would have a shard, or nothing, of a parameter that a unit around this one holds."""
+    """RuntimeError where the dict would have a shard, or nothing, of a parameter that a unit around this one
+    holds."""
     for holder, names in holders_around(fsdp_module).items():
         if not is_summoned(holder):
             around = unit_name(holder._whole.module)
             raise RuntimeError(
-                f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: {first_names(names)} of {around} are "
-                f"parameters of it that modules elsewhere share, and {around} holds them. Take the state dict of that "
-                "unit, or call this within summon_full_params() of it"
+                f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: {first_names(names)} of "
+                f"{around} are parameters of it that modules elsewhere share, and {around} holds them. Take "
+                "the state dict of that unit, or call this within summon_full_params() of it"
             )
 
 
@@ -269,7 +291,8 @@ def _copies_on_every_rank(fsdp_module: ShardedModule) -> bool:
 
 @contextlib.contextmanager
 def closing_units() -> Iterator[None]:
-    """Around a save or load: units whose post hook did not run, as another one has raised, are closed at exit."""
+    """Around a save or load: units whose post hook did not run, as another one has raised, are closed at
+    exit."""
     already_open = set(_open)
     try:
         yield
@@ -282,7 +305,8 @@ def closing_units() -> Iterator[None]:
 
 
 def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
-    """What is saved of the unit's parameters, which the first unit to ask has made for all units being saved."""
+    """What is saved of the unit's parameters, which the first unit to ask has made for all units being
+    saved."""
     if _saving.outermost is None or fsdp_module not in _saving.values:
         # somebody may have called nn.Module.state_dict itself, or have put units where no walk finds them
         together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
@@ -319,7 +343,9 @@ def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> 
 
 
 @torch.no_grad()
-def _post_save_hook(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, local_metadata: Any) -> StateDict:
+def _post_save_hook(
+    fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, local_metadata: Any
+) -> StateDict:
     kind = _kind(fsdp_module)
     with _open.pop(fsdp_module):
         is_root = fsdp_module._unit.is_root
@@ -335,7 +361,9 @@ def _post_save_hook(fsdp_module: ShardedModule, state_dict: StateDict, prefix: s
     if is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
-                logger.info("%s: shape=%s, dtype=%s, device=%s", key, tuple(value.shape), value.dtype, value.device)
+                logger.info(
+                    "%s: shape=%s, dtype=%s, device=%s", key, tuple(value.shape), value.dtype, value.device
+                )
     return state_dict
 
 
@@ -360,7 +388,9 @@ def _pre_load_hook(
             for part in parts:
                 supplied |= supplied_names(part, prefix, load_local_value(part, state_dict, prefix))
         else:
-            for part, mark in zip(parts_of(fsdp_module), begin_load(fsdp_module, state_dict, prefix), strict=True):
+            for part, mark in zip(
+                parts_of(fsdp_module), begin_load(fsdp_module, state_dict, prefix), strict=True
+            ):
                 if mark.is_loaded:
                     supplied |= supplied_names(part, prefix, mark)
                     if not fsdp_module._use_orig_params:  # the modules do not know what they miss
@@ -394,7 +424,8 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
     """The selected type; a unit that shards nothing gives a full state dict whatever was selected."""
     if fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
         warnings.warn(
-            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=4
+            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
+            stacklevel=4,
         )
         return StateDictType.FULL_STATE_DICT
     if fsdp_module._device_mesh is not None:
@@ -404,7 +435,8 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
 
 
 def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool = True) -> None:
-    """What saving and loading open alike. ``binds``: the units come together, which raises where they have moved."""
+    """What saving and loading open alike. ``binds``: the units come together, which raises where they have
+    moved."""
     if fsdp_module in _open:
         raise AssertionError(
             "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
@@ -443,14 +475,15 @@ def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> T
     dtypes = fsdp_module._buffer_name_to_orig_dtype
     if name not in dtypes:
         raise AssertionError(
-            f"{name} is missing from pre-computed dict on rank {fsdp_module.rank}: the original dtypes of buffers are "
-            f"known of {list(dtypes)}"
+            f"{name} is missing from pre-computed dict on rank {fsdp_module.rank}: the original dtypes of "
+            f"buffers are known of {list(dtypes)}"
         )
     return buffer.to(dtypes[name], copy=True)
 
 
 def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
-    """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just added."""
+    """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just
+    added."""
     old = prefix + WRAPPED_PREFIX
     added = reversed(state_dict)
     if prefix:

@@ -1,11 +1,11 @@
 """What ``load_state_dict()`` does for the parameters of units: full, sharded and local values.
 
 [Note: Loaded before the modules load]
-The outermost unit of a ``load_state_dict()`` checks the values of all units below it, brings them into the shards, and
-leaves one ``Mark`` per unit in their place: so an inner unit, whose hook is called later with a dict of its own, knows
-what is left to do, and a load that fails half-way leaves nothing behind that a later one could mistake. Where a module
-has loading code of its own, which may rename or change what it finds, each unit waits for its own turn, and full values
-are copied by the modules themselves into gathered parameters.
+The outermost unit of a ``load_state_dict()`` checks the values of all units below it, brings them into the
+shards, and leaves one ``Mark`` per unit in their place: so an inner unit, whose hook is called later with a
+dict of its own, knows what is left to do, and a load that fails half-way leaves nothing behind that a later
+one could mistake. Where a module has loading code of its own, which may rename or change what it finds, each
+unit waits for its own turn, and full values are copied by the modules themselves into gathered parameters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def is_full(module: ShardedModule) -> bool:
 
 
 def _is_local(module: ShardedModule) -> bool:
-    """Whether the unit loads its flat parameter's part, in its own turn; also inside one that loads whole tensors."""
+    """Whether the unit loads its flat parameter's part, in its own turn; also inside one that loads whole
+    tensors."""
     return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
 
 
@@ -71,7 +72,8 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
 
     Returns a mark for each part of this unit.
 
-    Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is written then.
+    Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is
+    written then.
     """
     parts = parts_of(fsdp_module)
     marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]
@@ -110,7 +112,8 @@ def _waits(module: ShardedModule) -> bool:
 
 
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Sharded values of a unit that shows plain parameters become whole, as the modules take them. Collective."""
+    """Sharded values of a unit that shows plain parameters become whole, as the modules take them.
+    Collective."""
     if is_full(module) or module._fsdp_extension is not None:
         return
     layouts = param_layouts(module)
@@ -118,16 +121,20 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
         key = prefix + param.fqn
         if key in state_dict and state_dict[key] is not _own_param(module, param.place):
             layout = layouts[param.place]
-            state_dict[key] = whole_of_rows(rows_of_value(state_dict[key], key, module, layout), layout, module)
+            state_dict[key] = whole_of_rows(
+                rows_of_value(state_dict[key], key, module, layout), layout, module
+            )
 
 
 def _check_shown(module: ShardedModule) -> None:
-    """Raise RuntimeError inside ``summon_full_params`` that shows this rank nothing, which loads what is shown."""
+    """Raise RuntimeError inside ``summon_full_params`` that shows this rank nothing, which loads what is
+    shown."""
     for param in common.managed_params(module._handle) if is_summoned(module) else ():
         if not is_shown(param):
             raise RuntimeError(
-                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: inside "
-                "summon_full_params(rank0_only=True) only rank 0 can load, and what it loads is gone at the end"
+                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: "
+                "inside summon_full_params(rank0_only=True) only rank 0 can load, and what it loads is gone "
+                "at the end"
             )
 
 
@@ -146,8 +153,11 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
     return {module: _take(module, at, state_dict) for at, module in modules}
 
 
-def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> list[tuple[ParamLayout, Tensor, Tensor]]:
-    """For the parameters that have a value: the layout, the value or this rank's rows of it, the part of the shard."""
+def _found(
+    module: ShardedModule, prefix: str, state_dict: StateDict
+) -> list[tuple[ParamLayout, Tensor, Tensor]]:
+    """For the parameters that have a value: the layout, the value or this rank's rows of it, the part of the
+    shard."""
     targets = list(shard_pieces(module))
     values: dict[int, tuple[ParamLayout, Tensor, Tensor]] = {}
     full, parallel = is_full(module), module._fsdp_extension is not None
@@ -172,7 +182,8 @@ def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> list[tu
 
 
 def _own_param(module: ShardedModule, index: int) -> object:
-    """The original parameter as the optimizer has it: where DCP passes it for want of another, it says "as it is"."""
+    """The original parameter as the optimizer has it: where DCP passes it for want of another, it says "as it
+    is"."""
     params = handle_of(module).flat_param._params
     return _NO_PARAM if params is None else params[index]
 
@@ -180,16 +191,22 @@ def _own_param(module: ShardedModule, index: int) -> object:
 def _load_sharded(found: dict[ShardedModule, list[tuple[ParamLayout, Tensor, Tensor]]]) -> None:
     for group, members in by_group(found):
         items = [item for module in members for item in found[module]]
-        shards = shards_of_rows([(layout, rows) for layout, rows, _ in items], group, members[0].compute_device)
+        shards = shards_of_rows(
+            [(layout, rows) for layout, rows, _ in items], group, members[0].compute_device
+        )
         for (_, _, target), shard in zip(items, shards, strict=True):
             target.copy_(shard)
 
 
 def _load_full(module: ShardedModule, values: Sequence[tuple[ParamLayout, Tensor, Tensor]]) -> None:
     for layout, value, target in values:
-        start, end = layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, layout.shard.numel)
+        start, end = (
+            layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, layout.shard.numel)
+        )
         if start < end:
-            tensor = torch.detach(value)  # also of a tensor-like that is read from its file by this, one at a time
+            tensor = torch.detach(
+                value
+            )  # also of a tensor-like that is read from its file by this, one at a time
             target.copy_(to_memory_order(tensor, layout.order)[start:end])
 
 
@@ -215,7 +232,9 @@ def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str)
         if not is_summoned(module):
             handle_of(module).summon_enter(True)
             stack.callback(handle_of(module).summon_exit)
-        shown = [(param, getattr(param.module, param.name)) for param in common.managed_params(module._handle)]
+        shown = [
+            (param, getattr(param.module, param.name)) for param in common.managed_params(module._handle)
+        ]
         stack.callback(_copy_assigned, shown)
         for param, tensor in shown:
             key = prefix + param.fqn
@@ -226,7 +245,8 @@ def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str)
 
 
 def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> None:
-    """After ``load_state_dict(assign=True)`` the modules hold other tensors: take their values, keep our parameters."""
+    """After ``load_state_dict(assign=True)`` the modules hold other tensors: take their values, keep our
+    parameters."""
     for param, ours in registered:
         loaded = getattr(param.module, param.name)
         if loaded is not ours:
@@ -255,14 +275,17 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
     shards = value.local_shards()
     if layout.shard_numel_valid and len(shards) != 1:
         raise AssertionError(
-            f"load_local_state_dict assume one shard per ShardedTensor: {key} has {len(shards)} on rank {module.rank}"
+            f"load_local_state_dict assume one shard per ShardedTensor: {key} has {len(shards)} on rank "
+            f"{module.rank}"
         )
-    if value.size().numel() != layout.numel or (shards and shards[0].tensor.numel() != layout.shard_numel_valid):
+    if value.size().numel() != layout.numel or (
+        shards and shards[0].tensor.numel() != layout.shard_numel_valid
+    ):
         raise AssertionError(
             f"Local shard size = {layout.shard_numel} and the tensor in the state_dict is "
-            f"{shards[0].tensor.numel() if shards else 0}, of {layout.numel} and {value.size().numel()} on all ranks "
-            f"(rank {module.rank}): {key} was saved by another number of ranks or another way of wrapping; save FULL "
-            "or SHARDED to load it here"
+            f"{shards[0].tensor.numel() if shards else 0}, of {layout.numel} and {value.size().numel()} on "
+            f"all ranks (rank {module.rank}): {key} was saved by another number of ranks or another way of "
+            "wrapping; save FULL or SHARDED to load it here"
         )
     if layout.shard_numel_valid:
         local_shard(module)[: layout.shard_numel_valid].copy_(shards[0].tensor)
@@ -274,7 +297,8 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
 
 
 def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been copied."""
+    """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been
+    copied."""
     errors = []
     own = {
         id(param)
@@ -294,7 +318,9 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
                 f"the shape in current model is {shape}."
             )
     if errors:
-        header = f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
+        header = (
+            f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
+        )
         raise RuntimeError("\n\t".join([header, *errors]))
 
 
@@ -310,8 +336,8 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
     if converted:
         misuse.tell(
             f"rank {modules[0][1].rank}: the state dict holds integers or complex numbers for "
-            f"{first_names(converted)}, which become real floating-point numbers, as nn.Module has it. Convert them "
-            "before loading, if that is meant",
+            f"{first_names(converted)}, which become real floating-point numbers, as nn.Module has it. "
+            "Convert them before loading, if that is meant",
             is_certain=False,
         )
 
@@ -327,7 +353,8 @@ def _shape(value: Tensor) -> torch.Size:
 
 
 def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[str, torch.Size]]:
-    """Names and full shapes below a unit, except of local values and below modules that transform what they load."""
+    """Names and full shapes below a unit, except of local values and below modules that transform what they
+    load."""
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
@@ -341,7 +368,9 @@ def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[
             if shape is not None:
                 yield prefix + path + name, shape
         pending.extend(
-            (clean_name(f"{path}{name}."), child) for name, child in module._modules.items() if child is not None
+            (clean_name(f"{path}{name}."), child)
+            for name, child in module._modules.items()
+            if child is not None
         )
 
 

@@ -1,9 +1,9 @@
 """What ``state_dict()`` returns for the parameters of units: full, sharded and local values.
 
 [Note: Saving many units at once]
-The outermost unit of a ``state_dict()`` has the values of all units below it made, by few large transfers from the
-shards, straight into memory of their own; nothing is gathered on the modules. Memory beyond the result is one batch:
-the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
+The outermost unit of a ``state_dict()`` has the values of all units below it made, by few large transfers
+from the shards, straight into memory of their own; nothing is gathered on the modules. Memory beyond the
+result is one batch: the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def is_summoned(module: ShardedModule) -> bool:
 
 
 def is_shown(param: ManagedParam) -> bool:
-    """Whether the module has the whole parameter, with its memory: not so where ``rank0_only`` shows it to others."""
+    """Whether the module has the whole parameter, with its memory: not so where ``rank0_only`` shows it to
+    others."""
     full = getattr(param.module, param.name)
     if full.shape != param.shape:
         return False
@@ -115,13 +116,16 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
         config = members[0]._state_dict_config
         rank0_only = getattr(config, "rank0_only", False)
         values.update(_gathered(group, members, rank0_only, config.offload_to_cpu))
-    for module in shown:  # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
+    for (
+        module
+    ) in shown:  # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
     return values
 
 
 def gathered_values(module: ShardedModule, rank0_only: bool, offload_to_cpu: bool) -> list[Tensor]:
-    """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing. Collective."""
+    """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing.
+    Collective."""
     handle_of(module).writeback()
     if handle_of(module).is_parallel:
         with summoned(module):
@@ -149,7 +153,8 @@ Shard = tuple[ShardedModule, Tensor]
 def wholes_of_shards(
     shards: Sequence[Shard], group: dist.ProcessGroup, rank0_only: bool, offload_to_cpu: bool
 ) -> Iterator[list[Tensor]]:
-    """Of each shard the parameters' parts, whole; nothing on ranks that get nothing. Collective over ``group``."""
+    """Of each shard the parameters' parts, whole; nothing on ranks that get nothing. Collective over
+    ``group``."""
     space = Space()
     for batch in _batches(shards):
         wholes = iter(_wholes(batch, group, rank0_only, space))
@@ -165,7 +170,8 @@ def wholes_of_shards(
 def _batches(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
     """What is gathered together: of the largest unit, or so much that it comes to FULL_BATCH_NBYTES."""
     limit = max(
-        *(handle_of(module).layout.padded_numel * shard.itemsize for module, shard in shards), FULL_BATCH_NBYTES
+        *(handle_of(module).layout.padded_numel * shard.itemsize for module, shard in shards),
+        FULL_BATCH_NBYTES,
     )
     batch: list[Shard] = []
     nbytes = 0
@@ -193,7 +199,11 @@ def _wholes(
         places = [list(zip(*each, strict=True)) for each in zip(offsets, numels, strict=True)]
         return gather_flat(shards, places, shapes, group, space)
     return gather(
-        (part for module, shard in zip(modules, shards, strict=True) for _, part in split_shard(module, shard)),
+        (
+            part
+            for module, shard in zip(modules, shards, strict=True)
+            for _, part in split_shard(module, shard)
+        ),
         [layout.shard for module in modules for layout in param_layouts(module)],
         group,
         shapes=list(itertools.chain.from_iterable(shapes)),
@@ -204,7 +214,8 @@ def _wholes(
 
 def _copies_of_own(module: ShardedModule) -> list[Tensor]:
     return [
-        _copy(module, from_memory_order(piece, layout.shape, layout.order)) for layout, piece in shard_pieces(module)
+        _copy(module, from_memory_order(piece, layout.shape, layout.order))
+        for layout, piece in shard_pieces(module)
     ]
 
 
@@ -214,8 +225,9 @@ def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
         full = getattr(param.module, param.name)
         if not is_shown(param):
             raise AssertionError(
-                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: inside "
-                "summon_full_params(rank0_only=True) only rank 0 can save; select FullStateDictConfig(rank0_only=True)"
+                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: "
+                "inside summon_full_params(rank0_only=True) only rank 0 can save; select "
+                "FullStateDictConfig(rank0_only=True)"
             )
         copies.append(_copy(module, full.detach()))
     return copies
@@ -284,7 +296,9 @@ def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[T
         if module not in rows and module in parallel:
             rows[module] = [_parallel_rows(module, full) for full in _copies_of_shown(module)]
         elif module not in rows:
-            rows[module] = [own_rows(full, module.rank, module.world_size).clone() for full in _copies_of_shown(module)]
+            rows[module] = [
+                own_rows(full, module.rank, module.world_size).clone() for full in _copies_of_shown(module)
+            ]
     return rows
 
 
@@ -300,7 +314,8 @@ def _parallel_rows(module: ShardedModule, full: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def names_shown(module: ShardedModule) -> Iterator[None]:
-    """Placeholders for the parameters of a unit without original ones, so that their names come in their order."""
+    """Placeholders for the parameters of a unit without original ones, so that their names come in their
+    order."""
     nothing = torch.empty(0, device="cpu")
     params = [] if module._use_orig_params else common.managed_params(module._handle)
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
@@ -308,7 +323,9 @@ def names_shown(module: ShardedModule) -> Iterator[None]:
         yield
 
 
-def put_sharded_values(module: ShardedModule, state_dict: StateDict, prefix: str, rows: Sequence[Tensor]) -> None:
+def put_sharded_values(
+    module: ShardedModule, state_dict: StateDict, prefix: str, rows: Sequence[Tensor]
+) -> None:
     """Put a sharded value of its own under every name of the unit's parameters (F-030)."""
     state_dict.pop(prefix + module._flat_param_name, None)
     offload = module._state_dict_config.offload_to_cpu
@@ -328,7 +345,8 @@ def put_sharded_values(module: ShardedModule, state_dict: StateDict, prefix: str
 def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Put the unit's flat parameter, a view of this rank's shard without its padding (F-040), into the dict.
 
-    Beside it stand the original parameters of ``use_orig_params``, 1-D views of their parts of the same shard (F-041).
+    Beside it stand the original parameters of ``use_orig_params``, 1-D views of their parts of the same shard
+    (F-041).
     """
     handle = handle_of(module)
     handle.writeback()

@@ -1,9 +1,11 @@
-"""torch's caching allocator on CUDA, as far as one pool and one stream go: which blocks a step's gathers are given.
+"""torch's caching allocator on CUDA, as far as one pool and one stream go: which blocks a step's gathers are
+given.
 
-What is given is a whole block: the smallest free one that is large enough. What it has beyond the size asked for
-becomes a block of its own, unless that would be 1 MiB or less of a large one. Free neighbours of one segment join. This
-is how the allocator behaves with the settings that it has by itself (PYTORCH_CUDA_ALLOC_CONF may change them), and
-without running out of memory. Of free blocks of one size any may be taken; here it is the one in the oldest segment.
+What is given is a whole block: the smallest free one that is large enough. What it has beyond the size asked
+for becomes a block of its own, unless that would be 1 MiB or less of a large one. Free neighbours of one
+segment join. This is how the allocator behaves with the settings that it has by itself
+(PYTORCH_CUDA_ALLOC_CONF may change them), and without running out of memory. Of free blocks of one size any
+may be taken; here it is the one in the oldest segment.
 """
 
 from __future__ import annotations
@@ -64,7 +66,13 @@ class Pool:
 
     def _new_segment(self, nbytes: int) -> Block:
         is_small = nbytes <= SMALL
-        size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT if nbytes < MEDIUM else rounded(nbytes, SEGMENT_UNIT)
+        size = (
+            SMALL_SEGMENT
+            if is_small
+            else MEDIUM_SEGMENT
+            if nbytes < MEDIUM
+            else rounded(nbytes, SEGMENT_UNIT)
+        )
         block = Block(size, self._next_address, is_small)
         self._next_address += size + UNIT  # so that segments are no neighbours
         return block

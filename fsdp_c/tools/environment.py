@@ -29,13 +29,16 @@ def report() -> str:
         "CUDA of torch": torch.version.cuda or "none",
         "NCCL": _nccl(),
         "GPUs": _gpus(),
-        "backends": ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name)) or "none",
+        "backends": ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name))
+        or "none",
         "OS": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
         "C compiler": _tool(os.environ.get("CC", "cc").split()[0], "--version"),
         "nvcc": _tool("nvcc", "--version"),
         "CPU kernels": _cpu_kernels(),
         "CUDA kernels": _cuda_kernels(),
-        "settings": " ".join(f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(SETTINGS)),
+        "settings": " ".join(
+            f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(SETTINGS)
+        ),
     }
     width = max(map(len, facts)) + 1
     return "\n".join(f"{name + ':':<{width}} {fact or 'none'}" for name, fact in facts.items())
@@ -70,17 +73,23 @@ def _tool(name: str, question: str) -> str:
     if path is None:
         return f"not found ({name})"
     try:
-        answer = subprocess.run([path, question], capture_output=True, text=True, timeout=20, check=False).stdout
+        answer = subprocess.run(
+            [path, question], capture_output=True, text=True, timeout=20, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path}, which does not run ({error})"
     lines = answer.strip().splitlines()
-    return f"{next((line for line in lines if 'release' in line), lines[0] if lines else 'no version')} ({path})"
+    return (
+        f"{next((line for line in lines if 'release' in line), lines[0] if lines else 'no version')} ({path})"
+    )
 
 
 def _cpu_kernels() -> str:
     reason = _C.why_no_kernels("cpu")
     sets = ", ".join(_C.cpu_capabilities())
-    return f"in use, of {sets}" if reason is None else f"not in use, torch's operators are: {reason}; of {sets}"
+    return (
+        f"in use, of {sets}" if reason is None else f"not in use, torch's operators are: {reason}; of {sets}"
+    )
 
 
 def _why_not_built() -> str:

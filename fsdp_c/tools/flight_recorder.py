@@ -1,10 +1,10 @@
 """The flight recorder: where each rank is, in a file per rank that survives it.
 
-``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called flight records. The runtime in C
-writes phase, unit and step into a mapped page, a few stores per unit; where the file cannot be had, a full disk for
-instance, a warning says so and nothing is recorded. A forked process leaves the record of its parent alone, and keeps
-none of its own. For errors to say where the other ranks are, the folder must be one for all: on several hosts, one on a
-shared file system.
+``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called flight records. The
+runtime in C writes phase, unit and step into a mapped page, a few stores per unit; where the file cannot be
+had, a full disk for instance, a warning says so and nothing is recorded. A forked process leaves the record
+of its parent alone, and keeps none of its own. For errors to say where the other ranks are, the folder must
+be one for all: on several hosts, one on a shared file system.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Entry(NamedTuple):
 
 
 def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
-    """Record these units, given with their paths from the root, under their names, if recording is asked for."""
+    """Record these units, given with their paths from the root, under their names, if recording is asked
+    for."""
     _open_if_wanted()
     if _open_folder is None:
         return
@@ -145,7 +146,8 @@ def describe(entries: Sequence[Entry]) -> str:
 
 
 def _gaps(ranks: Collection[int], world_size: int) -> list[tuple[int, int]]:
-    """The runs of ranks, first and last, that are not among ``ranks``: as few as those, whatever a file claims."""
+    """The runs of ranks, first and last, that are not among ``ranks``: as few as those, whatever a file
+    claims."""
     known = sorted(rank for rank in ranks if rank < world_size)
     pairs = zip([-1, *known], [*known, world_size], strict=True)
     return [(before + 1, after - 1) for before, after in pairs if after - before > 1]
@@ -179,8 +181,8 @@ def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
 def explain(error: BaseException, number: int, step: int, handle: FlatParamHandle, enqueued: bool) -> None:
     """Add to a collective's error, in place, of which unit and phase it was and where the other ranks are.
 
-    The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being enqueued only
-    what nobody else raises; what user code raises stays as it is.
+    The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being
+    enqueued only what nobody else raises; what user code raises stays as it is.
     """
     if isinstance(error, RuntimeError if enqueued else dist.DistError):
         _explain(error, f", step {step}", _PHASES[number][0].format(handle.name))
@@ -198,7 +200,8 @@ def _read_settled(folder: str) -> list[Entry]:
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """For a body that only calls collectives, outside of any unit: adds to their RuntimeError what they were for."""
+    """For a body that only calls collectives, outside of any unit: adds to their RuntimeError what they were
+    for."""
     try:
         yield
     except RuntimeError as error:

@@ -1,10 +1,12 @@
-"""Where the host decides how long a step takes: units so small that the device is done before the host launches more.
+"""Where the host decides how long a step takes: units so small that the device is done before the host
+launches more.
 
-What is assumed stands in the numbers that are given: the host's costs, measured by ``fsdp_c.host_cost``; the tokens of
-a rank's batch, each of which meets each parameter once; and the floating-point operations that the device really does
-per second. As products of matrices do, a step takes 6 of them per parameter and token, 2 in the forward and 4 in the
-backward, of which 2 are left out where the unit is frozen. Communication, memory-bound kernels and recomputation are
-not counted: they keep the device busy for longer, so that fewer units leave it waiting.
+What is assumed stands in the numbers that are given: the host's costs, measured by ``fsdp_c.host_cost``; the
+tokens of a rank's batch, each of which meets each parameter once; and the floating-point operations that the
+device really does per second. As products of matrices do, a step takes 6 of them per parameter and token, 2
+in the forward and 4 in the backward, of which 2 are left out where the unit is frozen. Communication,
+memory-bound kernels and recomputation are not counted: they keep the device busy for longer, so that fewer
+units leave it waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ FROZEN_OPERATIONS = 4
 
 
 class HostCost(NamedTuple):
-    """What a unit takes of the host's time in a training step, the model's own operators included, in microseconds."""
+    """What a unit takes of the host's time in a training step, the model's own operators included, in
+    microseconds."""
 
     unit_us: float  # of the unit itself
     param_us: float  # of each of its parameters
@@ -42,17 +45,19 @@ class HostBound(NamedTuple):
     units: int
 
     def __str__(self) -> str:
-        """For example: the host takes 9.0 ms of a step, and the device computes for 45.0 ms; no unit is so small ..."""
+        """For example: the host takes 9.0 ms of a step, and the device computes for 45.0 ms; no unit is so
+        small ..."""
         which = f"{self.waiting} of {self.units} units leave" if self.waiting else "no unit leaves"
         return (
             f"the host takes {self.host_us / 1e3:.1f} ms of a step, and the device computes for "
-            f"{self.device_us / 1e3:.1f} ms; {which} the device waiting for the host, as units of fewer than about "
-            f"{float(f'{self.least_numel:.2g}'):,.0f} parameters do"
+            f"{self.device_us / 1e3:.1f} ms; {which} the device waiting for the host, as units of fewer than "
+            f"about {float(f'{self.least_numel:.2g}'):,.0f} parameters do"
         )
 
 
 def host_bound(units: Sequence[HostUnit], cost: HostCost, *, tokens: int, flops: float) -> HostBound:
-    """Compare the two, unit by unit. Raises ValueError for tokens, flops or costs that are not more than nothing."""
+    """Compare the two, unit by unit. Raises ValueError for tokens, flops or costs that are not more than
+    nothing."""
     for name, value in (("tokens", tokens), ("flops", flops), ("unit_us", cost.unit_us)):
         if not value > 0:
             raise ValueError(f"{name} must be more than 0, not {value}")

@@ -1,12 +1,14 @@
-"""How much unsharded parameter storage a training step holds at once: bytes, summed over what the runtime says.
+"""How much unsharded parameter storage a training step holds at once: bytes, summed over what the runtime
+says.
 
-It takes a dry run of the step (csrc/runtime/dry_run.h, which says what is taken for granted of the model) and decides
-there, as in training, what is gathered, held back and freed when. Nothing of that is known here.
+It takes a dry run of the step (csrc/runtime/dry_run.h, which says what is taken for granted of the model) and
+decides there, as in training, what is gathered, held back and freed when. Nothing of that is known here.
 
-What is counted is the storage that all-gathers fill, or casts and uploads where nothing is sharded, and what is kept of
-it for a backward that gathers within the node. The former is what a root's own pool holds on a GPU, until nothing
-gathered is left in a backward and its last reduction reads memory of the pool. Not counted: that, the shards, which are
-there all the time, and activations, gradients, and what the optimizer needs.
+What is counted is the storage that all-gathers fill, or casts and uploads where nothing is sharded, and what
+is kept of it for a backward that gathers within the node. The former is what a root's own pool holds on a
+GPU, until nothing gathered is left in a backward and its last reduction reads memory of the pool. Not
+counted: that, the shards, which are there all the time, and activations, gradients, and what the optimizer
+needs.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ Event = tuple[int, int, int]  # a constant of _C, the unit, and bytes
 STEP = (True,)  # whether gradients are reduced
 ACCUMULATION = (False, False, True)  # two backwards under no_sync() before one that reduces
 BEFORE = (True,)  # in the first step there is no order of units yet
-BEFORE_ACCUMULATION = (True, True)  # nor, if the second takes more memory, all the segments that later ones find
+BEFORE_ACCUMULATION = (
+    True,
+    True,
+)  # nor, if the second takes more memory, all the segments that later ones find
 
 
 class StepUnit(NamedTuple):
-    """One unit, as far as a step's memory depends on it. ``parent``: index of the unit around it, None for a root."""
+    """One unit, as far as a step's memory depends on it. ``parent``: index of the unit around it, None for a
+    root."""
 
     parent: int | None
     nbytes: int  # of its unsharded parameters
@@ -115,7 +121,8 @@ class _Storage:
         self._count(nbytes, block.nbytes)
 
     def _kept_nbytes(self, index: int, nbytes: int) -> int:
-        """That is memory of nobody's pool: what it takes beyond its rounded size depends on what else is there."""
+        """That is memory of nobody's pool: what it takes beyond its rounded size depends on what else is
+        there."""
         return nbytes if self._pools[index] is None else allocator.rounded(nbytes)
 
     def _count(self, nbytes: int, allocated_nbytes: int) -> None:
@@ -142,7 +149,9 @@ def _steps(units: Sequence[StepUnit], sync_gradients: Sequence[bool]) -> Iterato
         runs.append(_dry_run(units, tree, sync_gradients, requires_grad))
         requires_grad = requires_grad or any(units[index].is_trainable for index in tree)
     for step in range(len(sync_gradients)):
-        yield _events([run[0] if step == 0 else [] for run in runs], [run[1 + 3 * step :][:3] for run in runs])
+        yield _events(
+            [run[0] if step == 0 else [] for run in runs], [run[1 + 3 * step :][:3] for run in runs]
+        )
 
 
 def _events(reserved: list[list[Event]], of_trees: list[list[list[Event]]]) -> Iterator[Event]:

@@ -1,4 +1,5 @@
-"""What wrapping makes of a model, or would make of it: units, sizes, collectives and memory (``summary``, ``plan``)."""
+"""What wrapping makes of a model, or would make of it: units, sizes, collectives and memory (``summary``,
+``plan``)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding import construction, node_groups
 from fsdp_c.sharding.buffers import LOWERED, lowered_frequencies
-from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
+from fsdp_c.sharding.flat_param import (
+    FlatParameter,
+    Occurrences,
+    SharedParamInfo,
+    aligned_numel,
+    check_uniform,
+)
 from fsdp_c.sharding.grouping import groups_of, precision_for
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import PrefetchLimits, ShardedModule, parts_of, units_with_paths
@@ -68,8 +75,12 @@ class UnitSummary:
     offload_params: bool = False  # shards and gradients are in CPU memory
     backward_prefetch_limit: int = 1  # units gathered ahead; its root's count
     forward_prefetch_limit: int = 1
-    tied: tuple[tuple[str, str], ...] = ()  # further names of its parameters, also in inner units: (further, name)
-    is_optional: bool = False  # a rank need not run it: it is gathered with the unit around it that is not optional
+    tied: tuple[
+        tuple[str, str], ...
+    ] = ()  # further names of its parameters, also in inner units: (further, name)
+    is_optional: bool = (
+        False  # a rank need not run it: it is gathered with the unit around it that is not optional
+    )
     is_segment: bool = False  # one more flat parameter of the unit at ``parent``, of another dtype or frozen
     node_ranks: int | None = None  # within which its backward gathers: ``reshard_after_forward``
 
@@ -95,7 +106,8 @@ class UnitSummary:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """What a rank has beside that while the unit computes: nothing, where the parameters are whole already."""
+        """What a rank has beside that while the unit computes: nothing, where the parameters are whole
+        already."""
         moves = self.offload_params and self.device_type != "cpu"
         is_whole = not self.is_sharded and self.dtype == self.param_dtype and not moves
         return 0 if is_whole else _nbytes(self.padded_numel, self.param_dtype)
@@ -117,7 +129,8 @@ class UnitSummary:
 
     @property
     def all_reduce_nbytes(self) -> int:
-        """The gradients that its all-reduce is given: of the replicas of a shard, or of all under NO_SHARD."""
+        """The gradients that its all-reduce is given: of the replicas of a shard, or of all under
+        NO_SHARD."""
         ranks = self.replicas if self.is_sharded else self.replicas * self.shards
         return _nbytes(self.shard_numel, self.reduce_dtype) if ranks > 1 and self.is_trainable else 0
 
@@ -127,7 +140,9 @@ class Summary:
     """The units of a model, an outer one before its inner ones. ``str()`` and ``print()`` show a table."""
 
     units: tuple[UnitSummary, ...]
-    lowered_frequencies: tuple[str, ...] = ()  # names, of rotary embeddings in lower precision; by ``summary``
+    lowered_frequencies: tuple[
+        str, ...
+    ] = ()  # names, of rotary embeddings in lower precision; by ``summary``
 
     @property
     def numel(self) -> int:
@@ -148,22 +163,24 @@ class Summary:
     def peak_unsharded_nbytes(self) -> int:
         """The most bytes of unsharded parameters that a rank holds at once in a training step.
 
-        The step is taken to be this: each unit runs once, computes with its own parameters, then runs the units inside
-        in the order in which their modules are registered, and returns what the last of them returned; nothing is
-        recomputed, and the backward passes through all of it. It is not the first step, which has no order to follow.
+        The step is taken to be this: each unit runs once, computes with its own parameters, then runs the
+        units inside in the order in which their modules are registered, and returns what the last of them
+        returned; nothing is recomputed, and the backward passes through all of it. It is not the first step,
+        which has no order to follow.
 
-        Counted is the storage that is filled by all-gathers, or by casts and uploads under NO_SHARD: not the shards,
-        and nothing of activations, gradients or optimizers.
+        Counted is the storage that is filled by all-gathers, or by casts and uploads under NO_SHARD: not the
+        shards, and nothing of activations, gradients or optimizers.
         """
         return self._step.peak_nbytes
 
     @property
     def peak_allocated_nbytes(self) -> int:
-        """The same in blocks of torch's allocator on CUDA, which ``torch.cuda.memory_allocated`` counts; else in bytes.
+        """The same in blocks of torch's allocator on CUDA, which ``torch.cuda.memory_allocated`` counts; else
+        in bytes.
 
-        The blocks are those of the allocator with its own settings, in a process that does not run out of memory. With
-        ``backend:cudaMallocAsync`` or ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` there are none: ``peak_unsharded_nbytes`` is
-        what is taken.
+        The blocks are those of the allocator with its own settings, in a process that does not run out of
+        memory. With ``backend:cudaMallocAsync`` or ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` there are none:
+        ``peak_unsharded_nbytes`` is what is taken.
         """
         return self._step.peak_allocated_nbytes
 
@@ -185,7 +202,9 @@ class Summary:
     @property
     def all_gather_nbytes(self) -> int:
         """Bytes that the all-gathers of a training step fill on each rank."""
-        return sum(count * unit.all_gather_nbytes for unit, count in zip(self.units, self.all_gathers, strict=True))
+        return sum(
+            count * unit.all_gather_nbytes for unit, count in zip(self.units, self.all_gathers, strict=True)
+        )
 
     @property
     def node_gather_nbytes(self) -> int:
@@ -200,7 +219,9 @@ class Summary:
             self._hint_of_small_units(),
             self._hint_of_a_long_start(),
             self._hint_of_low_masters(),
-            f"{first_names(self.lowered_frequencies)} are frequencies, {LOWERED}" if self.lowered_frequencies else None,
+            f"{first_names(self.lowered_frequencies)} are frequencies, {LOWERED}"
+            if self.lowered_frequencies
+            else None,
         )
         return "; ".join(hint for hint in hints if hint) or None
 
@@ -211,20 +232,24 @@ class Summary:
             return None
         return (
             f"what {_count(len(low), 'unit')} train is kept in {low[0]}: updates below about a "
-            f"{round(2 / torch.finfo(low[0]).eps)}th of a parameter are lost. Wrap the model in float32, and compute "
-            f"by MixedPrecision(param_dtype={low[0]})"
+            f"{round(2 / torch.finfo(low[0]).eps)}th of a parameter are lost. Wrap the model in float32, and "
+            f"compute by MixedPrecision(param_dtype={low[0]})"
         )
 
     def _hint_of_a_long_start(self) -> str | None:
-        """A step begins with the gather of the outermost unit and ends with its reduction: nothing hides the two."""
-        first, others = self.units[0], [unit.all_gather_nbytes for unit in self.units[1:] if unit.all_gather_nbytes]
+        """A step begins with the gather of the outermost unit and ends with its reduction: nothing hides the
+        two."""
+        first, others = (
+            self.units[0],
+            [unit.all_gather_nbytes for unit in self.units[1:] if unit.all_gather_nbytes],
+        )
         if not others or first.all_gather_nbytes < max(LONG_NBYTES, 2 * sorted(others)[len(others) // 2]):
             return None
         names = ", ".join(_joint_names(first.names))
         return (
-            f"{_size(first.all_gather_nbytes)} are in the outermost unit ({names}): a step waits for their all-gather "
-            "at its start and for their reduction at its end, with nothing to compute meanwhile; wrap the largest "
-            "layers among them as units of their own"
+            f"{_size(first.all_gather_nbytes)} are in the outermost unit ({names}): a step waits for their "
+            "all-gather at its start and for their reduction at its end, with nothing to compute meanwhile; "
+            "wrap the largest layers among them as units of their own"
         )
 
     def _hint_of_small_units(self) -> str | None:
@@ -239,18 +264,19 @@ class Summary:
         usual = sorted(small)[len(small) // 2]
         together = min(len(small), math.ceil(SMALL_NUMEL / usual))
         return (
-            f"{len(small)} of {len(self.units) - _segments(self.units)} units have fewer than {SMALL_NUMEL:,} "
-            "elements, below which an all-gather loses bandwidth: "
+            f"{len(small)} of {len(self.units) - _segments(self.units)} units have fewer than "
+            f"{SMALL_NUMEL:,} elements, below which an all-gather loses bandwidth: "
             f"on a network, wrap about {together} of them as one unit where memory allows"
         )
 
     def host_bound(self, cost: host_bound.HostCost, *, tokens: int, flops: float) -> host_bound.HostBound:
         """Which units leave the device waiting for the host, and from which size on they do not.
 
-        ``cost``: what ``fsdp_c.host_cost.measure()`` returns on the machine that will train. ``tokens``: of a rank's
-        batch; each meets each parameter once. ``flops``: floating-point operations that the device does per second,
-        which is less than its data sheet says. ``fsdp_c.tools.host_bound`` says what else is assumed. ``str()`` of the
-        result is a sentence. Raises ValueError for numbers that are not more than 0.
+        ``cost``: what ``fsdp_c.host_cost.measure()`` returns on the machine that will train. ``tokens``: of a
+        rank's batch; each meets each parameter once. ``flops``: floating-point operations that the device
+        does per second, which is less than its data sheet says. ``fsdp_c.tools.host_bound`` says what else is
+        assumed. ``str()`` of the result is a sentence. Raises ValueError for numbers that are not more than
+        0.
         """
         units: dict[int, host_bound.HostUnit] = {}  # segments are gathered with their unit
         for index, unit in enumerate(self.units):
@@ -313,8 +339,8 @@ def summary(module: nn.Module) -> Summary:
     found = units_with_paths(module)
     if not found:
         raise ValueError(
-            f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first, or ask fsdp_c.plan() what "
-            "wrapping would make of it"
+            f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first, or ask "
+            "fsdp_c.plan() what wrapping would make of it"
         )
     return Summary(tuple(_of_units(module, found)), tuple(lowered_frequencies(found)))
 
@@ -331,7 +357,9 @@ def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> 
         yield replace(unit, is_optional=path in optional_paths)
 
 
-def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None, limits: PrefetchLimits) -> UnitSummary:
+def _of_unit(
+    fsdp_module: ShardedModule, path: str, parent: int | None, limits: PrefetchLimits
+) -> UnitSummary:
     handle = fsdp_module._handle
     group = fsdp_module._replicate_group
     layout = None if handle is None else handle.layout
@@ -401,13 +429,15 @@ def plan(
 ) -> Summary:
     """What FullyShardedDataParallel with these arguments would make of ``module`` on ``world_size`` ranks.
 
-    Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is. A hybrid
-    strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is where the ranks will
-    compute, by default where ``module`` would here: on "cuda" forwards hold one unit more. The limits say how
-    many units are gathered ahead, as ``model._exec_order_data._backward_prefetch_limit`` does for a wrapped model.
-    ``reshard_after_forward``: how many ranks gather for a backward, as under ``fsdp_c.wrap.reshard_after_forward()``.
+    Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is.
+    A hybrid strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is
+    where the ranks will compute, by default where ``module`` would here: on "cuda" forwards hold one unit
+    more. The limits say how many units are gathered ahead, as
+    ``model._exec_order_data._backward_prefetch_limit`` does for a wrapped model. ``reshard_after_forward``:
+    how many ranks gather for a backward, as under ``fsdp_c.wrap.reshard_after_forward()``.
 
-    Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or ``module``.
+    Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or
+    ``module``.
     """
     check_module(module)
     construction.check_settings(strategy, mixed_precision, backward_prefetch, cpu_offload)
@@ -416,7 +446,8 @@ def plan(
     construction.refuse_foreign_units(tree)
     if tree.units:
         raise ValueError(
-            f"{type(module).__name__} is wrapped already: ask fsdp_c.summary() what it is, and plan the plain module"
+            f"{type(module).__name__} is wrapped already: ask fsdp_c.summary() what it is, and plan the "
+            "plain module"
         )
     ignored = construction.resolve_ignored_states(tree, ignored_modules, ignored_states)
     kwargs = {
@@ -433,7 +464,10 @@ def plan(
         chosen = chosen_modules(tree, auto_wrap_policy, ignored.modules, ignored.params, kwargs)
     device_type = device_type or construction.resolve_device(tree, ignored.params, None).type
     homes = homes_of_shared_params(tree, chosen)
-    limits = {"backward_prefetch_limit": backward_prefetch_limit, "forward_prefetch_limit": forward_prefetch_limit}
+    limits = {
+        "backward_prefetch_limit": backward_prefetch_limit,
+        "forward_prefetch_limit": forward_prefetch_limit,
+    }
     _check_limits(limits)
     planner = _Planner(
         module,
@@ -458,7 +492,9 @@ def _check_limits(limits: dict[str, int]) -> None:
             raise ValueError(f"{name} must be at least 0, not {value}")
 
 
-def _split_ranks(world_size: int, strategy: ShardingStrategy | None, ranks_per_node: int | None) -> tuple[int, int]:
+def _split_ranks(
+    world_size: int, strategy: ShardingStrategy | None, ranks_per_node: int | None
+) -> tuple[int, int]:
     """How many ranks share a unit, and how many replicas there are."""
     for name, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
         if value is None and name == "ranks_per_node":
@@ -472,7 +508,9 @@ def _split_ranks(world_size: int, strategy: ShardingStrategy | None, ranks_per_n
     if ranks_per_node is None:
         raise ValueError(f"{strategy} shards inside a node: pass ranks_per_node")
     if world_size % ranks_per_node:
-        raise ValueError(f"{world_size} ranks do not fill nodes of {ranks_per_node}: pass a multiple as world_size")
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {ranks_per_node}: pass a multiple as world_size"
+        )
     return ranks_per_node, world_size // ranks_per_node
 
 
@@ -564,7 +602,8 @@ class _Planner:
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a parameter before it is flattened: its part, where tensor parallelism has sharded it."""
+    """What a rank holds of a parameter before it is flattened: its part, where tensor parallelism has sharded
+    it."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
@@ -575,8 +614,12 @@ def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
     """The lines that ``print(model)`` has for a unit, after what torch prints."""
     limits = fsdp_module._exec_order_data
     lines = []
-    for own in (_of_unit(part, "", None, limits) for part in parts_of(fsdp_module) if part._handle is not None):
-        names = own.names if len(own.names) <= MAX_NAMES else (*own.names[: MAX_NAMES - 1], "...", own.names[-1])
+    for own in (
+        _of_unit(part, "", None, limits) for part in parts_of(fsdp_module) if part._handle is not None
+    ):
+        names = (
+            own.names if len(own.names) <= MAX_NAMES else (*own.names[: MAX_NAMES - 1], "...", own.names[-1])
+        )
         lines.append(
             f"{_ranks(own)}: {own.numel:,} elements and {own.padding:,} of padding in {_dtypes(own)}; "
             f"{_size(own.sharded_nbytes)} per rank, {_size(own.unsharded_nbytes)} unsharded"
@@ -590,7 +633,8 @@ def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
 
 
 def log_units(root: ShardedModule) -> None:
-    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to fsdp_c.
+    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to
+    fsdp_c.
 
     That torch's operators compute in place of fsdp_c's kernels is a warning, once in a process.
     """
@@ -606,8 +650,8 @@ def log_units(root: ShardedModule) -> None:
 def _warn_of_operators(device_type: str) -> None:
     if why := _C.why_no_kernels(device_type):
         logger.warning(
-            "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work for the "
-            "host. %s",
+            "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work "
+            "for the host. %s",
             device_type,
             why,
         )
@@ -630,7 +674,9 @@ def _text(whole: Summary) -> Iterator[str]:
     yield ""
     yield _memory(whole)
     if sum(whole.all_gathers):
-        within = f", {_size(whole.node_gather_nbytes)} of them within a node" if whole.node_gather_nbytes else ""
+        within = (
+            f", {_size(whole.node_gather_nbytes)} of them within a node" if whole.node_gather_nbytes else ""
+        )
         gathers = _count(sum(whole.all_gathers), "all-gather")
         yield f"per step: {gathers}, {_size(whole.all_gather_nbytes)} on each rank{within}"
     if whole.hint is not None:
@@ -639,7 +685,11 @@ def _text(whole: Summary) -> Iterator[str]:
 
 def _memory(whole: Summary) -> str:
     usual, without_sync = whole.peak_allocated_nbytes, whole.no_sync_peak_allocated_nbytes
-    more = f", or {_size(without_sync)} where gradients are accumulated under no_sync()" if without_sync > usual else ""
+    more = (
+        f", or {_size(without_sync)} where gradients are accumulated under no_sync()"
+        if without_sync > usual
+        else ""
+    )
     return (
         f"per rank: {_size(whole.sharded_nbytes)} of parameters all the time, "
         f"and at most {_size(usual)} unsharded in a training step{more}"
@@ -663,7 +713,9 @@ def _alike(units: Sequence[UnitSummary]) -> list[tuple[str, UnitSummary]]:
 
 def _label(alike: Sequence[UnitSummary]) -> str:
     name = _joint_name([unit.path for unit in alike]) or "(root)"
-    return f"{name}, {'trained' if alike[0].is_trainable else 'frozen'} segment" if alike[0].is_segment else name
+    return (
+        f"{name}, {'trained' if alike[0].is_trainable else 'frozen'} segment" if alike[0].is_segment else name
+    )
 
 
 def _without_numbers(name: str) -> str:
@@ -701,7 +753,8 @@ def _cells(unit: UnitSummary, with_ranks: bool) -> dict[str, str]:
         "dtype": _dtypes(unit),
         "sharded": _size(unit.sharded_nbytes),
         "unsharded": _size(unit.unsharded_nbytes),
-        "collectives": ", ".join(f"{name} {_size(size)}" for name, size in collectives.items() if size) or "none",
+        "collectives": ", ".join(f"{name} {_size(size)}" for name, size in collectives.items() if size)
+        or "none",
     }
     return cells | {"strategy": _ranks(unit)} if with_ranks else cells
 
@@ -732,10 +785,13 @@ def _ranks(unit: UnitSummary) -> str:
 
 
 def _dtypes(unit: UnitSummary) -> str:
-    """For example float32, or float32>bfloat16>float32 where the unit computes and reduces in other dtypes."""
+    """For example float32, or float32>bfloat16>float32 where the unit computes and reduces in other
+    dtypes."""
     if unit.dtype is None:
         return "-"
-    dtypes = [str(dtype).removeprefix("torch.") for dtype in (unit.dtype, unit.param_dtype, unit.reduce_dtype)]
+    dtypes = [
+        str(dtype).removeprefix("torch.") for dtype in (unit.dtype, unit.param_dtype, unit.reduce_dtype)
+    ]
     return dtypes[0] if len(set(dtypes)) == 1 else ">".join(dtypes)
 
 

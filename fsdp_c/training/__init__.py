@@ -1,1 +1,2 @@
-"""Around the steps that C runs: inputs and outputs, the order of units, whole parameters and gradients between them."""
+"""Around the steps that C runs: inputs and outputs, the order of units, whole parameters and gradients
+between them."""

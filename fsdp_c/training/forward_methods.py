@@ -19,23 +19,25 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Have the method ``name`` of a wrapped module run as its forward does, with its parameters gathered.
 
     ``module`` is a FullyShardedDataParallel or the module it wraps. Afterwards both ``unit.name(...)`` and
-    ``unit.module.name(...)`` are collective: all ranks call them in the same order. Gradients, prefetching and mixed
-    precision are those of a forward. Called amid the unit's own forward, or inside summon_full_params, the method runs
-    as it is: its parameters are gathered already. Registering a method twice is the same as once.
+    ``unit.module.name(...)`` are collective: all ranks call them in the same order. Gradients, prefetching
+    and mixed precision are those of a forward. Called amid the unit's own forward, or inside
+    summon_full_params, the method runs as it is: its parameters are gathered already. Registering a method
+    twice is the same as once.
 
-    Without this, a method reached through the unit (``unit.generate(...)``: unknown attributes are looked up in the
-    wrapped module) sees what is stored between steps: this rank's shard, 1-D or empty. It then fails in its first
-    layer with an error about shapes, to which the unit and this function's name are added; if it reads sizes only, it
-    fails not at all, and through ``unit.module.generate(...)`` nothing is added. A method of a submodule that is not a
-    unit of its own sees shards as well: wrap that submodule, or register the method of the unit that calls it.
+    Without this, a method reached through the unit (``unit.generate(...)``: unknown attributes are looked up
+    in the wrapped module) sees what is stored between steps: this rank's shard, 1-D or empty. It then fails
+    in its first layer with an error about shapes, to which the unit and this function's name are added; if it
+    reads sizes only, it fails not at all, and through ``unit.module.generate(...)`` nothing is added. A
+    method of a submodule that is not a unit of its own sees shards as well: wrap that submodule, or register
+    the method of the unit that calls it.
 
     Raises ValueError for a module that no unit wraps, AttributeError for one without a method of that name.
     """
     fsdp_module = module if is_sharded_module(module) else unit_around(module)
     if fsdp_module is None:
         raise ValueError(
-            f"cannot register {name!r}: {type(module).__name__} is neither a FullyShardedDataParallel nor the module "
-            "that one wraps; wrap it first"
+            f"cannot register {name!r}: {type(module).__name__} is neither a FullyShardedDataParallel nor "
+            "the module that one wraps; wrap it first"
         )
     wrapped = fsdp_module.module
     method = getattr(wrapped, name, None)

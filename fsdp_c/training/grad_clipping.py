@@ -19,23 +19,29 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.tools import flight_recorder
 
-GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
+GradsByGroups = dict[
+    tuple[dist.ProcessGroup, ...], list[Tensor]
+]  # by the tensor parallel groups they are sharded over
 
 
 @torch.no_grad()
 def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
 
-    Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion of the
-    gradients' dtypes (fp32 where this rank has none), computed in fp32 (fp64 where a unit is). Raises RuntimeError on
-    an instance that is not the root, ValueError during forward or backward, or for a norm that is none; warns where
-    this rank has no gradients.
+    Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion
+    of the gradients' dtypes (fp32 where this rank has none), computed in fp32 (fp64 where a unit is). Raises
+    RuntimeError on an instance that is not the root, ValueError during forward or backward, or for a norm
+    that is none; warns where this rank has no gradients.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not max_norm >= 0:
-        raise ValueError(f"max_norm must be at least 0, not {max_norm}, which would turn gradients around or to NaN")
+        raise ValueError(
+            f"max_norm must be at least 0, not {max_norm}, which would turn gradients around or to NaN"
+        )
     if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude")
+        raise ValueError(
+            f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude"
+        )
     sharded_handles, whole_handles = _handles(root)
     if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
         return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
@@ -47,7 +53,8 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 def clip_params_(
     params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    """The same of ``params``, those of units and others: None, and nothing done, where no unit has a part of one only.
+    """The same of ``params``, those of units and others: None, and nothing done, where no unit has a part of
+    one only.
 
     Collective over the groups of their units.
     """
@@ -66,8 +73,9 @@ def clip_params_(
     total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total_norm)):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped: on some rank a gradient is inf or NaN. Pass error_if_nonfinite=False to scale by it anyway"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+            "cannot be clipped: on some rank a gradient is inf or NaN. Pass error_if_nonfinite=False to "
+            "scale by it anyway"
         )
     return _clipped(roots[0].rank, grads + plain, max_norm, total_norm)
 
@@ -77,14 +85,21 @@ def _roots() -> list[ShardedModule]:
     return [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
 
 
-def _found(root: ShardedModule, norm_type: float, wanted: Container[int] | None = None) -> tuple[list[Tensor], Tensor]:
-    """The gradients in the tree, of the ``wanted`` parameters alone where they are given, and their norm over ranks."""
+def _found(
+    root: ShardedModule, norm_type: float, wanted: Container[int] | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients in the tree, of the ``wanted`` parameters alone where they are given, and their norm over
+    ranks."""
     sharded_handles, whole_handles = _handles(root)
     handles = sharded_handles + whole_handles
     sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
     _add_unmanaged_grads(whole, root, handles, wanted)
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
-    dtype = torch.float64 if any(handle.flat_param.dtype == torch.float64 for handle in handles) else torch.float32
+    dtype = (
+        torch.float64
+        if any(handle.flat_param.dtype == torch.float64 for handle in handles)
+        else torch.float32
+    )
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
     if root.cpu_offload.offload_params:
         total_norm = total_norm.cpu()
@@ -95,8 +110,8 @@ def _clipped(rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor
     _scale(grads, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
     if not grads:
         warnings.warn(
-            f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in the "
-            f"default dtype {torch.float32}",
+            f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in "
+            f"the default dtype {torch.float32}",
             stacklevel=3,
         )
         return total_norm.float()
@@ -111,13 +126,17 @@ def _number(name: str, value: float) -> float:
 
 
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
-    """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every rank."""
+    """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every
+    rank."""
     root._lazy_init()
     if not root._unit.is_root:
-        raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
+        raise RuntimeError(
+            "`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one"
+        )
     if root._unit.training_state != _C.USE_IDLE:
         raise ValueError(
-            f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
+            "`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank "
+            f"{root.rank})"
         )
     assert root._unit.runtime is not None
     found = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
@@ -169,7 +188,10 @@ def _param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
 
 
 def _add_unmanaged_grads(
-    found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle], wanted: Container[int] | None
+    found: GradsByGroups,
+    root: ShardedModule,
+    handles: Sequence[FlatParamHandle],
+    wanted: Container[int] | None,
 ) -> None:
     """Add the gradients of the parameters that no unit manages."""
     managed: set[int] = set()
@@ -234,7 +256,8 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
 
 
 def _norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> Tensor:
-    """The p-norm of each tensor, with the bits that ``torch.linalg.vector_norm`` gives, as FSDP1 calls it for each."""
+    """The p-norm of each tensor, with the bits that ``torch.linalg.vector_norm`` gives, as FSDP1 calls it for
+    each."""
     is_on_cpu = tensors[0].device.type == "cpu"
     if p == math.inf and is_on_cpu:  # a maximum has no order, and vector_norm is slow to find it
         bounds = torch.stack([bound for tensor in tensors for bound in torch.aminmax(tensor)])
@@ -254,7 +277,8 @@ def _norms_op(tensors: list[Tensor], p: float) -> Tensor:
 
 
 def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
-    """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
+    """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the
+    device."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -264,7 +288,8 @@ def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
 
 @torch.no_grad()
 def _clip_op(tensors: list[Tensor], coefficient: Tensor) -> None:
-    """``torch.ops.fsdp_c.clip_``: each times the one number of ``coefficient``, rounded to the tensor's dtype first."""
+    """``torch.ops.fsdp_c.clip_``: each times the one number of ``coefficient``, rounded to the tensor's dtype
+    first."""
     _scale(tensors, coefficient.reshape(()))
 
 

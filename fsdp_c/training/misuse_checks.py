@@ -1,4 +1,5 @@
-"""Mistakes that show at the end of a backward: of the first one, and of the first after modules were registered.
+"""Mistakes that show at the end of a backward: of the first one, and of the first after modules were
+registered.
 
 A step costs nothing for it: the runtime in C calls ``check_backward`` where it is ``unchecked``.
 """
@@ -29,11 +30,14 @@ from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 
 _CLIPPING = inspect.unwrap(clip_grad.clip_grad_norm_).__code__
-_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()  # by module
+_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = (
+    weakref.WeakKeyDictionary()
+)  # by module
 
 
 def watch(root: ShardedModule) -> None:
-    """Have the next backward of ``root``, which is initialised, checked, and the one after modules are registered."""
+    """Have the next backward of ``root``, which is initialised, checked, and the one after modules are
+    registered."""
     if misuse.is_looked_for():
         _watch_registrations()
         _note(root)
@@ -81,20 +85,28 @@ def _refuse_strangers(root: ShardedModule) -> None:
     ignored = {id(param) for unit in units for param in unit._ignored_params}
 
     def is_left_out(module: nn.Module) -> bool:
-        return module in ignored_modules or isinstance(module, DistributedDataParallel) or not is_composable(module)
+        return (
+            module in ignored_modules
+            or isinstance(module, DistributedDataParallel)
+            or not is_composable(module)
+        )
 
     strangers = [
         clean_name(name)
         for name, param in named_params(root, is_left_out).items()
-        if param.grad is not None and id(param) not in ignored and not is_flattened(param) and not _has_hook(param)
+        if param.grad is not None
+        and id(param) not in ignored
+        and not is_flattened(param)
+        and not _has_hook(param)
     ]
     if strangers:
         misuse.tell(
-            f"rank {root.rank}, unit {unit_name(root.module)}: {first_names(strangers)} got gradients, but belong to "
-            "no unit: they were registered after wrapping, so that nobody reduces their gradients, and each rank "
-            "trains its own. Add modules before wrapping. What is to stay outside: pass it in ignored_states when "
-            "wrapping, give all ranks the same values, and reduce its gradients, for instance by param."
-            "register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG)).",
+            f"rank {root.rank}, unit {unit_name(root.module)}: {first_names(strangers)} got gradients, but "
+            "belong to no unit: they were registered after wrapping, so that nobody reduces their gradients, "
+            "and each rank trains its own. Add modules before wrapping. What is to stay outside: pass it in "
+            "ignored_states when wrapping, give all ranks the same values, and reduce its gradients, for "
+            "instance by param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, "
+            "dist.ReduceOp.AVG)).",
             is_certain=True,
         )
 
@@ -105,7 +117,8 @@ def _has_hook(param: nn.Parameter) -> bool:
 
 
 def _warn_of_stale_optimizers(root: ShardedModule) -> None:
-    """Optimizers made before wrapping, or of a module on the meta device, unless one holds what is trained."""
+    """Optimizers made before wrapping, or of a module on the meta device, unless one holds what is
+    trained."""
     before = {id(param): param for unit in units_of(root) for param in _take_params_before(unit)}
     if not before:
         return
@@ -114,16 +127,19 @@ def _warn_of_stale_optimizers(root: ShardedModule) -> None:
     stale = []
     for optimizer in gc.get_objects():
         if issubclass(type(optimizer), Optimizer):  # isinstance would ask proxies
-            held = {id(param) for group in vars(optimizer).get("param_groups", ()) for param in group["params"]}
+            held = {
+                id(param) for group in vars(optimizer).get("param_groups", ()) for param in group["params"]
+            }
             if not held.isdisjoint(own):
                 return
             if not held.isdisjoint(before):
                 stale.append(type(optimizer).__name__)
     if stale:
         misuse.tell(
-            f"rank {root.rank}, unit {unit_name(root.module)}: {' and '.join(stale)} was made before wrapping, and no "
-            "optimizer holds the model's parameters: what it holds gets no gradients, so that its steps change "
-            "nothing, and stays in memory whole. Make the optimizer of model.parameters() after wrapping.",
+            f"rank {root.rank}, unit {unit_name(root.module)}: {' and '.join(stale)} was made before "
+            "wrapping, and no optimizer holds the model's parameters: what it holds gets no gradients, so "
+            "that its steps change nothing, and stays in memory whole. Make the optimizer of "
+            "model.parameters() after wrapping.",
             is_certain=False,
         )
 
@@ -135,15 +151,18 @@ def _take_params_before(unit: ShardedModule) -> Iterator[nn.Parameter]:
 
 
 def _warn_of_graph_of_freed(root: ShardedModule) -> None:
-    """A backward with create_graph=True to inputs alone, as of a gradient penalty; one to parameters is refused."""
+    """A backward with create_graph=True to inputs alone, as of a gradient penalty; one to parameters is
+    refused."""
     units = units_of(root) if torch.is_grad_enabled() else []
-    sharded = [unit_name(unit.module) for unit in units if unit._handle is not None and unit._handle.layout.sharded]
+    sharded = [
+        unit_name(unit.module) for unit in units if unit._handle is not None and unit._handle.layout.sharded
+    ]
     if sharded:
         misuse.tell(
-            f"rank {root.rank}, unit {unit_name(root.module)}: this backward makes a graph (create_graph=True), as for "
-            f"a gradient penalty, and {first_names(sharded)} give their parameters back after it: a backward through "
-            "that graph will not find them, and raise 'out of bounds for storage of size 0'. Wrap these units with "
-            "ShardingStrategy.NO_SHARD.",
+            f"rank {root.rank}, unit {unit_name(root.module)}: this backward makes a graph "
+            f"(create_graph=True), as for a gradient penalty, and {first_names(sharded)} give their "
+            "parameters back after it: a backward through that graph will not find them, and raise 'out of "
+            "bounds for storage of size 0'. Wrap these units with ShardingStrategy.NO_SHARD.",
             is_certain=False,
         )
 
@@ -162,8 +181,8 @@ def warn_of_torchs_clipping(root: ShardedModule) -> None:
         return
     if any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(root)):
         misuse.tell(
-            f"rank {root.rank}, unit {unit_name(root.module)}: torch.nn.utils.clip_grad_norm_ takes the norm of this "
-            "rank's shards alone, so that each rank clips by another. Call model.clip_grad_norm_(max_norm), or "
-            "fsdp_c.install() first, under which torch's is right.",
+            f"rank {root.rank}, unit {unit_name(root.module)}: torch.nn.utils.clip_grad_norm_ takes the norm "
+            "of this rank's shards alone, so that each rank clips by another. Call "
+            "model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under which torch's is right.",
             is_certain=False,
         )

@@ -1,4 +1,5 @@
-"""What an optimizer's step ends: between a forward and its backward modules may show whole parameters (C-091)."""
+"""What an optimizer's step ends: between a forward and its backward modules may show whole parameters
+(C-091)."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictiona
 def watch(root: ShardedModule) -> None:
     """Have the units of ``root`` show sharded parameters from an optimizer's step on.
 
-    The step changes the shards, of which whole parameters that a forward has left are copies: what the user then writes
-    to ``parameters()`` must not go there. What was written there before is taken over first.
+    The step changes the shards, of which whole parameters that a forward has left are copies: what the user
+    then writes to ``parameters()`` must not go there. What was written there before is taken over first.
     """
     if any(
         unit._use_orig_params and unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES

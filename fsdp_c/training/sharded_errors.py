@@ -18,12 +18,17 @@ from fsdp_c.sharding.traversal import clean_path
 from fsdp_c.sharding.wrap import unit_name
 
 _REMEDY = "fsdp_c.register_forward_method"
-_OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0")  # what kernels say of shards, and of views of nothing
-_in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)  # it explains best
+_OF_SHARDS = re.compile(
+    "1-D tensor|1D tensor|storage of size 0"
+)  # what kernels say of shards, and of views of nothing
+_in_method: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "_in_method", default=False
+)  # it explains best
 
 
 def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:
-    """The same bound method of a wrapped module, whose errors on sharded parameters name the unit and the remedy."""
+    """The same bound method of a wrapped module, whose errors on sharded parameters name the unit and the
+    remedy."""
     function = method.__func__
 
     @functools.wraps(function)
@@ -41,16 +46,18 @@ def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.Me
 
 
 def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None:
-    """The same for an ``error`` in the forward of the unit, of a layer whose forward was called past its unit."""
+    """The same for an ``error`` in the forward of the unit, of a layer whose forward was called past its
+    unit."""
     _explain_layer(error, units_of(fsdp_module))
 
 
 class LayerCall:
-    """What a layer's ``__call__`` calls while its unit keeps its parameters sharded: explains the error this ends in.
+    """What a layer's ``__call__`` calls while its unit keeps its parameters sharded: explains the error this
+    ends in.
 
-    It stands in ``_compiled_call_impl`` of the layer, which copies and pickles leave behind, and is taken away while
-    the unit's forward runs. Called where the parameters are gathered after all (in a recomputation, or inside
-    summon_full_params) it steps aside until they are sharded again.
+    It stands in ``_compiled_call_impl`` of the layer, which copies and pickles leave behind, and is taken
+    away while the unit's forward runs. Called where the parameters are gathered after all (in a
+    recomputation, or inside summon_full_params) it steps aside until they are sharded again.
     """
 
     __slots__ = ("_handle", "_layer")
@@ -76,10 +83,11 @@ class LayerCall:
 
 
 def explain_layers(fsdp_module: ShardedModule) -> None:
-    """From now on an error of a layer of the unit that is called past it, anywhere, names the unit and the remedy.
+    """From now on an error of a layer of the unit that is called past it, anywhere, names the unit and the
+    remedy.
 
-    So until the unit has run a few training steps; after them a step costs nothing, and such calls are explained where
-    the last forward was one without gradients.
+    So until the unit has run a few training steps; after them a step costs nothing, and such calls are
+    explained where the last forward was one without gradients.
     """
     explained: set[nn.Module] = set()
     for handle in (part._handle for part in parts_of(fsdp_module)):
@@ -90,21 +98,23 @@ def explain_layers(fsdp_module: ShardedModule) -> None:
 
 
 def _layers(handle: FlatParamHandle) -> dict[nn.Module, str]:
-    """The modules that show parameters of the unit, shared ones included, and the names of their places in it."""
+    """The modules that show parameters of the unit, shared ones included, and the names of their places in
+    it."""
     flat_param = handle.flat_param
     own = {info.module: info.module_name for info in flat_param._param_infos}
     return {info.module: info.module_name for info in flat_param._shared_param_infos} | own
 
 
 def _explain_method(error: Exception, fsdp_module: ShardedModule, method: str) -> None:
-    """Add to the message where the innermost module on the way to ``error`` has parameters that are sharded now."""
+    """Add to the message where the innermost module on the way to ``error`` has parameters that are sharded
+    now."""
     found = _sharded_unit(error, units_of(fsdp_module))
     if found is not None:
         _add(
             error,
             *found,
-            f"{unit_name(fsdp_module.module)}.{method}() is not a forward. To gather them for it call {_REMEDY}("
-            f"module, {method!r}) once, on the unit or the module that it wraps",
+            f"{unit_name(fsdp_module.module)}.{method}() is not a forward. To gather them for it call "
+            f"{_REMEDY}(module, {method!r}) once, on the unit or the module that it wraps",
         )
 
 
@@ -115,8 +125,9 @@ def _explain_layer(error: BaseException, units: Iterable[ShardedModule]) -> None
         _add(
             error,
             *found,
-            "it was called outside of that unit's forward. Call the unit; or give the unit's module a method that "
-            f"makes the call, and gather for it by {_REMEDY}(module, name); or wrap the layer as a unit of its own",
+            "it was called outside of that unit's forward. Call the unit; or give the unit's module a method "
+            f"that makes the call, and gather for it by {_REMEDY}(module, name); or wrap the layer as a unit "
+            "of its own",
         )
     elif _OF_SHARDS.search(str(error)) and (reading := _read_past_unit(error, units)) is not None:
         reader, inner, where = reading
@@ -124,20 +135,27 @@ def _explain_layer(error: BaseException, units: Iterable[ShardedModule]) -> None
             error,
             inner,
             where,
-            f"{type(reader).__name__} read them without calling that unit, as nn.TransformerEncoderLayer does in its "
-            f"fast path of eval mode. Wrap the {type(reader).__name__} instead of what is in it; or, where that is the "
-            f"fast path, call torch.backends.mha.set_fastpath_enabled(False). {_REMEDY}() does not help here",
+            f"{type(reader).__name__} read them without calling that unit, as nn.TransformerEncoderLayer "
+            f"does in its fast path of eval mode. Wrap the {type(reader).__name__} instead of what is in it; "
+            "or, where that is the fast path, call torch.backends.mha.set_fastpath_enabled(False). "
+            f"{_REMEDY}() does not help here",
         )
 
 
 def _read_past_unit(
     error: BaseException, units: Iterable[ShardedModule]
 ) -> tuple[nn.Module, ShardedModule, str] | None:
-    """The innermost module in the traceback, the unit below it that keeps parameters sharded, and what is there."""
+    """The innermost module in the traceback, the unit below it that keeps parameters sharded, and what is
+    there."""
     reader, in_forward = _innermost(error)
     for inner in units:
         handle = inner._handle
-        if reader is not None and handle is not None and inner._whole not in in_forward and handle.shows_sharded:
+        if (
+            reader is not None
+            and handle is not None
+            and inner._whole not in in_forward
+            and handle.shows_sharded
+        ):
             for name, module in reader.named_modules():
                 if module is not reader and module in _layers(handle):
                     return reader, inner, repr(clean_path(name))
@@ -147,14 +165,15 @@ def _read_past_unit(
 def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: str) -> None:
     if len(error.args) == 1 and _REMEDY not in str(error.args[0]):
         error.args = (
-            f"{error.args[0]}\n(rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: the parameters of "
-            f"{where} are sharded now, because {reason}; to look at whole parameters use "
+            f"{error.args[0]}\n(rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: the "
+            f"parameters of {where} are sharded now, because {reason}; to look at whole parameters use "
             "FullyShardedDataParallel.summon_full_params(module).)",
         )
 
 
 def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple[ShardedModule, str] | None:
-    """The one of ``units`` that keeps the parameters of the innermost module in the traceback, and that module's name.
+    """The one of ``units`` that keeps the parameters of the innermost module in the traceback, and that
+    module's name.
 
     None where that unit had gathered them: it was in its own forward when the error came.
     """

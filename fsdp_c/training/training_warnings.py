@@ -16,7 +16,8 @@ _REENTRANT = CheckpointFunction.forward.__code__
 
 
 def is_in_reentrant_checkpoint() -> bool:
-    """True where the caller was called by the forward of a reentrant checkpoint, which computes without gradients."""
+    """True where the caller was called by the forward of a reentrant checkpoint, which computes without
+    gradients."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _REENTRANT:
         frame = frame.f_back
@@ -28,9 +29,9 @@ def warn_of_units_cut_off(rank: int, names: list[str]) -> None:
     _warn(
         rank,
         names,
-        "They have trainable parameters and ran in training mode, but none of their outputs requires a gradient. In a "
-        "reentrant checkpoint that is so where no input requires one, after frozen embeddings for instance: use "
-        "checkpoint(..., use_reentrant=False), or let the inputs require gradients, with "
+        "They have trainable parameters and ran in training mode, but none of their outputs requires a "
+        "gradient. In a reentrant checkpoint that is so where no input requires one, after frozen embeddings "
+        "for instance: use checkpoint(..., use_reentrant=False), or let the inputs require gradients, with "
         "enable_input_require_grads() of transformers' models or x.requires_grad_().",
     )
 
@@ -40,12 +41,15 @@ def warn_of_units_left_out(rank: int, names: list[str]) -> None:
     _warn(
         rank,
         names,
-        "They have trainable parameters and ran in training mode with gradients enabled, but the backward did not "
-        "pass through them: the loss does not depend on their outputs, or these were detached on the way to it.",
+        "They have trainable parameters and ran in training mode with gradients enabled, but the backward "
+        "did not pass through them: the loss does not depend on their outputs, or these were detached on the "
+        "way to it.",
     )
 
 
 def _warn(rank: int, names: list[str], why: str) -> None:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    warnings.warn(f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}", stacklevel=script_level())
+    warnings.warn(
+        f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}", stacklevel=script_level()
+    )

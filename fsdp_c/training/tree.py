@@ -19,7 +19,8 @@ from fsdp_c.compat import upstream
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``fn`` to every tensor in ``value``; containers without a changed tensor are returned as they are."""
+    """Apply ``fn`` to every tensor in ``value``; containers without a changed tensor are returned as they
+    are."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -60,7 +61,8 @@ def convert_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move every tensor to ``device`` and cast floating ones to ``dtype``; None leaves that as it is.
 
-    Where torch does so, lists and dicts become the module's own: what it does to them, the caller's do not show.
+    Where torch does so, lists and dicts become the module's own: what it does to them, the caller's do not
+    show.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,15 +75,20 @@ def convert_inputs(
     args, kwargs = _map(convert, args), _map(convert, kwargs)
     casts = dtype is not None
     if casts or upstream.copies_containers_of_inputs():
-        return _with_own_containers(args, casts), {k: _with_own_containers(v, casts) for k, v in kwargs.items()}
+        return _with_own_containers(args, casts), {
+            k: _with_own_containers(v, casts) for k, v in kwargs.items()
+        }
     return args, kwargs
 
 
 def _with_own_containers(value: Any, empty_ones: bool) -> Any:
-    """``value`` with copies of the lists and dicts in it, and in them; empty ones stay the caller's unless wanted."""
+    """``value`` with copies of the lists and dicts in it, and in them; empty ones stay the caller's unless
+    wanted."""
     if isinstance(value, tuple) and not isinstance(value, PackedSequence):
         items = tuple(_with_own_containers(item, empty_ones) for item in value)
-        return _rebuilt(value, items, lambda new: type(value)(*new) if hasattr(value, "_fields") else type(value)(new))
+        return _rebuilt(
+            value, items, lambda new: type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+        )
     if not isinstance(value, list | dict) or not (value or empty_ones):
         return value
     copied = copy.copy(value)
@@ -93,9 +100,9 @@ def _with_own_containers(value: Any, empty_ones: bool) -> Any:
 def tensors_of(output: object) -> list[torch.Tensor]:
     """All tensors in ``output`` that require grad, each once.
 
-    Looks into containers, dataclasses, PackedSequences and registered pytrees, into iterators, generators, methods,
-    partials and closures, and into the attributes of objects of any other class: a tensor that is not found here is
-    computed with parameters that are freed before its backward.
+    Looks into containers, dataclasses, PackedSequences and registered pytrees, into iterators, generators,
+    methods, partials and closures, and into the attributes of objects of any other class: a tensor that is
+    not found here is computed with parameters that are freed before its backward.
     """
     found: dict[int, torch.Tensor] = {}
     _search(output, found, set(), _ATTRIBUTE_DEPTH)
@@ -103,7 +110,20 @@ def tensors_of(output: object) -> list[torch.Tensor]:
 
 
 _ATTRIBUTE_DEPTH = 4
-_OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
+_OPAQUE = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    nn.Module,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 # What is called later, or asked for its values: what it will compute with.
@@ -111,7 +131,9 @@ _HELD: dict[type, Callable[[Any], Iterable[object]]] = {
     functools.partial: lambda partial: (partial.func, *partial.args, *partial.keywords.values()),
     types.MethodType: lambda method: (method.__self__,),
     types.BuiltinMethodType: lambda method: (method.__self__,),
-    types.FunctionType: lambda function: [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)],
+    types.FunctionType: lambda function: [
+        cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)
+    ],
     types.GeneratorType: lambda generator: generator.gi_frame.f_locals.values() if generator.gi_frame else (),
 }
 
@@ -127,7 +149,11 @@ def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found[id(value)] = value
-    elif not isinstance(value, _OPAQUE) and id(value) not in seen and (_HELD.get(type(value)) or not callable(value)):
+    elif (
+        not isinstance(value, _OPAQUE)
+        and id(value) not in seen
+        and (_HELD.get(type(value)) or not callable(value))
+    ):
         seen.add(id(value))
         children, is_container = _children(value)
         if is_container or depth > 0:
@@ -144,15 +170,22 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
     if isinstance(value, tuple | list | set | frozenset):
         return value, True
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
-        return gc.get_referents(value), True  # those of Python's own: to iterate would take its values from it
+        return gc.get_referents(
+            value
+        ), True  # those of Python's own: to iterate would take its values from it
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves, True
-    slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+    slots = (
+        getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())
+    )
     return (*getattr(value, "__dict__", {}).values(), *slots), dataclasses.is_dataclass(value)
 
 
-def hook_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]) -> RemovableHandle | None:
-    """Call ``hook`` once all inputs that require grad have their gradients. Returns a removable handle, or None."""
+def hook_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]
+) -> RemovableHandle | None:
+    """Call ``hook`` once all inputs that require grad have their gradients. Returns a removable handle, or
+    None."""
     tensors = tensors_of((args, kwargs))
     return register_multi_grad_hook(tensors, lambda _: hook()) if tensors else None

@@ -80,15 +80,17 @@ def _check_arguments(
     use_orig_params = fsdp_module._use_orig_params
     if with_grads and (offload_to_cpu or not use_orig_params):
         raise NotImplementedError(
-            f"with_grads={with_grads}, use_orig_params={use_orig_params}, offload_to_cpu={offload_to_cpu} is not "
-            "supported: full gradients need use_orig_params=True and offload_to_cpu=False"
+            f"with_grads={with_grads}, use_orig_params={use_orig_params}, offload_to_cpu={offload_to_cpu} is "
+            "not supported: full gradients need use_orig_params=True and offload_to_cpu=False"
         )
     if offload_to_cpu and fsdp_module._handle is not None and not _is_sharded(fsdp_module):
-        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported: nothing is gathered there")
+        raise NotImplementedError(
+            "offload_to_cpu=True and NO_SHARD is not supported: nothing is gathered there"
+        )
     if writeback and rank0_only:
         raise NotImplementedError(
-            "writeback=True and rank0_only=True is not supported: the other ranks would keep their old shards; "
-            "pass writeback=False"
+            "writeback=True and rank0_only=True is not supported: the other ranks would keep their old "
+            "shards; pass writeback=False"
         )
     if offload_to_cpu and not rank0_only:
         warn_of_copies(stacklevel=5)
@@ -97,8 +99,8 @@ def _check_arguments(
 def warn_of_copies(stacklevel: int) -> None:
     """What is offloaded is on every rank."""
     warnings.warn(
-        "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for each "
-        "rank: pass rank0_only=True to keep one",
+        "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for "
+        "each rank: pass rank0_only=True to keep one",
         stacklevel=stacklevel,
     )
 
@@ -116,7 +118,9 @@ def _check_state(fsdp_module: ShardedModule) -> None:
             f"Cannot manually unshard parameters when already unsharding parameters ({_place(fsdp_module)})"
         )
     if state != _C.USE_IDLE:
-        raise AssertionError(f"Cannot manually unshard parameters during forward/backward ({_place(fsdp_module)})")
+        raise AssertionError(
+            f"Cannot manually unshard parameters during forward/backward ({_place(fsdp_module)})"
+        )
     if fsdp_module._handle is not None:
         check_idle(fsdp_module)
 
@@ -126,7 +130,8 @@ def _place(fsdp_module: ShardedModule) -> str:
 
 
 def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
-    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned`` allows it.
+    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned``
+    allows it.
 
     What a backward that raised has left is dropped first.
     """
@@ -138,7 +143,8 @@ def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
             raise AssertionError(
                 f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
                 f"({_place(fsdp_module)}): "
-                "its shard is that of before, and takes what is shown at the end; leave summon_full_params first"
+                "its shard is that of before, and takes what is shown at the end; leave summon_full_params "
+                "first"
             )
     elif state != _C.USE_IDLE:
         raise AssertionError(
@@ -167,7 +173,9 @@ def _summon_unit(
     with contextlib.ExitStack() as stack:
         handle.summon_enter(writeback)
         if with_grads:
-            stack.callback(handle.summon_grads_exit, writeback)  # after summon_exit, as gradients follow parameters
+            stack.callback(
+                handle.summon_grads_exit, writeback
+            )  # after summon_exit, as gradients follow parameters
         stack.callback(handle.summon_exit)
         if with_grads:
             handle.summon_grads()
@@ -184,21 +192,25 @@ def _summon_unit(
 
 @contextlib.contextmanager
 def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
-    """Inside summon: show copies in CPU memory and free the gathered parameters; at exit carry edits back to them."""
+    """Inside summon: show copies in CPU memory and free the gathered parameters; at exit carry edits back to
+    them."""
     params = common.managed_params(handle)
     copies: dict[int, nn.Parameter] = {}
     shown = []
     for param in params:
         full = getattr(param.module, param.name)
         if id(full) not in copies:
-            copies[id(full)] = nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=full.requires_grad)
+            copies[id(full)] = nn.Parameter(
+                full.detach().to("cpu", copy=True), requires_grad=full.requires_grad
+            )
         shown.append((param, copies[id(full)]))
     handle.summon_free()
     with common.mounted(shown):
         yield
     if not writeback:
         return
-    # The gathered parameters were freed: gather again, inside a summon of its own, to write the edits into them.
+    # The gathered parameters were freed: gather again, inside a summon of its own, to write the edits into
+    # them.
     handle.summon_exit()
     handle.summon_enter(True)
     with torch.no_grad():

@@ -54,7 +54,9 @@ def manually_wrapped(model: Mlp) -> nn.Module:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of all ranks together."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(GLOBAL_BATCH, WIDTH, generator=generator), torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+    return torch.randn(GLOBAL_BATCH, WIDTH, generator=generator), torch.randn(
+        GLOBAL_BATCH, WIDTH, generator=generator
+    )
 
 
 def rank_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:

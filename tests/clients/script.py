@@ -1,4 +1,5 @@
-"""A script with accelerate that knows nothing of fsdp_c: trains and prints what it found, for test_script.py."""
+"""A script with accelerate that knows nothing of fsdp_c: trains and prints what it found, for
+test_script.py."""
 
 import json
 import os
@@ -18,7 +19,9 @@ class Block(nn.Linear):
 
 def main(folder: str) -> None:
     plugin = FullyShardedDataParallelPlugin(
-        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], use_orig_params=True
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        use_orig_params=True,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     torch.manual_seed(0)
@@ -28,7 +31,9 @@ def main(folder: str) -> None:
     assert type(model) is FSDP
     losses = []
     for step in range(4):
-        generator = torch.Generator().manual_seed(step * accelerator.num_processes + accelerator.process_index)
+        generator = torch.Generator().manual_seed(
+            step * accelerator.num_processes + accelerator.process_index
+        )
         loss = F.mse_loss(model(torch.randn(4, 3, generator=generator)), torch.ones(4, 1))
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)

@@ -1,4 +1,5 @@
-"""What the tests of all libraries share: the environment of a launched rank, shims, and the unsharded reference."""
+"""What the tests of all libraries share: the environment of a launched rank, shims, and the unsharded
+reference."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ TIMEOUT_S = 180.0  # of one body: the first of a library still imports parts of 
 
 
 def require(*names: str) -> None:
-    """Skip the calling module unless the libraries are there. Not importorskip: that would import them here."""
+    """Skip the calling module unless the libraries are there. Not importorskip: that would import them
+    here."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (make test-clients installs them)", allow_module_level=True)
+        pytest.skip(
+            f"not installed: {', '.join(missing)} (make test-clients installs them)", allow_module_level=True
+        )
 
 
 def launched(rank: int, world_size: int) -> None:
-    """Make this process look as torchrun leaves it, with fsdp_c installed after the libraries were imported."""
+    """Make this process look as torchrun leaves it, with fsdp_c installed after the libraries were
+    imported."""
     import fsdp_c
 
     os.environ.update(
@@ -43,7 +48,8 @@ def launched(rank: int, world_size: int) -> None:
 
 @functools.cache
 def gpus_that_are_cpus() -> None:
-    """The shim for accelerate and the Trainer, which give FSDP to distributed GPUs alone: a run on CPUs says it is one.
+    """The shim for accelerate and the Trainer, which give FSDP to distributed GPUs alone: a run on CPUs says
+    it is one.
 
     With ``sync_module_states`` they also ask for the GPU to allocate parameters on.
     """
@@ -89,7 +95,9 @@ def assert_same_parameters(found: dict[str, Tensor], expected: dict[str, Tensor]
     """Same names, and values within TOLERANCE."""
     assert sorted(found) == sorted(expected), f"{sorted(set(found) ^ set(expected))} are on one side only"
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def train_reference(
@@ -101,7 +109,8 @@ def train_reference(
     max_norm: float | None = None,
     micro_batches: int = 1,
 ) -> list[float]:
-    """Train the unsharded ``model`` on what all ranks see together; ``loss_of(model, micro batch)``. Losses by step."""
+    """Train the unsharded ``model`` on what all ranks see together; ``loss_of(model, micro batch)``. Losses
+    by step."""
     losses = []
     for step in steps:
         total = 0.0

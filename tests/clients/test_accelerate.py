@@ -47,7 +47,10 @@ def accelerator(rank, world_size, *, mixed_precision="no", micro_batches=1, **pl
         **plugin_options,
     )
     return Accelerator(
-        cpu=True, fsdp_plugin=plugin, mixed_precision=mixed_precision, gradient_accumulation_steps=micro_batches
+        cpu=True,
+        fsdp_plugin=plugin,
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=micro_batches,
     )
 
 
@@ -73,9 +76,12 @@ def prepared(acc, seed: int = 0, **adam):
 
 @contextlib.contextmanager
 def trusting_torch_load():
-    """The other shim: accelerate lets torch.load read no ShardedTensor, of which local state dicts consist."""
+    """The other shim: accelerate lets torch.load read no ShardedTensor, of which local state dicts
+    consist."""
     load = torch.load
-    with mock.patch.object(torch, "load", lambda *args, **kwargs: load(*args, **kwargs | {"weights_only": False})):
+    with mock.patch.object(
+        torch, "load", lambda *args, **kwargs: load(*args, **kwargs | {"weights_only": False})
+    ):
         yield
 
 
@@ -141,7 +147,9 @@ def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_para
 
     fresh = accelerator(rank, world_size, use_orig_params=use_orig_params, state_dict_type=kind)
     model, optimizer, _ = prepared(fresh, seed=1)
-    train(fresh, model, optimizer, batches[7:])  # accelerate reads sharded optimizer state into what is there already
+    train(
+        fresh, model, optimizer, batches[7:]
+    )  # accelerate reads sharded optimizer state into what is there already
     with trusting_torch_load() if kind == "LOCAL_STATE_DICT" else contextlib.nullcontext():
         fresh.load_state(tmp_path)
     assert train(fresh, model, optimizer, batches[2:5]) == expected
@@ -168,12 +176,16 @@ def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use
             return F.mse_loss(model(inputs).float(), targets)
 
     start = {name: value.clone() for name, value in plain.state_dict().items()}
-    expected = train_reference(plain, loss_of, range(8), optimizer=torch.optim.SGD(plain.parameters(), lr=1e-3))
+    expected = train_reference(
+        plain, loss_of, range(8), optimizer=torch.optim.SGD(plain.parameters(), lr=1e-3)
+    )
     assert losses == pytest.approx(expected, rel=2e-2)  # bf16 has 8 bits
     found = full_parameters(model)
     for name, param in plain.named_parameters():
         assert found[name].dtype is torch.float32
-        moved = (param - start[name]).norm()  # in bf16, steps this small would round to nothing or to a whole ulp
+        moved = (
+            param - start[name]
+        ).norm()  # in bf16, steps this small would round to nothing or to a whole ulp
         assert (found[name] - param).norm() <= 0.05 * moved + 1e-7, name
 
 

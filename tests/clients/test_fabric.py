@@ -34,7 +34,9 @@ def fabric(rank: int, world_size: int, precision: str = "32-true", **options):
     from lightning.fabric.strategies import FSDPStrategy
 
     launched(rank, world_size)
-    found = Fabric(accelerator="cpu", devices=world_size, strategy=on_cpu(FSDPStrategy)(**options), precision=precision)
+    found = Fabric(
+        accelerator="cpu", devices=world_size, strategy=on_cpu(FSDPStrategy)(**options), precision=precision
+    )
     found.launch()
     return found
 
@@ -71,7 +73,11 @@ def expected_run(steps=range(STEPS), **options) -> tuple[list[float], dict[str, 
     "options",
     [
         {"auto_wrap_policy": {Layer}},
-        {"auto_wrap_policy": {Layer}, "activation_checkpointing_policy": {Layer}, "sharding_strategy": "SHARD_GRAD_OP"},
+        {
+            "auto_wrap_policy": {Layer},
+            "activation_checkpointing_policy": {Layer},
+            "sharding_strategy": "SHARD_GRAD_OP",
+        },
         {"auto_wrap_policy": {Layer}, "cpu_offload": True},
     ],
     ids=["wrapped", "recomputed", "offloaded"],
@@ -83,7 +89,9 @@ def test_model_and_optimizer_set_up_together_train_as_unsharded(rank, world_size
     model, optimizer = run.setup(plain, adam(plain))
     assert_ours(model)
     losses, parameters = expected_run(range(3), micro_batches=2, max_norm=0.5)
-    assert train(run, model, optimizer, range(3), micro_batches=2, max_norm=0.5) == pytest.approx(losses, rel=1e-5)
+    assert train(run, model, optimizer, range(3), micro_batches=2, max_norm=0.5) == pytest.approx(
+        losses, rel=1e-5
+    )
     assert_same_parameters(full_parameters(model._forward_module), parameters)
 
 

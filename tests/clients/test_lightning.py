@@ -1,4 +1,5 @@
-"""Lightning's Trainer with FSDPStrategy: automatic wrapping, configure_model, checkpoints, another number of ranks."""
+"""Lightning's Trainer with FSDPStrategy: automatic wrapping, configure_model, checkpoints, another number of
+ranks."""
 
 from __future__ import annotations
 
@@ -130,7 +131,9 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
 
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_size, use_orig_params, tmp_path):
+def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(
+    rank, world_size, use_orig_params, tmp_path
+):
     options = {"use_orig_params": use_orig_params, "auto_wrap_policy": {Layer}}
     run = trainer(rank, world_size, tmp_path, options, max_epochs=2, accumulate_grad_batches=EPOCH)
     module = lit_module()
@@ -154,14 +157,17 @@ def trained_and_saved(rank: int, world_size: int, folder: Path, options: dict[st
     return mean_losses(run, module)
 
 
-def resumed(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def resumed(
+    rank: int, world_size: int, folder: Path, options: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     policy = {"auto_wrap_policy": {Layer}}
     run, module = trainer(rank, world_size, folder, options | policy, max_epochs=2), lit_module(seed=1)
     run.fit(module, loader(rank, world_size), ckpt_path=folder / "checkpoint", weights_only=False)
     return mean_losses(run, module), parameters_of(run)
 
 
-# for a full one Lightning numbers the parameters, which has no meaning for flat ones: torch and fsdp_c refuse it
+# for a full one Lightning numbers the parameters, which has no meaning for flat ones: torch and fsdp_c refuse
+# it
 @pytest.mark.parametrize(("use_orig_params", "kind"), [(True, "full"), (True, "sharded"), (False, "sharded")])
 def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_path, use_orig_params, kind):
     """Saved by 2 ranks after one epoch of two, resumed by 3."""

@@ -55,12 +55,16 @@ def with_adapters(seed: int = 1) -> nn.Module:
 
     base = language_model()
     torch.manual_seed(seed)
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"
+    )
     return get_peft_model(base, config)
 
 
 def tokens(step: int, world_size: int) -> Tensor:
-    return torch.randint(VOCABULARY, (BATCH * world_size, LENGTH), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        VOCABULARY, (BATCH * world_size, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -79,14 +83,16 @@ def trained_reference() -> tuple[nn.Module, list[float]]:
 
 
 def wrapped(model: nn.Module, use_orig_params: bool, by_block: bool = True) -> Any:
-    """One unit for each block, where frozen and trainable parameters meet, or as PEFT's policy has it, which keeps them
-    apart."""
+    """One unit for each block, where frozen and trainable parameters meet, or as PEFT's policy has it, which
+    keeps them apart."""
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_block else fsdp_auto_wrap_policy(model)
-    found = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    found = FSDP(
+        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
     assert_ours(found)
     return found
 
@@ -120,7 +126,8 @@ def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_or
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
-    """PEFT finds adapters behind the wrapper's prefix, which it knows at the start of a name alone: one unit."""
+    """PEFT finds adapters behind the wrapper's prefix, which it knows at the start of a name alone: one
+    unit."""
     from peft import PeftModel, get_peft_model_state_dict
 
     launched(rank, world_size)
@@ -129,7 +136,9 @@ def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
     train(model, rank, world_size)
     plain, _ = trained_reference()
     found = full_parameters(model)
-    assert_same_parameters(get_peft_model_state_dict(model, state_dict=found), get_peft_model_state_dict(plain))
+    assert_same_parameters(
+        get_peft_model_state_dict(model, state_dict=found), get_peft_model_state_dict(plain)
+    )
     if rank == 0:
         model.module.save_pretrained(tmp_path, state_dict=found)
     dist.barrier()
@@ -169,7 +178,11 @@ def test_trainer_trains_adapters_as_unsharded(rank, world_size, use_orig_params,
         str(tmp_path),
         use_cpu=True,
         fsdp=True,
-        fsdp_config={"version": 1, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "use_orig_params": use_orig_params},
+        fsdp_config={
+            "version": 1,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "use_orig_params": use_orig_params,
+        },
         per_device_train_batch_size=BATCH,
         train_sampling_strategy="sequential",
         max_steps=STEPS,

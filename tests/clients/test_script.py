@@ -1,4 +1,5 @@
-"""A script that knows nothing of fsdp_c, started by torchrun with fsdp_c installed before anything else is imported."""
+"""A script that knows nothing of fsdp_c, started by torchrun with fsdp_c installed before anything else is
+imported."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_losses_are_those_of_the_unsharded_model(tmp_path):
     model = nn.Sequential(nn.Linear(3, 5), Block(5, 5), Block(5, 5), nn.Linear(5, 1))
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        inputs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in range(2)]
+        inputs = [
+            torch.randn(4, 3, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in range(2)
+        ]
         return F.mse_loss(model(torch.cat(inputs)), torch.ones(8, 1))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

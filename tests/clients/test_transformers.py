@@ -1,4 +1,5 @@
-"""The transformers Trainer with FSDP in its arguments, and a model whose output layer shares the embedding's weight."""
+"""The transformers Trainer with FSDP in its arguments, and a model whose output layer shares the embedding's
+weight."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def language_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, eos_token_id=0, **dropouts)
+        GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, eos_token_id=0, **dropouts
+        )
     )
 
 
@@ -103,7 +106,9 @@ def trained_reference(world_size: int) -> tuple[nn.Module, list[float]]:
     model, batches = language_model(), texts(STEPS * BATCH * world_size, seed=1)
 
     def loss_of(model, step):
-        whole = torch.stack([text["input_ids"] for text in batches[step * BATCH * world_size :][: BATCH * world_size]])
+        whole = torch.stack(
+            [text["input_ids"] for text in batches[step * BATCH * world_size :][: BATCH * world_size]]
+        )
         return model(input_ids=whole, labels=whole).loss
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPSILON, weight_decay=0)
@@ -129,7 +134,9 @@ def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, us
 
     run.save_model(str(tmp_path / "saved"))
     run.accelerator.wait_for_everyone()
-    assert_same_parameters(GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict(), plain.state_dict())
+    assert_same_parameters(
+        GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict(), plain.state_dict()
+    )
 
 
 @both_views
@@ -150,13 +157,16 @@ def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig
     assert torch.equal(run.model.generate(prompt, synced_gpus=True, **options), expected)
 
 
-# accelerate loads sharded optimizer state into what an optimizer holds, and a new one holds nothing: none with SGD
+# accelerate loads sharded optimizer state into what an optimizer holds, and a new one holds nothing: none
+# with SGD
 @pytest.mark.parametrize(
     ("state_dict_type", "optim"), [("FULL_STATE_DICT", "adamw_torch"), ("SHARDED_STATE_DICT", "sgd")]
 )
 @both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_resumed_run_ends_as_the_undisturbed_one(rank, world_size, use_orig_params, state_dict_type, optim, tmp_path):
+def test_resumed_run_ends_as_the_undisturbed_one(
+    rank, world_size, use_orig_params, state_dict_type, optim, tmp_path
+):
     options = {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type, "optim": optim}
     whole = trainer(rank, world_size, tmp_path, **options)
     whole.train()
@@ -223,7 +233,12 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
         return T5ForConditionalGeneration(config)
 
     data = texts(STEPS * BATCH * world_size, seed=1)
-    options = {"predict_with_generate": True, "generation_max_length": 7, "save_strategy": "no", "max_steps": 2}
+    options = {
+        "predict_with_generate": True,
+        "generation_max_length": 7,
+        "save_strategy": "no",
+        "max_steps": 2,
+    }
     config = {"transformer_layer_cls_to_wrap": ["T5Block"]}
     arguments = training_arguments(rank, world_size, tmp_path, "Seq2SeqTrainingArguments", config, **options)
     run = Seq2SeqTrainer(translator(), arguments, train_dataset=data)

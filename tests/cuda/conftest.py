@@ -1,4 +1,5 @@
-"""Everything here needs a GPU, real or simulated (docs/simulated_gpu.md); elsewhere it is skipped, and says so.
+"""Everything here needs a GPU, real or simulated (docs/simulated_gpu.md); elsewhere it is skipped, and says
+so.
 
 ``@pytest.mark.real_gpu(what)`` marks what a simulated one cannot show.
 """
@@ -29,7 +30,9 @@ def missing() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real_gpu(what): needs a GPU that is there, for what a simulated one has not")
+    config.addinivalue_line(
+        "markers", "real_gpu(what): needs a GPU that is there, for what a simulated one has not"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,5 @@
-"""Ranks that share one GPU over NCCL, which refuses that to ranks of one host: so each says that it is on its own."""
+"""Ranks that share one GPU over NCCL, which refuses that to ranks of one host: so each says that it is on its
+own."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import os
 import torch
 import torch.distributed as dist
 
-SETTINGS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+SETTINGS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
 
 
 @functools.cache

@@ -12,7 +12,9 @@ from torch import nn
 
 def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream()):  # torch leaves another one behind where a capture fails
+    with torch.cuda.stream(
+        torch.cuda.current_stream()
+    ):  # torch leaves another one behind where a capture fails
         with torch.cuda.graph(graph):
             work(values)
     return graph
@@ -20,7 +22,8 @@ def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> to
 
 @contextmanager
 def refused(*texts: str) -> Iterator[None]:
-    """A RuntimeError says one of these, or the one that torch raises as it ends the capture, while it handles that."""
+    """A RuntimeError says one of these, or the one that torch raises as it ends the capture, while it handles
+    that."""
     with pytest.raises(RuntimeError) as raised:
         yield
     said: list[str] = []
@@ -81,7 +84,11 @@ def test_each_replay_draws_numbers_of_its_own() -> None:
 
 def test_the_host_cannot_wait_amid_a_capture() -> None:
     values = torch.ones(10, device="cuda")
-    for wait in (lambda each: each.sum().item(), lambda each: torch.cuda.synchronize(), lambda each: each.cpu()):
+    for wait in (
+        lambda each: each.sum().item(),
+        lambda each: torch.cuda.synchronize(),
+        lambda each: each.cpu(),
+    ):
 
         def work(each: torch.Tensor, wait: Callable[[torch.Tensor], object] = wait) -> None:
             each.mul_(3)  # torch warns of an empty graph where it refuses a copy by itself

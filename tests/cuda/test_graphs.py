@@ -1,4 +1,5 @@
-"""Steps of a model whose units stay gathered, in a CUDA graph: replays give what the same steps give without one."""
+"""Steps of a model whose units stay gathered, in a CUDA graph: replays give what the same steps give without
+one."""
 
 from __future__ import annotations
 

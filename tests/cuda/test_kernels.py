@@ -27,7 +27,9 @@ def numbers(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    return actual.dtype == expected.dtype and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    return actual.dtype == expected.dtype and torch.equal(
+        actual.view(torch.uint8), expected.view(torch.uint8)
+    )
 
 
 @contextlib.contextmanager
@@ -43,7 +45,9 @@ def without_waiting() -> Iterator[None]:
 @both_dtypes
 @each_dtype
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 2.3])
-def test_cast_divide_is_torchs_to_and_div(dtype: torch.dtype, input_dtype: torch.dtype, divisor: float) -> None:
+def test_cast_divide_is_torchs_to_and_div(
+    dtype: torch.dtype, input_dtype: torch.dtype, divisor: float
+) -> None:
     for numel in NUMELS:
         source = numbers(numel + 1, input_dtype)[1:]  # off the 16-byte boundary
         expected = source.to(dtype)
@@ -63,9 +67,18 @@ def test_accumulate_is_torchs_div_and_add(dtype: torch.dtype, input_dtype: torch
 
 @both_dtypes
 @each_dtype
-def test_pack_gradients_writes_every_gradient_and_zeros_between(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
-    grads = [numbers(35, input_dtype).view(5, 7), numbers(1000, input_dtype).view(50, 20).t(), numbers(3, input_dtype)]
-    grads += [numbers(60, input_dtype).view(3, 4, 5).permute(1, 0, 2), numbers(150_000, input_dtype).view(500, 300).t()]
+def test_pack_gradients_writes_every_gradient_and_zeros_between(
+    dtype: torch.dtype, input_dtype: torch.dtype
+) -> None:
+    grads = [
+        numbers(35, input_dtype).view(5, 7),
+        numbers(1000, input_dtype).view(50, 20).t(),
+        numbers(3, input_dtype),
+    ]
+    grads += [
+        numbers(60, input_dtype).view(3, 4, 5).permute(1, 0, 2),
+        numbers(150_000, input_dtype).view(500, 300).t(),
+    ]
     offsets = [8, 48, 1100, 1105, 1200]
     out = numbers(160_000, dtype, 3)
     ops.pack_gradients(out, grads, offsets, 2.0)
@@ -110,39 +123,49 @@ def test_unflatten_and_shard_are_copies_of_what_torch_slices() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("spoilt", [None, float("inf"), float("nan")])
-def test_unscale_is_torchs_and_its_finding_stays_on_the_device(dtype: torch.dtype, spoilt: float | None) -> None:
+def test_unscale_is_torchs_and_its_finding_stays_on_the_device(
+    dtype: torch.dtype, spoilt: float | None
+) -> None:
     tensors = [numbers(numel, dtype, numel) for numel in NUMELS]
     if spoilt is not None:
         tensors[3][5] = spoilt
     expected, inverse = [tensor.clone() for tensor in tensors], torch.tensor(0.00390632, device="cuda")
     ours, theirs = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
-    wide = [tensor.float() if dtype == torch.bfloat16 else tensor for tensor in expected]  # torch takes no bfloat16
+    wide = [
+        tensor.float() if dtype == torch.bfloat16 else tensor for tensor in expected
+    ]  # torch takes no bfloat16
     torch._amp_foreach_non_finite_check_and_unscale_(wide, theirs, inverse)
     expected = [tensor.to(dtype) for tensor in wide]
     with without_waiting():
         ops.unscale_(tensors, ours, inverse)
     assert ours.item() == theirs.item() == float(spoilt is not None)
     assert all(
-        torch.equal(one.nan_to_num(3.0), other.nan_to_num(3.0)) for one, other in zip(tensors, expected, strict=True)
+        torch.equal(one.nan_to_num(3.0), other.nan_to_num(3.0))
+        for one, other in zip(tensors, expected, strict=True)
     )
 
 
 def test_checksums_are_those_of_the_cpu_at_any_length_and_address() -> None:
     memory = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8, device="cuda")
-    ranges = [memory[start : start + nbytes] for start in (0, 1, 4, 8, 13) for nbytes in (0, 1, 7, 8, 1021, 2 << 20)]
+    ranges = [
+        memory[start : start + nbytes] for start in (0, 1, 4, 8, 13) for nbytes in (0, 1, 7, 8, 1021, 2 << 20)
+    ]
     with without_waiting():
         sums = ops.checksums(ranges * 7)  # more than a launch takes
     assert torch.equal(sums.cpu(), ops.checksums([one.cpu() for one in ranges] * 7))
 
 
-# Of torch's fused AdamW, which rounds in another order; of ours on the CPU, where only powers of the betas differ.
+# Of torch's fused AdamW, which rounds in another order; of ours on the CPU, where only powers of the betas
+# differ.
 ADAMW_RTOL = {torch.float32: (1e-4, 1e-6), torch.float64: (1e-6, 1e-13)}
 ADAMW_RTOL |= {torch.bfloat16: (2e-2, 1e-2), torch.float16: (4e-3, 2e-3)}
 
 
 @each_dtype
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"betas": (0.3, 0.9)}], ids=str)
-def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     weights = [numbers(numel, dtype, numel) for numel in NUMELS]
 
     def steps(make: Any, device: str) -> list[Tensor]:
@@ -156,14 +179,17 @@ def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(dtype: torch.dtype, 
 
     ours = steps(FlatAdamW, "cuda")
     for expected, rtol in zip(
-        (steps(partial(torch.optim.AdamW, fused=True), "cuda"), steps(FlatAdamW, "cpu")), ADAMW_RTOL[dtype], strict=True
+        (steps(partial(torch.optim.AdamW, fused=True), "cuda"), steps(FlatAdamW, "cpu")),
+        ADAMW_RTOL[dtype],
+        strict=True,
     ):
         for actual, one in zip(ours, expected, strict=True):
             torch.testing.assert_close(actual, one, rtol=rtol, atol=rtol / 10)
 
 
 def test_flat_adamw_waits_for_nothing_and_counts_on_in_a_graph() -> None:
-    """With a rate on the device that changes between replays; as many steps without a graph end in the same bits."""
+    """With a rate on the device that changes between replays; as many steps without a graph end in the same
+    bits."""
     gradient, weight = numbers(1023, torch.float32, 1), numbers(1023, torch.float32)
 
     def make(rate: Tensor) -> tuple[torch.nn.Parameter, FlatAdamW]:
@@ -193,7 +219,9 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        ops.cast_divide(source, 1.0, torch.bfloat16)  # the first call loads the kernel and takes memory, which may wait
+        ops.cast_divide(
+            source, 1.0, torch.bfloat16
+        )  # the first call loads the kernel and takes memory, which may wait
         torch.cuda._sleep(100_000_000)
         cast = ops.cast_divide(source, 1.0, torch.bfloat16)
         event.record()

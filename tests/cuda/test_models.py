@@ -1,4 +1,5 @@
-"""Models as people write them, with torch's optimizers, on a GPU: fsdp_c trains them to the bits of torch's FSDP1."""
+"""Models as people write them, with torch's optimizers, on a GPU: fsdp_c trains them to the bits of torch's
+FSDP1."""
 
 from __future__ import annotations
 
@@ -66,7 +67,13 @@ class Convolutions(nn.Module):
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "encoder": partial(nn.TransformerEncoderLayer, WIDTH, HEADS, 2 * WIDTH, batch_first=True),
     "encoder, norm first, gelu": partial(
-        nn.TransformerEncoderLayer, WIDTH, HEADS, 2 * WIDTH, activation="gelu", norm_first=True, batch_first=True
+        nn.TransformerEncoderLayer,
+        WIDTH,
+        HEADS,
+        2 * WIDTH,
+        activation="gelu",
+        norm_first=True,
+        batch_first=True,
     ),
     "own attention": OwnAttention,
     "fused attention": FusedAttention,
@@ -106,9 +113,13 @@ def train(fsdp: type, rank: int, layer: str, optimizer: str, options: dict[str, 
     torch.cuda.manual_seed(17 + rank)  # of what is dropped
     seen = []
     for step in range(4):
-        tokens = torch.randint(TOKENS, (3, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + rank))
+        tokens = torch.randint(
+            TOKENS, (3, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + rank)
+        )
         logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].to(GPU).flatten(), label_smoothing=0.1)
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1), tokens[:, 1:].to(GPU).flatten(), label_smoothing=0.1
+        )
         loss.backward()
         seen += [loss.detach().cpu(), model.clip_grad_norm_(1.0).cpu()]
         steps.step()
@@ -123,7 +134,8 @@ def train(fsdp: type, rank: int, layer: str, optimizer: str, options: dict[str, 
 def assert_trains_as_upstream(rank: int, layer: str, optimizer: str, **options: Any) -> None:
     with over("nccl") as group:
         expected, actual = (
-            train(fsdp, rank, layer, optimizer, options | group) for fsdp in (Upstream, FullyShardedDataParallel)
+            train(fsdp, rank, layer, optimizer, options | group)
+            for fsdp in (Upstream, FullyShardedDataParallel)
         )
     assert len(expected) == len(actual)
     assert [place for place, pair in enumerate(zip(expected, actual, strict=True)) if not same(*pair)] == []

@@ -50,7 +50,9 @@ def scaler_for(fsdp: type, options: dict[str, Any]) -> Any:
     """One that is on for fp16; without it the first steps overflow, and later ones do not."""
     group = options.get("process_group") or dist.group.WORLD
     is_fp16 = options.get("mixed_precision") is FP16
-    return SCALERS[fsdp](GPU.type, init_scale=2.0**26, growth_interval=2, process_group=group, enabled=is_fp16)
+    return SCALERS[fsdp](
+        GPU.type, init_scale=2.0**26, growth_interval=2, process_group=group, enabled=is_fp16
+    )
 
 
 def train(fsdp: type, rank: int, no_sync: bool, checkpoint: bool, options: dict[str, Any]) -> list[Tensor]:
@@ -88,7 +90,9 @@ def loss_of(model: Any, generator: torch.Generator) -> Tensor:
     return model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
 
 
-def assert_parity(rank: int, name: str, ours_in: AbstractContextManager[Any] | None = None, **how: Any) -> None:
+def assert_parity(
+    rank: int, name: str, ours_in: AbstractContextManager[Any] | None = None, **how: Any
+) -> None:
     options = OPTIONS[name] | how.pop("options", {})
     expected = train(Upstream, rank, options=options, **how)
     races.forget()
@@ -101,7 +105,11 @@ def assert_parity(rank: int, name: str, ours_in: AbstractContextManager[Any] | N
 
 def same(one: Tensor, other: Tensor) -> bool:
     """NaN, as a step that overflows leaves it, is NaN."""
-    equal = (one == other) | ((one != one) & (other != other)) if one.shape == other.shape else torch.tensor(False)
+    equal = (
+        (one == other) | ((one != one) & (other != other))
+        if one.shape == other.shape
+        else torch.tensor(False)
+    )
     return one.dtype == other.dtype and bool(equal.all())
 
 

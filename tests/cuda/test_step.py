@@ -69,7 +69,8 @@ def large(fsdp: Any = FSDP, **options: Any) -> Any:
 
 @pytest.fixture
 def one_of_four() -> Iterator[None]:
-    """The first of ranks whose collectives send nothing: memory and time are as with others, numbers are not."""
+    """The first of ranks whose collectives send nothing: memory and time are as with others, numbers are
+    not."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -149,7 +150,8 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
 @pytest.mark.parametrize("name", ["plain", "bf16"])
 @pytest.mark.usefixtures("one_of_four")
 def test_gradients_of_no_sync_go_as_units_are_reduced(name: str, use_orig_params: bool) -> None:
-    """At the end of the backward there are their shards, one unit's in reduction, one to come, and its parameters."""
+    """At the end of the backward there are their shards, one unit's in reduction, one to come, and its
+    parameters."""
     model = large(**TRANSFERS[name] | {"use_orig_params": use_orig_params})
     step(model)
     gc.collect()
@@ -192,7 +194,9 @@ def let_go_late(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.usefixtures("one_of_four")
-def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(strategy: str, let_go_late: Any) -> None:
+def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(
+    strategy: str, let_go_late: Any
+) -> None:
     """What it clears stays cleared, however late the backward goes."""
     model = large(sharding_strategy=ShardingStrategy[strategy])
     params = list(model.parameters())
@@ -200,7 +204,9 @@ def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(stra
     batch = torch.ones(2, WIDTH, device=GPU)
     model(batch).sum().backward()
     gradients = [param.grad for param in params]
-    handle = model.module[LAYERS // 2].register_forward_hook(lambda *told: told[-1].register_hook(let_go_late) and None)
+    handle = model.module[LAYERS // 2].register_forward_hook(
+        lambda *told: told[-1].register_hook(let_go_late) and None
+    )
     with pytest.raises(ArithmeticError, match="in backward"):
         model(batch).sum().backward()
     handle.remove()
@@ -220,7 +226,8 @@ def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(stra
 def test_auto_wrapping_brings_a_model_to_the_device_unit_by_unit(
     options: dict[str, Any], policy: str, use_orig_params: bool
 ) -> None:
-    """Beside the shards that are made, a unit's parameters are there, their flat parameter, and nothing of others."""
+    """Beside the shards that are made, a unit's parameters are there, their flat parameter, and nothing of
+    others."""
     gc.collect()
     base = requested()
     torch.cuda.reset_peak_memory_stats()
@@ -235,7 +242,8 @@ def test_auto_wrapping_brings_a_model_to_the_device_unit_by_unit(
 
 
 def results(model: Any, delay: int) -> list[Tensor]:
-    """Gradients, and parameters after each step, on a device made late: a missing wait shows as other numbers."""
+    """Gradients, and parameters after each step, on a device made late: a missing wait shows as other
+    numbers."""
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -283,18 +291,26 @@ def test_steps_under_streams_of_the_user_give_the_same(rank: int, world_size: in
 
 
 FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig())
-SHARDED = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=True))
+SHARDED = (
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(),
+    ShardedOptimStateDictConfig(offload_to_cpu=True),
+)
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_s(rank: int, world_size: int) -> None:
+def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_s(
+    rank: int, world_size: int
+) -> None:
     def taken(fsdp: Any) -> tuple[int, list[Tensor]]:
         model = large(fsdp, use_orig_params=False, **group)
         step(model)
         gc.collect()
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        with fsdp.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
+        with fsdp.state_dict_type(
+            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)
+        ):
             values = model.state_dict()
         return torch.cuda.max_memory_allocated() - base, [value.local_tensor() for value in values.values()]
 
@@ -308,7 +324,9 @@ def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])
 @pytest.mark.parametrize("name", ["plain", "offload"])
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_state_dicts_bring_back_what_was_saved_over_nccl(rank: int, world_size: int, name: str, kind: Any) -> None:
+def test_state_dicts_bring_back_what_was_saved_over_nccl(
+    rank: int, world_size: int, name: str, kind: Any
+) -> None:
     """NCCL sends from the GPU alone, wherever shards and state dicts lie."""
     with over("nccl") as group:
         model = large(**TRANSFERS[name] | group)
@@ -392,7 +410,9 @@ def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
                     move(model, optimizer, HOST)
                 elif leaves:
                     move(model, optimizer, HOST)
-                    with pytest.raises(AssertionError, match=r"compute device cuda:0, was on cpu.*flat_param_to"):
+                    with pytest.raises(
+                        AssertionError, match=r"compute device cuda:0, was on cpu.*flat_param_to"
+                    ):
                         model(torch.randn(8, WIDTH))
                     move(model, optimizer, GPU)
             seen.append(state_of(model, optimizer))
@@ -402,8 +422,11 @@ def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
 @pytest.mark.parametrize("name", ["plain", "bf16"])
 @pytest.mark.usefixtures("one_of_four")
 def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
-    """The memory that its steps gather into included, which is a pool of its own: empty_cache() gives it back."""
-    train_once(plain := nn.Linear(WIDTH, WIDTH, device=GPU), torch.optim.SGD(plain.parameters()))  # cuBLAS's own memory
+    """The memory that its steps gather into included, which is a pool of its own: empty_cache() gives it
+    back."""
+    train_once(
+        plain := nn.Linear(WIDTH, WIDTH, device=GPU), torch.optim.SGD(plain.parameters())
+    )  # cuBLAS's own memory
     del plain
     torch.cuda.empty_cache()
     before = held()
@@ -424,7 +447,13 @@ def small(strategy: str, **options: Any) -> Any:
     torch.manual_seed(2)
     layers = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     how = ShardingStrategy[strategy]
-    return FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=GPU, sharding_strategy=how, **options)
+    return FSDP(
+        layers,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        device_id=GPU,
+        sharding_strategy=how,
+        **options,
+    )
 
 
 def accumulate(model: Any, rank: int, step: int, sync: bool) -> None:
@@ -465,7 +494,8 @@ def test_gradients_leave_the_device_with_the_parameters(
 def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
     rank: int, world_size: int, use_orig_params: bool, after: str
 ) -> None:
-    """As torch does after a step, with use_orig_params; where something must be gathered, X-062 says what to do."""
+    """As torch does after a step, with use_orig_params; where something must be gathered, X-062 says what to
+    do."""
     with over("nccl") as group:
         model = small("NO_SHARD", use_orig_params=use_orig_params, **group)
         if after == "a backward":
@@ -473,10 +503,14 @@ def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
         expected = {name: value.cpu() for name, value in model.state_dict().items()}
         saved = model.cpu().state_dict()
         assert list(saved) == list(expected) and len(saved) == 4
-        assert all(value.device == HOST and torch.equal(value, expected[name]) for name, value in saved.items())
+        assert all(
+            value.device == HOST and torch.equal(value, expected[name]) for name, value in saved.items()
+        )
         model.cuda().load_state_dict(saved)
         accumulate(model, rank, 1, sync=True)
-        with pytest.raises(RuntimeError, match="unexpectedly has parameters on cpu. Make sure to move the module"):
+        with pytest.raises(
+            RuntimeError, match="unexpectedly has parameters on cpu. Make sure to move the module"
+        ):
             small("FULL_SHARD", use_orig_params=use_orig_params, **group).cpu().state_dict()
 
 
@@ -495,9 +529,13 @@ def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int, wor
     with over("nccl") as group:
         assert f"'0.weight' of unit 'Sequential' on rank {rank}, whose" in refusal(module.cpu(), **group)
         module.to(GPU)[1].running_var = torch.full((4,), float(rank), device="cpu")
-        assert f"'1.running_var' of unit 'Sequential' on rank {rank}, whose process group" in refusal(module, **group)
+        assert f"'1.running_var' of unit 'Sequential' on rank {rank}, whose process group" in refusal(
+            module, **group
+        )
         assert "Pass device_id" in refusal(module, **group)
-        assert FSDP(module, sync_module_states=True, device_id=GPU, **group).module[1].running_var.device == GPU
+        assert (
+            FSDP(module, sync_module_states=True, device_id=GPU, **group).module[1].running_var.device == GPU
+        )
     other = nn.Linear(2, 2, device="cpu")
     other.register_buffer("own", torch.full((4,), float(rank), device="cpu"))
     FSDP(other, sync_module_states=True)

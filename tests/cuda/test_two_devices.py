@@ -1,4 +1,5 @@
-"""Two GPUs in one process: a model computes on its own, whatever the current one is and wherever its inputs are."""
+"""Two GPUs in one process: a model computes on its own, whatever the current one is and wherever its inputs
+are."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def test_a_model_trains_alike_on_a_device_that_is_not_the_current_one(
 
 @pytest.mark.parametrize("current", [FIRST, SECOND], ids=str)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_device_without_an_index_is_the_current_one(rank: int, world_size: int, current: torch.device) -> None:
+def test_a_device_without_an_index_is_the_current_one(
+    rank: int, world_size: int, current: torch.device
+) -> None:
     torch.cuda.set_device(current)
     try:
         for device_id in (torch.device("cuda"), "cuda", torch.cuda.current_device(), current):

@@ -56,28 +56,39 @@ def without_bias(net: Net) -> None:
 DIFFERENT: dict[str, tuple[Callable[[], FSDP], str]] = {
     "shape": (
         lambda: per_block(net_with(wider)),
-        "unit 2, the module 'blocks.1': parameter 2 is 'up.weight' of shape (7, 5) on rank 0; 'up.weight' of shape "
-        "(9, 5) on rank 1",
+        "unit 2, the module 'blocks.1': parameter 2 is 'up.weight' of shape (7, 5) on rank 0; 'up.weight' of "
+        "shape (9, 5) on rank 1",
     ),
     "one parameter fewer": (
         lambda: per_block(net_with(without_bias)),
-        "unit 3, the module 'blocks.2': parameter 3 is 'up.bias' of shape (7,) on rank 0; 'down.weight' of shape",
+        "unit 3, the module 'blocks.2': parameter 3 is 'up.bias' of shape (7,) on rank 0; 'down.weight' of "
+        "shape",
     ),
-    "one unit": (lambda: wrap(Net()), "unit 0, the root: parameter 2 is 'head.weight' of shape (5, 5) on rank 0; "),
+    "one unit": (
+        lambda: wrap(Net()),
+        "unit 0, the root: parameter 2 is 'head.weight' of shape (5, 5) on rank 0; ",
+    ),
     "more units": (
         lambda: per_block(Net(4)),
         "unit 4, the module 'blocks.3': module is none on rank 0; 'blocks.3' on rank 1",
     ),
     "shape and names": (
         lambda: per_block(net_with(wider_elsewhere)),
-        "unit 2, the module 'blocks.1' on rank 0, the module 'layers.1' on rank 1: parameter 2 is 'up.weight' of shape",
+        "unit 2, the module 'blocks.1' on rank 0, the module 'layers.1' on rank 1: parameter 2 is "
+        "'up.weight' of shape",
     ),
-    "dtype": (lambda: per_block(Net().double()), "the root: dtype is 'torch.float32' on rank 0; 'torch.float64' on"),
+    "dtype": (
+        lambda: per_block(Net().double()),
+        "the root: dtype is 'torch.float32' on rank 0; 'torch.float64' on",
+    ),
     "sharding strategy": (
         lambda: per_block(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
         "sharding_strategy is 'FULL_SHARD' on rank 0; 'SHARD_GRAD_OP' on rank 1",
     ),
-    "use_orig_params": (lambda: per_block(use_orig_params=False), "use_orig_params is True on rank 0; False on rank 1"),
+    "use_orig_params": (
+        lambda: per_block(use_orig_params=False),
+        "use_orig_params is True on rank 0; False on rank 1",
+    ),
     "mixed precision": (
         lambda: per_block(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)),
         "mixed_precision is 'param_dtype torch.float32, reduce_dtype torch.float32' on rank 0; 'param_dtype",
@@ -213,7 +224,9 @@ def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_plans_are_compared_once_and_again_when_they_have_changed(rank: int, world_size: int, strategy: str) -> None:
+def test_plans_are_compared_once_and_again_when_they_have_changed(
+    rank: int, world_size: int, strategy: str
+) -> None:
     with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gather:
         model = per_block(sharding_strategy=ShardingStrategy[strategy])
         assert gather.call_count == 0
@@ -250,7 +263,9 @@ def test_one_rank_compares_nothing(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_group_that_sends_nothing_agrees(rank: int, world_size: int) -> None:
     model, heard = (per_block(Net(3 + rank)) for _ in range(2))
-    garbage = [bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)]  # what was in the memory
+    garbage = [
+        bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)
+    ]  # what was in the memory
     with mock.patch.object(agreement, "_gather", return_value=garbage) as gather:
         agreement.agree(model, list(units_with_paths(model)), None)
     assert gather.called

@@ -1,4 +1,5 @@
-"""Graphs and outputs beyond one forward and one backward, against the unsharded model on the batches of all ranks."""
+"""Graphs and outputs beyond one forward and one backward, against the unsharded model on the batches of all
+ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
     from fsdp_c import FullyShardedDataParallel
 
-    options = {"device_id": device(), "use_orig_params": True, "sharding_strategy": ShardingStrategy[strategy]}
+    options = {
+        "device_id": device(),
+        "use_orig_params": True,
+        "sharding_strategy": ShardingStrategy[strategy],
+    }
     return FullyShardedDataParallel(module, **(options | arguments))
 
 
@@ -86,11 +91,16 @@ def expected_gradients(model: nn.Module, step: Step, world_size: int) -> dict[st
 
 
 def assert_same_gradients(model: Any, reference: nn.Module, step: Step, rank: int, world_size: int) -> None:
-    """``step`` accumulates the same gradients in both, ends with nothing gathered, and some gradient is not zero."""
-    before = live_nbytes()  # models of earlier tests may be collected meanwhile, so what is live can only go down
+    """``step`` accumulates the same gradients in both, ends with nothing gathered, and some gradient is not
+    zero."""
+    before = (
+        live_nbytes()
+    )  # models of earlier tests may be collected meanwhile, so what is live can only go down
     step(model, rank)
     assert live_nbytes() <= before
-    assert all(unit._handle.unsharded_nbytes == 0 for unit in type(model).fsdp_modules(model) if unit._has_params)
+    assert all(
+        unit._handle.unsharded_nbytes == 0 for unit in type(model).fsdp_modules(model) if unit._has_params
+    )
     expected, actual = expected_gradients(reference, step, world_size), full_gradients(model)
     assert set(expected) == set(actual)
     assert any(bool(value.count_nonzero()) for value in expected.values())
@@ -230,7 +240,9 @@ def test_vmap_works_without_gradients_and_is_refused_with_them(
     with torch.no_grad():
         torch.testing.assert_close(torch.vmap(model)(inputs), reference(inputs))
     for call in refused:
-        with pytest.raises(NotImplementedError, match=r"unit \S.* transformation of torch.func .*torch.no_grad"):
+        with pytest.raises(
+            NotImplementedError, match=r"unit \S.* transformation of torch.func .*torch.no_grad"
+        ):
             call()
     assert_same_gradients(model, reference, twice, rank, world_size)
     with torch.inference_mode():
@@ -337,7 +349,8 @@ def test_checkpoint_around_a_unit_within_a_unit(
 
 
 class Parts(nn.Module):
-    """Layers of one unit, some of them in reentrant checkpoints; the last one is in two, one within the other."""
+    """Layers of one unit, some of them in reentrant checkpoints; the last one is in two, one within the
+    other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +401,9 @@ def test_reentrant_checkpoints_around_parts_of_a_unit(
             loss_of(model(batch(rank))).backward()
 
     model = fsdp(seeded(lambda: Around(fsdp, around)))
-    assert_same_gradients(model, seeded(lambda: Around(lambda module: module, around)), step, rank, world_size)
+    assert_same_gradients(
+        model, seeded(lambda: Around(lambda module: module, around)), step, rank, world_size
+    )
 
 
 class Whole(nn.Module):
@@ -403,7 +418,9 @@ class Whole(nn.Module):
 @on_ranks(2)
 def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: int, world_size: int) -> None:
     """From the first backward on: a model of such units must not be gathered as a whole."""
-    model = wrap(seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3)))))
+    model = wrap(
+        seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3))))
+    )
     gathered = []
 
     def look(grad: Tensor) -> None:
@@ -449,7 +466,8 @@ def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(
 
 
 class Forces(nn.Module):
-    """Differentiates the energy that an inner unit computes, within its own forward, and learns from the result."""
+    """Differentiates the energy that an inner unit computes, within its own forward, and learns from the
+    result."""
 
     def __init__(self, runs_again: bool, with_energy: bool) -> None:
         super().__init__()
@@ -527,7 +545,9 @@ class Registered:
 
 def register_container() -> None:
     if Registered not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(Registered, lambda one: ([one.value], None), lambda items, _: Registered(*items))
+        pytree.register_pytree_node(
+            Registered, lambda one: ([one.value], None), lambda items, _: Registered(*items)
+        )
 
 
 class Unknown:
@@ -543,7 +563,10 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "tuple": (lambda x: (x, "text"), lambda out: out[0]),
     "named tuple": (lambda x: Pair(x, x * 2), lambda out: out.left + out.right),
     "dataclass": (lambda x: DataOutput(x), lambda out: out.value),
-    "dataclass in dict": (lambda x: {"a": DataOutput(x, [x])}, lambda out: out["a"].value + out["a"].other[0]),
+    "dataclass in dict": (
+        lambda x: {"a": DataOutput(x, [x])},
+        lambda out: out["a"].value + out["a"].other[0],
+    ),
     "ordered dict": (lambda x: OrderedOutput(value=x), lambda out: out["value"]),
     "default dict": (lambda x: collections.defaultdict(list, value=x), lambda out: out["value"]),
     "registered pytree": (Registered, lambda out: out.value),
@@ -597,7 +620,9 @@ def test_outputs_in_containers_are_returned_themselves_and_can_be_trained(
     rank: int, world_size: int, strategy: str, kind: str
 ) -> None:
     register_container()
-    model = wrap(seeded(lambda: Takes(*OUTPUTS[kind])), strategy, auto_wrap_policy=ModuleWrapPolicy({Returns}))
+    model = wrap(
+        seeded(lambda: Takes(*OUTPUTS[kind])), strategy, auto_wrap_policy=ModuleWrapPolicy({Returns})
+    )
 
     def step(model: Any, rank: int) -> None:
         loss_of(model(batch(rank))).backward()
@@ -684,7 +709,10 @@ def test_recurrent_modules_train_like_the_plain_model(
             loss_of(model(batch(rank, index))).backward()
 
     model = wrap(
-        seeded(Recurrent), strategy, auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}), use_orig_params=use_orig_params
+        seeded(Recurrent),
+        strategy,
+        auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}),
+        use_orig_params=use_orig_params,
     )
     assert_same_gradients(model, seeded(Recurrent), step, rank, world_size)
 
@@ -712,7 +740,9 @@ def test_tied_embeddings_train_like_the_plain_model(
     def step(model: Any, rank: int) -> None:
         loss_of(model(torch.tensor([[1, 2, 3 + rank]]))).backward()
 
-    model = wrap(seeded(Tied), strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    model = wrap(
+        seeded(Tied), strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+    )
     assert model.module.head.weight is model.module.embedding.weight or not use_orig_params
     assert_same_gradients(model, seeded(Tied), step, rank, world_size)
 
@@ -724,11 +754,15 @@ def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int, world_siz
         block = model.blocks[1]
         block.register_forward_pre_hook(lambda module, args: seen.append(("pre", args[0].shape)))
         block.register_forward_hook(lambda module, args, output: seen.append(("forward", output.shape)))
-        block.register_full_backward_pre_hook(lambda module, grads: seen.append(("backward pre", grads[0].shape)))
+        block.register_full_backward_pre_hook(
+            lambda module, grads: seen.append(("backward pre", grads[0].shape))
+        )
         block.register_full_backward_hook(
             lambda module, inputs, outputs: seen.append(("backward", inputs[0].shape, outputs[0].shape))
         )
-        block.up.register_forward_hook(lambda module, args, output: seen.append(("weight", module.weight.shape)))
+        block.up.register_forward_hook(
+            lambda module, args, output: seen.append(("weight", module.weight.shape))
+        )
         return seen
 
     reference, model = plain(), plain()
@@ -766,7 +800,9 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
         losses[recomputes] = []
         for index in range(3):
             x = batch(rank, index).float()
-            output = checkpoint(model, x, use_reentrant=False) if recomputes and around != "units" else model(x)
+            output = (
+                checkpoint(model, x, use_reentrant=False) if recomputes and around != "units" else model(x)
+            )
             loss = loss_of(output.float())
             loss.backward()
             optimizer.step()
@@ -825,7 +861,9 @@ def test_mixed_precision_graphs_are_nearly_the_plain_ones_and_leave_nothing(
     rank: int, world_size: int, strategy: str
 ) -> None:
     graphs = (two_forwards, retained, first_forward_backward_first)
-    expected = expected_gradients(plain(), lambda model, one: [graph(model, one) for graph in graphs], world_size)
+    expected = expected_gradients(
+        plain(), lambda model, one: [graph(model, one) for graph in graphs], world_size
+    )
     before = settled_nbytes()
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(strategy, mixed_precision=precision)
@@ -843,7 +881,8 @@ def test_mixed_precision_graphs_are_nearly_the_plain_ones_and_leave_nothing(
 def test_a_model_that_goes_before_its_backward_leaves_the_gradients(
     rank: int, world_size: int, use_orig_params: bool, strategy: str, net: dict[str, Any]
 ) -> None:
-    """A function returns the loss; the parameters are the optimizer's. Everything else goes with the graph."""
+    """A function returns the loss; the parameters are the optimizer's. Everything else goes with the
+    graph."""
 
     def take(keep: bool) -> tuple[list[Tensor | None], Any]:
         model = sharded(strategy, net, use_orig_params=use_orig_params)

@@ -1,4 +1,5 @@
-"""Flat parameters are leaves of the graph, where backward(inputs=...), autograd.grad and data parallelism find them."""
+"""Flat parameters are leaves of the graph, where backward(inputs=...), autograd.grad and data parallelism
+find them."""
 
 from __future__ import annotations
 
@@ -37,10 +38,13 @@ def plain() -> nn.Sequential:
 
 
 def wrapped(alone: bool = False, units: bool = True, **options: Any) -> FullyShardedDataParallel:
-    """Of one unit for each layer; ``alone``: each rank has a group of its own. Flat parameters are in the graph."""
+    """Of one unit for each layer; ``alone``: each rank has a group of its own. Flat parameters are in the
+    graph."""
     importlib.import_module("torch.distributed.pipelining")
     if alone:
-        options["process_group"] = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        options["process_group"] = [dist.new_group([rank]) for rank in range(dist.get_world_size())][
+            dist.get_rank()
+        ]
     policy = ModuleWrapPolicy({nn.Linear}) if units else None
     return FullyShardedDataParallel(plain(), device_id=device(), auto_wrap_policy=policy, **options)
 
@@ -149,7 +153,10 @@ def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
     assert gradients(model) == [None] * 3
     loss_of(model, rank).backward()
     torch.testing.assert_close(
-        torch.cat([g for g in gradients(model) if g is not None]), flat(expected) * (1 + orig_hooks), rtol=0.0, atol=0.0
+        torch.cat([g for g in gradients(model) if g is not None]),
+        flat(expected) * (1 + orig_hooks),
+        rtol=0.0,
+        atol=0.0,
     )
 
 
@@ -157,7 +164,9 @@ def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
 def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: int) -> None:
     """parity 47"""
     model, usual = wrapped(), wrapped()
-    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit .*: torch.autograd.grad\(\) cannot .*backward\("):
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank}, unit .*: torch.autograd.grad\(\) cannot .*backward\("
+    ):
         torch.autograd.grad(loss_of(model, rank), list(model.parameters()))
     for each in (model, usual):
         loss_of(each, rank).backward()
@@ -165,7 +174,9 @@ def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: 
 
 
 @own_ranks
-def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(rank: int, world_size: int) -> None:
+def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(
+    rank: int, world_size: int
+) -> None:
     """Zero-bubble schedules begin so, and find no weights after it. A backward to everything says nothing."""
     for use_orig_params, said in ((True, {"0", "2", "4"}), (False, set())):
         model = wrapped(use_orig_params=use_orig_params)
@@ -177,7 +188,8 @@ def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(
             x = inputs_of(rank).requires_grad_()
             torch.autograd.grad(model(x).sum(), x)
         units = [
-            re.search(r"rank (\d), unit Linear at '(\d)': a backward to named", str(one.message)) for one in caught
+            re.search(r"rank (\d), unit Linear at '(\d)': a backward to named", str(one.message))
+            for one in caught
         ]
         assert {found[2] for found in units if found and found[1] == str(rank)} == said
 
@@ -213,7 +225,9 @@ def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: 
         torch.manual_seed(0)
         module = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(world_size)][rank]
         if implementation is not None:
-            module = implementation(module, process_group=groups[rank], device_id=device(), use_orig_params=True)
+            module = implementation(
+                module, process_group=groups[rank], device_id=device(), use_orig_params=True
+            )
         stage = pipelining.PipelineStage(module, rank, world_size, device())
         schedule = pipelining.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -229,7 +243,9 @@ def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: 
 
     expected = losses(None)
     assert losses(FullyShardedDataParallel) == pytest.approx(expected, rel=1e-5)
-    assert (losses(Upstream) == pytest.approx(expected, rel=1e-3)) == (rank == 0)  # losses are the last stage's
+    assert (losses(Upstream) == pytest.approx(expected, rel=1e-3)) == (
+        rank == 0
+    )  # losses are the last stage's
 
 
 # ------------------------------------------------------------ DistributedDataParallel
@@ -260,18 +276,24 @@ def test_data_parallelism_around_units_averages_as_around_the_plain_module(
 def test_data_parallelism_around_shards_is_refused_by_name(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(wrapped())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=rf"rank {rank}, unit .*: DistributedDataParallel cannot .*HYBRID_SHARD"):
+        with pytest.raises(
+            RuntimeError, match=rf"rank {rank}, unit .*: DistributedDataParallel cannot .*HYBRID_SHARD"
+        ):
             loss_of(model, rank)
 
 
-@pytest.mark.parametrize("options", [{"use_orig_params": True}, {"mixed_precision": MixedPrecision(torch.bfloat16)}])
+@pytest.mark.parametrize(
+    "options", [{"use_orig_params": True}, {"mixed_precision": MixedPrecision(torch.bfloat16)}]
+)
 @own_ranks
 def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
     rank: int, world_size: int, options: dict[str, Any]
 ) -> None:
     """parity 48: torch is silent."""
     model = DistributedDataParallel(wrapped(alone=True, **options))
-    with pytest.warns(UserWarning, match=r"rank 0, unit .*: DistributedDataParallel never averages .*HYBRID_SHARD"):
+    with pytest.warns(
+        UserWarning, match=r"rank 0, unit .*: DistributedDataParallel never averages .*HYBRID_SHARD"
+    ):
         loss_of(model, rank).backward()
 
 
@@ -290,7 +312,9 @@ def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: in
 
 
 @own_ranks
-def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(rank: int, world_size: int) -> None:
+def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(
+    rank: int, world_size: int
+) -> None:
     model, expected = wrapped(alone=True, units=False), plain()
     (param,) = model.parameters()
     node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""fsdp_c.checkpoint on ranks: any number of them, any wrapping, torch's FSDP1 and FSDP2 both ways, no exchange."""
+"""fsdp_c.checkpoint on ranks: any number of them, any wrapping, torch's FSDP1 and FSDP2 both ways, no
+exchange."""
 
 from __future__ import annotations
 
@@ -36,13 +37,19 @@ EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torc
 
 
 def made(
-    seed: int = 0, strategy: str = "FULL_SHARD", use_orig_params: bool = True, one_unit: bool = False, **options: Any
+    seed: int = 0,
+    strategy: str = "FULL_SHARD",
+    use_orig_params: bool = True,
+    one_unit: bool = False,
+    **options: Any,
 ) -> Any:
     options = {"sharding_strategy": ShardingStrategy[strategy]} | options
     if one_unit:
         options["auto_wrap_policy"] = None
     if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(
+            device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
     return wrap(odd(seed), use_orig_params, **options)
 
 
@@ -101,7 +108,9 @@ def assert_holds(folder: Path, model: Any, optimizer: torch.optim.Optimizer | No
     assert sorted(state["state"]) == sorted(expected["optim"]["state"])
     for fqn, own in state["state"].items():
         assert sorted(own) == sorted(expected["optim"]["state"][fqn])
-        assert [name for name in own if not same_bits(own[name], expected["optim"]["state"][fqn][name])] == [], fqn
+        assert [
+            name for name in own if not same_bits(own[name], expected["optim"]["state"][fqn][name])
+        ] == [], fqn
     assert state["param_groups"][0]["lr"] == expected["optim"]["param_groups"][0]["lr"] == 0.02
 
 
@@ -128,7 +137,9 @@ def body_load(rank: int, world_size: int, folder: str, groups: int = 2, **option
     extra = checkpoint.load(model, optimizer, Path(folder) / "ckpt")
     assert_holds(Path(folder), model, optimizer)
     assert extra["step"] == 3 and extra["losses"] == [1.0, 0.5]
-    assert extra["nested"]["name"] == "x" and torch.equal(extra["nested"]["tensor"], torch.arange(4, device="cpu"))
+    assert extra["nested"]["name"] == "x" and torch.equal(
+        extra["nested"]["tensor"], torch.arange(4, device="cpu")
+    )
     train(model, optimizer, 1)  # with the state as it came
 
 
@@ -148,7 +159,10 @@ def test_four_ranks_save_and_others_load(loading: int, use_orig_params: bool, tm
     ("save", "load"),
     [
         ({"use_orig_params": True}, {"use_orig_params": False, "one_unit": True}),
-        ({"use_orig_params": False, "one_unit": True}, {"use_orig_params": True, "strategy": "SHARD_GRAD_OP"}),
+        (
+            {"use_orig_params": False, "one_unit": True},
+            {"use_orig_params": True, "strategy": "SHARD_GRAD_OP"},
+        ),
         ({"strategy": "NO_SHARD"}, {"strategy": "FULL_SHARD", "use_orig_params": False}),
         ({"strategy": "FULL_SHARD", "use_orig_params": False}, {"strategy": "NO_SHARD"}),
         ({"strategy": "NO_SHARD", "use_orig_params": False}, {"strategy": "NO_SHARD"}),
@@ -167,7 +181,13 @@ def test_of_replicas_one_is_written(tmp_path: Path) -> None:
     (tmp_path / "hybrid").mkdir()
     (tmp_path / "full").mkdir()
     across(tmp_path / "hybrid", 4, 2, {"strategy": "HYBRID_SHARD", "groups": 1}, {"groups": 1})
-    across(tmp_path / "full", 2, 4, {"groups": 1}, {"strategy": "HYBRID_SHARD", "use_orig_params": False, "groups": 1})
+    across(
+        tmp_path / "full",
+        2,
+        4,
+        {"groups": 1},
+        {"strategy": "HYBRID_SHARD", "use_orig_params": False, "groups": 1},
+    )
     sizes = [written_bytes(tmp_path / name / "ckpt") for name in ("hybrid", "full")]
     assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[1]
 
@@ -195,7 +215,8 @@ TENSOR_COLLECTIVES += ["reduce_scatter_tensor", "send", "recv"]
 
 
 class Counted:
-    """Counts c10d's functions by who called: those that send objects, and tensors that are not part of them."""
+    """Counts c10d's functions by who called: those that send objects, and tensors that are not part of
+    them."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -250,8 +271,8 @@ def test_saving_and_loading_send_objects_only_and_few(rank, world_size):
     assert 0 < sum(event.count for event in profile.key_averages() if event.key.startswith("gloo:")) <= 12
     with Counted() as calls:
         checkpoint.load(model, optimizer, path)
-        # agreement that the metadata are sound, that all fits, that all tensors are read, and that modules have taken
-        # their extra state
+        # agreement that the metadata are sound, that all fits, that all tensors are read, and that modules
+        # have taken their extra state
         assert calls == {"all_gather_object": 4}
 
 
@@ -335,7 +356,8 @@ def test_what_torch_saved_loads_here(rank, world_size, kind, flatten):
         train(model, own, 1)
 
 
-# not of ShardedTensors: torch's DCP takes a checkpoint for an old one where a rank has no row of one, its own too
+# not of ShardedTensors: torch's DCP takes a checkpoint for an old one where a rank has no row of one, its own
+# too
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", ["fsdp1 with mesh", "fsdp2"])
 @on_ranks(2)
@@ -417,7 +439,10 @@ def with_state(seed: int) -> Any:
     with torch.no_grad():
         inner.fraction.mul_(seed + 1)
     inner.seen = {"count": seed, "names": ["a"]}
-    options = {"ignored_modules": [inner.plain], "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
+    options = {
+        "ignored_modules": [inner.plain],
+        "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16),
+    }
     return wrap(inner, True, auto_wrap_policy=None, **options)
 
 
@@ -445,7 +470,9 @@ def test_names_are_those_of_state_dict_and_shared_memory_is_written_once(rank, w
     path = folder_of_ranks() / "ckpt"
     checkpoint.save(model, None, path)
     entries = read_checkpoint(path).entries
-    chunks = [[(c.file, c.start) for c in entries[f"model.net.{name}.weight"].chunks] for name in ("inp", "head")]
+    chunks = [
+        [(c.file, c.start) for c in entries[f"model.net.{name}.weight"].chunks] for name in ("inp", "head")
+    ]
     assert chunks[0] == chunks[1]
 
 
@@ -462,9 +489,15 @@ def plan_of(kind: str, seed: int) -> Any:
     model = tp.parallelized(model, "sequence")
     if kind == "alone":
         return model
-    options = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": ModuleWrapPolicy({tp.Layer}), "device_id": device()}
+    options = {
+        "device_mesh": tp.mesh()["dp"],
+        "auto_wrap_policy": ModuleWrapPolicy({tp.Layer}),
+        "device_id": device(),
+    }
     strategy = ShardingStrategy.NO_SHARD if kind == "unsharded" else ShardingStrategy.FULL_SHARD
-    return FullyShardedDataParallel(model, use_orig_params=kind != "flat", sharding_strategy=strategy, **options)
+    return FullyShardedDataParallel(
+        model, use_orig_params=kind != "flat", sharding_strategy=strategy, **options
+    )
 
 
 def parallel_step(model: Any, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -480,7 +513,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", ["orig", "flat", "unsharded", "alone"])
 @on_ranks(4)
 def test_tensor_parallel_parameters_are_those_of_the_plain_model(rank, world_size, kind):
-    """Saved here and loaded without tensor parallelism, and the other way round: trained on, they are the same."""
+    """Saved here and loaded without tensor parallelism, and the other way round: trained on, they are the
+    same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, plain = plan_of(kind, 0), plan_of("none", 1)
@@ -505,7 +539,9 @@ def assert_close_params(model: Any, plain: nn.Module) -> None:
     for name, param in plain.named_parameters():
         parts = {(0,) * param.dim(): values[name]}
         for offsets, part in getattr(values[name], "boxes", parts).items():
-            expected = param.detach()[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
+            expected = param.detach()[
+                tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+            ]
             torch.testing.assert_close(part, expected)
 
 
@@ -588,7 +624,9 @@ def test_damaged_data_are_an_error_on_all_ranks_that_names_file_and_parameter(ra
     if rank == 0:
         flipped(path / chunk.file, chunk.place.offset)
     dist.barrier()
-    with pytest.raises(CheckpointError, match=rf"rank 0: .*{chunk.file}: the data of optim.state.vector.exp_avg"):
+    with pytest.raises(
+        CheckpointError, match=rf"rank 0: .*{chunk.file}: the data of optim.state.vector.exp_avg"
+    ):
         checkpoint.load(model, optimizer, path)
 
 
@@ -602,7 +640,9 @@ def test_what_does_not_fit_is_found_before_anything_is_changed(rank, world_size)
     with pytest.raises(CheckpointError, match="holds no optimizer under 'optim'"):
         checkpoint.load(target, optimizer, path)
     wider = wrap(nn.Sequential(nn.Linear(3, 3)), True)
-    with pytest.raises(CheckpointError, match="does not fit the model:\n\t0.weight is missing".replace("0", "model.0")):
+    with pytest.raises(
+        CheckpointError, match="does not fit the model:\n\t0.weight is missing".replace("0", "model.0")
+    ):
         checkpoint.load(wider, None, path)
     checkpoint.load(wider, None, path, strict=False)
     with pytest.raises(FileNotFoundError, match="nowhere: no such checkpoint"):

@@ -1,4 +1,5 @@
-"""After a load or save that fails: model, state and groups are what they were, on every rank, but for what is named."""
+"""After a load or save that fails: model, state and groups are what they were, on every rank, but for what is
+named."""
 
 from __future__ import annotations
 
@@ -58,12 +59,17 @@ def made(
 
 def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
     own = {
-        name: value.local.clone() for name, value in checkpoint.model_state(model).items() if hasattr(value, "local")
+        name: value.local.clone()
+        for name, value in checkpoint.model_state(model).items()
+        if hasattr(value, "local")
     }
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = [{name: torch.as_tensor(value).clone() for name, value in optimizer.state[p].items()} for p in params]
+    state = [
+        {name: torch.as_tensor(value).clone() for name, value in optimizer.state[p].items()} for p in params
+    ]
     groups = [
-        {name: copy.deepcopy(v) for name, v in group.items() if name != "params"} for group in optimizer.param_groups
+        {name: copy.deepcopy(v) for name, v in group.items() if name != "params"}
+        for group in optimizer.param_groups
     ]
     return own, state, groups
 
@@ -74,7 +80,8 @@ def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer) -> list[s
     own = [name for name in before[0] if not torch.equal(before[0][name], after[0][name])]
     pairs = zip(before[1], after[1], strict=True)
     state = any(
-        one.keys() != other.keys() or any(not torch.equal(one[n], other[n]) for n in one) for one, other in pairs
+        one.keys() != other.keys() or any(not torch.equal(one[n], other[n]) for n in one)
+        for one, other in pairs
     )
     mine = ["model"] * bool(own) + ["state"] * state + ["groups"] * (before[2] != after[2])
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -96,7 +103,11 @@ def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_i
     for path, kind, what in (
         (without, Own, "model.1._extra_state is missing"),
         (with_state, nn.Linear, "model.1._extra_state is unexpected"),
-        (with_state, Giving, "model.1._extra_state is unexpected: the module that has it has no set_extra_state"),
+        (
+            with_state,
+            Giving,
+            "model.1._extra_state is unexpected: the module that has it has no set_extra_state",
+        ),
     ):
         model, optimizer, layer = made(2, kind)
         before = snapshot(model, optimizer)
@@ -268,7 +279,9 @@ def test_a_value_that_cannot_be_read_is_an_error_on_all_ranks_and_the_old_checkp
     model, optimizer, layer = made(1)
     path = saved(model, optimizer, extra={"n": 1})
     layer.own = {"config": object() if rank == 1 else object()}
-    with pytest.raises(CheckpointError, match=r"failed on rank [01]: model.1._extra_state.config: object cannot be"):
+    with pytest.raises(
+        CheckpointError, match=r"failed on rank [01]: model.1._extra_state.config: object cannot be"
+    ):
         checkpoint.save(model, optimizer, path)
     layer.own = None
     with pytest.raises(CheckpointError, match="failed on rank 0: extra.f: function cannot be saved"):
@@ -299,7 +312,9 @@ def test_state_that_is_not_a_parameters_own_is_refused_by_name(rank, world_size)
         for param in optimizer.state:
             optimizer.state[param].update(state)
         (name,) = state
-        with pytest.raises((ValueError, CheckpointError), match=f"optimizer state {name!r} of .*optimizer=None"):
+        with pytest.raises(
+            (ValueError, CheckpointError), match=f"optimizer state {name!r} of .*optimizer=None"
+        ):
             checkpoint.save(model, optimizer, folder / "ckpt")
     optimizer = torch.optim.SGD(plain.parameters())
     optimizer.state["all"]["seen"] = 1

@@ -1,4 +1,5 @@
-"""Checkpoints that others wrote or read: a torch.save of each rank, DCP's planners, Hugging Face's format, FSDP2."""
+"""Checkpoints that others wrote or read: a torch.save of each rank, DCP's planners, Hugging Face's format,
+FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import StateDictType
 
 import fsdp_c
@@ -42,7 +47,11 @@ def state_of(model: Any, kind: str, optimizer: Any = None) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         with type(model).state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
             state = {"model": model.state_dict()}
-            return state if optimizer is None else state | {"optim": type(model).optim_state_dict(model, optimizer)}
+            return (
+                state
+                if optimizer is None
+                else state | {"optim": type(model).optim_state_dict(model, optimizer)}
+            )
 
 
 def save_by_rank(state: Any, folder: Path) -> Path:
@@ -58,7 +67,9 @@ def assert_holds(path: Path, expected: dict[str, Any], *flags: str) -> None:
     assert cli.main(["convert", str(path), str(path) + ".full.pt", *flags]) == 0
     loaded = torch.load(str(path) + ".full.pt", weights_only=True)
     assert sorted(loaded["model"]) == sorted(expected["model"])
-    assert [name for name, value in expected["model"].items() if not same_bits(loaded["model"][name], value)] == []
+    assert [
+        name for name, value in expected["model"].items() if not same_bits(loaded["model"][name], value)
+    ] == []
     if "optim" in expected:
         assert_same_tensors(expected["optim"]["state"], loaded["optim"]["state"])
 
@@ -67,16 +78,23 @@ def assert_holds(path: Path, expected: dict[str, Any], *flags: str) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(3)
 def test_files_of_all_ranks_become_one(rank, world_size, which, use_orig_params):
-    """F-034, F-040 to F-043: SHARDED with either type of value, LOCAL with flat parameters; nothing else is loaded."""
+    """F-034, F-040 to F-043: SHARDED with either type of value, LOCAL with flat parameters; nothing else is
+    loaded."""
     folder = folder_of_ranks()
     # torch makes no ShardedTensor of a channels_last parameter, but flattens it
-    for name, mesh, plain in (("tensors", False, contiguous), ("dtensors", True, contiguous), ("local", False, odd)):
+    for name, mesh, plain in (
+        ("tensors", False, contiguous),
+        ("dtensors", True, contiguous),
+        ("local", False, odd),
+    ):
         model = wrap(plain(0), use_orig_params, which=which, mesh=mesh)
         optimizer = adamw(model, groups=1)
         train(model, optimizer)
         kind = "LOCAL" if name == "local" else "SHARDED"
         # of use_orig_params=True torch's FULL optimizer state has exp_avg_sq for exp_avg
-        with_optimizer = optimizer if kind == "SHARDED" and (which == "fsdp_c" or not use_orig_params) else None
+        with_optimizer = (
+            optimizer if kind == "SHARDED" and (which == "fsdp_c" or not use_orig_params) else None
+        )
         path = save_by_rank(state_of(model, kind, with_optimizer), folder / name)
         expected = state_of(model, "FULL", with_optimizer)
         if rank == 0 and name == "local":
@@ -124,7 +142,9 @@ def test_what_does_not_make_a_whole_is_refused(rank, world_size):
 # ----------------------------------------------------------------- DCP with other planners and formats
 
 
-@pytest.mark.parametrize("options", [{"dedup_save_to_lowest_rank": True}, {"flatten_state_dict": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dedup_save_to_lowest_rank": True}, {"flatten_state_dict": False}], ids=str
+)
 @on_ranks(2)
 def test_the_values_work_with_planners(rank, world_size, options):
     model = wrap(odd(0), True)
@@ -163,7 +183,9 @@ def test_safetensors_through_dcps_writer_and_reader(rank, world_size, consolidat
     # its reader knows parts that are rows: DTensors
     meshed = wrap(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), True, auto_wrap_policy=None, mesh=True)
     meshed.load_state_dict(expected)
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=consolidated)
+    writer = dcp.HuggingFaceStorageWriter(
+        str(folder), save_distributed=True, enable_consolidation=consolidated
+    )
     dcp.save(state_of(meshed, "SHARDED")["model"], storage_writer=writer)
     assert_same_tensors(expected, {key: open_source(folder).read(key) for key in expected})
     with torch.no_grad():
@@ -187,7 +209,9 @@ def test_state_dicts_of_fsdp2_go_both_ways(rank, world_size, full):
         expected = whole_tensors(there)
         set_model_state_dict(model, there, options=options)
         here = get_model_state_dict(model, options=options)
-        assert {type(value) for value in here.values()} <= ({Tensor} if full else {dist.tensor.DTensor, Tensor})
+        assert {type(value) for value in here.values()} <= (
+            {Tensor} if full else {dist.tensor.DTensor, Tensor}
+        )
         assert_same_tensors(expected, whole_tensors(here))
         back = torch_model("fsdp2", seed=2)
         set_model_state_dict(back, here, options=options)

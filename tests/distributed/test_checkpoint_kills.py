@@ -1,4 +1,5 @@
-"""kill -9 of ranks at random points of a save: the checkpoint is the old one, or the new, and of one piece."""
+"""kill -9 of ranks at random points of a save: the checkpoint is the old one, or the new, and of one
+piece."""
 
 from __future__ import annotations
 
@@ -57,8 +58,13 @@ def loaded_version(path: Path) -> int:
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     version = checkpoint.load(model, optimizer, path)["version"]
-    tensors = [*model.state_dict().values(), *(t for state in optimizer.state.values() for t in state.values())]
-    assert len(tensors) == 16 and {value for tensor in tensors for value in tensor.unique().tolist()} == {version}
+    tensors = [
+        *model.state_dict().values(),
+        *(t for state in optimizer.state.values() for t in state.values()),
+    ]
+    assert len(tensors) == 16 and {value for tensor in tensors for value in tensor.unique().tolist()} == {
+        version
+    }
     return version
 
 
@@ -79,7 +85,8 @@ def started(rank: int, path: Path, first: int) -> tuple[int, BinaryIO]:
 
 
 def killed(path: Path, first: int, rng: random.Random) -> list[tuple[str, int]]:
-    """What rank 0 told before both were killed, one sometimes a moment before the other, in the first saves."""
+    """What rank 0 told before both were killed, one sometimes a moment before the other, in the first
+    saves."""
     (one, told), (other, unread) = (started(rank, path, first) for rank in range(2))
     begun = told.read(1)  # the first save
     time.sleep(rng.uniform(0.0, 0.06))

@@ -1,4 +1,5 @@
-"""Names of compiled models in checkpoints: without what torch.compile adds, both ways, torch's and earlier ones too."""
+"""Names of compiled models in checkpoints: without what torch.compile adds, both ways, torch's and earlier
+ones too."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from torch.distributed.fsdp import StateDictType
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, saving
 from fsdp_c.checkpoint.metadata import read_checkpoint
-from tests.distributed.test_checkpoint import assert_same_tensors, folder_of_ranks, full_model, full_optim, whole
+from tests.distributed.test_checkpoint import (
+    assert_same_tensors,
+    folder_of_ranks,
+    full_model,
+    full_optim,
+    whole,
+)
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.ranks import device, on_ranks
 
@@ -56,7 +63,9 @@ def plain(seed: int, kind: type[Inner] = Own) -> nn.Module:
     return nn.Sequential(block, nn.Linear(4, 2))
 
 
-def build(how: str, seed: int, which: str = "fsdp_c", use_orig_params: bool = True, kind: type[Inner] = Own) -> Any:
+def build(
+    how: str, seed: int, which: str = "fsdp_c", use_orig_params: bool = True, kind: type[Inner] = Own
+) -> Any:
     """The model compiled in one way or another, with units around the block and the whole."""
     model = plain(seed, kind)
     options: dict[str, Any] = {"auto_wrap_policy": None, "which": which}
@@ -105,7 +114,9 @@ HOW = ["not", "whole", "block inside its unit", "block around its unit", "layer 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(2, timeout_s=180)
-def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(rank, world_size, use_orig_params):
+def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(
+    rank, world_size, use_orig_params
+):
     folder = folder_of_ranks()
     keys = None
     for number, how in enumerate(HOW):
@@ -114,7 +125,11 @@ def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(
         checkpoint.save(model, optimizer, folder / str(number))
         found = set(read_checkpoint(folder / str(number)).entries)
         keys = keys or found
-        assert found == keys and "model.0._extra_state.own" in keys and not any("_orig_mod" in key for key in keys)
+        assert (
+            found == keys
+            and "model.0._extra_state.own" in keys
+            and not any("_orig_mod" in key for key in keys)
+        )
         for other in (HOW[0], how, HOW[(number + 1) % len(HOW)]):
             again = build(other, 2, use_orig_params=use_orig_params)
             own = stepped(again)
@@ -128,7 +143,9 @@ def write_as_before(model: Any, optimizer: Any, path: Path, extra: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("model_state", "optim_state"):
             patch.setattr(
-                sys.modules[f"fsdp_c.checkpoint.{module}"], "uncompiled_names", lambda model: lambda name: name
+                sys.modules[f"fsdp_c.checkpoint.{module}"],
+                "uncompiled_names",
+                lambda model: lambda name: name,
             )
         checkpoint.save(model, optimizer, path, extra=extra)
 
@@ -166,7 +183,9 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(rank, world_size
     dcp.save({"model": state, "optim": of_optimizer}, checkpoint_id=folder / "torch")
     # sharded ones: of use_orig_params=True torch's FULL optimizer state has exp_avg_sq for exp_avg
     expected = {name.replace("_orig_mod.", ""): whole(value) for name, value in state.items()}
-    expected |= {f"{fqn}.{n}": whole(value) for fqn, own in of_optimizer["state"].items() for n, value in own.items()}
+    expected |= {
+        f"{fqn}.{n}": whole(value) for fqn, own in of_optimizer["state"].items() for n, value in own.items()
+    }
     # directly inside of a unit torch leaves it, in names of the model, not of the optimizer
     names = {name.replace("_orig_mod.", "") if how == "block inside its unit" else name for name in state}
     for other in ("not", how, "block in another way"):
@@ -176,7 +195,9 @@ def test_names_are_those_of_torchs_get_state_dict_and_both_load(rank, world_size
         assert set(checkpoint.optim_state(model, own)["state"]) <= names
         checkpoint.load(model, own, folder / "torch")
         assert_same_tensors(expected, values(model, own))
-        assert full_model(uncompiled(theirs)).keys() == full_model(uncompiled(build(how, 3, kind=Inner))).keys()
+        assert (
+            full_model(uncompiled(theirs)).keys() == full_model(uncompiled(build(how, 3, kind=Inner))).keys()
+        )
     # and back: a plain model of torch's takes what a compiled one has saved
     model = build(how, 2, kind=Inner)
     own = stepped(model)

@@ -53,17 +53,26 @@ def test_metadata_written_by_torch_2_15_are_read_by_the_installed_torch(tmp_path
     assert all(torch.equal(value, torch.ones_like(value)) for value in found["model"].values())
 
 
-def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older_versions(tmp_path: Path) -> None:
+def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older_versions(
+    tmp_path: Path,
+) -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last))
     optimizer = torch.optim.AdamW(model.parameters())
     model[1](model[0](torch.ones(3, 3, 5))[None]).sum().backward()
     optimizer.step()
     with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 16):
-        checkpoint.save(model, optimizer, tmp_path / "saved", extra={"b": [1, {"c": torch.ones(2)}], "a": "x"})
+        checkpoint.save(
+            model, optimizer, tmp_path / "saved", extra={"b": [1, {"c": torch.ones(2)}], "a": "x"}
+        )
     content = (tmp_path / "saved" / METADATA).read_bytes()
     found = pickle.loads(content)
     keys = [key for key in found.state_dict_metadata if key.startswith("extra")]
-    assert keys == ["extra.b.0", "extra.b.1.c", "extra.a"] and found.planner_data[keys[1]] == ("extra", "b", 1, "c")
+    assert keys == ["extra.b.0", "extra.b.1.c", "extra.a"] and found.planner_data[keys[1]] == (
+        "extra",
+        "b",
+        1,
+        "c",
+    )
     assert found.version == "1.0.0" and found.storage_meta.checkpoint_id == str(tmp_path / "saved")
     indices = {index: index.index for index in found.storage_data}
     places = set()
@@ -76,7 +85,9 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
             loaded = torch.load(io.BytesIO(stored[info.offset :][: info.length]))
             assert loaded.shape == chunk.sizes and loaded.dtype == entry.properties.dtype
             offset, nbytes, _, strides = info.piece
-            assert nbytes == loaded.nbytes and info.offset < offset < offset + nbytes < info.offset + info.length
+            assert (
+                nbytes == loaded.nbytes and info.offset < offset < offset + nbytes < info.offset + info.length
+            )
             assert (loaded.stride() == strides) if strides else loaded.is_contiguous()
             places.add((info.relative_path, info.offset))
     assert {*indices.values()} == {None} and len(places) > 25  # what is left is objects
@@ -99,7 +110,9 @@ def test_checkpoint_of_torch_2_15_is_loaded(tmp_path: Path) -> None:
 # ----------------------------------------------------------------- plain tensors that are parts of others
 
 
-def part(local: Any, shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> Any:
+def part(
+    local: Any, shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+) -> Any:
     """``local`` with the attributes of DCP's CheckpointableTensor; a box: offsets, local offsets, sizes."""
     local.global_shape = shape
     local.global_offsets, local.local_offsets, local.local_sizes = map(tuple, zip(*boxes, strict=True))
@@ -107,7 +120,8 @@ def part(local: Any, shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tupl
 
 
 def half(rank: int, tensor: Tensor) -> Any:
-    """Of a (4, 3) tensor rank 0 has the first and the last row, rank 1 the others; behind them is a row of padding."""
+    """Of a (4, 3) tensor rank 0 has the first and the last row, rank 1 the others; behind them is a row of
+    padding."""
     rows = (0, 3) if rank == 0 else (1, 2)
     return part(tensor, (4, 3), *(((row, 0), (at, 0), (1, 3)) for at, row in enumerate(rows)))
 
@@ -116,7 +130,8 @@ WHOLE = torch.arange(12.0).reshape(4, 3)
 
 
 class Expert(nn.Module):
-    """A weight of which each rank holds a half, a sharded layer, and state of its own with a half in a list."""
+    """A weight of which each rank holds a half, a sharded layer, and state of its own with a half in a
+    list."""
 
     def __init__(self, rank: int, filled: bool) -> None:
         super().__init__()
@@ -154,7 +169,10 @@ def test_parts_are_saved_and_loaded_as_parts(rank, world_size, tmp_path):
     state[:2] = WHOLE[[0, 3] if rank == 0 else [1, 2]] + 100
     checkpoint.save(model, optimizer, tmp_path / "saved")
     dist.barrier()
-    found = {"model": {"weight": torch.zeros(4, 3)}, "optim": {"state": {"weight": {"exp_avg": torch.zeros(4, 3)}}}}
+    found = {
+        "model": {"weight": torch.zeros(4, 3)},
+        "optim": {"state": {"weight": {"exp_avg": torch.zeros(4, 3)}}},
+    }
     dcp.load(found, checkpoint_id=tmp_path / "saved")  # what torch makes of it
     assert torch.equal(found["model"]["weight"], WHOLE)
     assert torch.equal(found["optim"]["state"]["weight"]["exp_avg"], WHOLE + 100)
@@ -173,7 +191,9 @@ def test_parts_are_loaded_where_they_lie_otherwise(rank, world_size, tmp_path):
     model, _ = wrapped(rank, filled=True)
     checkpoint.save(model, None, tmp_path / "saved")
     other, _ = wrapped(rank, filled=False)
-    columns = torch.zeros(4, 2) if rank == 0 else torch.zeros(4, 1)  # without padding: () for the local offsets
+    columns = (
+        torch.zeros(4, 2) if rank == 0 else torch.zeros(4, 1)
+    )  # without padding: () for the local offsets
     other.module.weight = part(nn.Parameter(columns), (4, 3), ((0, 2 * rank), (), (4, 2 - rank)))
     checkpoint.load(other, None, tmp_path / "saved")
     assert torch.equal(other.module.weight, WHOLE[:, :2] if rank == 0 else WHOLE[:, 2:])
@@ -225,7 +245,9 @@ def test_checkpoint_tests_pass_on_a_python_that_pickles_members_by_getattr() -> 
     """CPython 3.11.0 to 3.11.3: the unit tests of checkpoints run once on it, where there is one."""
     environment = early_3_11()
     files = [f"tests/unit/test_checkpoint_{name}.py" for name in UNIT.split()]
-    left_out = "not mutated and not to_and_from and not memory_is_a_few"  # the fuzzer; what starts other Pythons
+    left_out = (
+        "not mutated and not to_and_from and not memory_is_a_few"  # the fuzzer; what starts other Pythons
+    )
     command = ["/usr/bin/python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", left_out, *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

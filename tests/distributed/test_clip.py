@@ -1,4 +1,5 @@
-"""clip_grad_norm_: norms and clipped gradients bitwise equal to torch's FSDP1, and the cases where torch is wrong."""
+"""clip_grad_norm_: norms and clipped gradients bitwise equal to torch's FSDP1, and the cases where torch is
+wrong."""
 
 from __future__ import annotations
 
@@ -75,13 +76,17 @@ for norm_type in (1.0, 1.5, 2.0, math.inf):
 
 
 def test_clipping_asks_for_no_order_in_which_torch_adds_up() -> None:
-    done = subprocess.run([sys.executable, "-c", OF_ANOTHER_PROCESSOR], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OF_ANOTHER_PROCESSOR], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 @both_views
 @on_ranks(2)
-def test_coefficient_of_small_gradients_is_one_as_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_coefficient_of_small_gradients_is_one_as_torchs(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     clip_with_both(lambda which: wrap(plain(), use_orig_params, which), rank, 1e6)
 
 
@@ -93,7 +98,9 @@ def test_unmanaged_gradients_count_once_as_torchs(
 ) -> None:
     def build(which: str) -> nn.Module:
         module = plain()
-        return wrap(module, use_orig_params, which, ignored_states=[module.inp.bias, module.blocks[0].norm.weight])
+        return wrap(
+            module, use_orig_params, which, ignored_states=[module.inp.bias, module.blocks[0].norm.weight]
+        )
 
     clip_with_both(build, rank, 0.5, norm_type)
 
@@ -104,7 +111,9 @@ def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, us
     def build(which: str) -> nn.Module:
         module = plain()
         options = {"auto_wrap_policy": None}
-        module.blocks[0] = wrap(module.blocks[0], use_orig_params, which, sharding_strategy="NO_SHARD", **options)
+        module.blocks[0] = wrap(
+            module.blocks[0], use_orig_params, which, sharding_strategy="NO_SHARD", **options
+        )
         module.blocks[1] = wrap(module.blocks[1], use_orig_params, which, **options)
         return wrap(module, use_orig_params, which, **options)
 
@@ -145,12 +154,16 @@ def test_double_parameters_are_clipped_in_double(rank: int, world_size: int, use
         one(torch.ones(2, WIDTH, dtype=torch.float64)).square().sum().backward()
     norm = model.clip_grad_norm_(0.5)
     assert norm.dtype == torch.float64
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_norm_after_an_infinity_norm_is_polluted_only_in_torch(rank: int, world_size: int, which: str) -> None:
+def test_norm_after_an_infinity_norm_is_polluted_only_in_torch(
+    rank: int, world_size: int, which: str
+) -> None:
     model = wrap(nn.Linear(1, 1, bias=False), True, which, auto_wrap_policy=None)
     model.module.weight.grad = torch.full((1,), 3.0) if rank == 0 else None
     model.clip_grad_norm_(100.0, math.inf)
@@ -168,7 +181,9 @@ def test_inner_unit_is_refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @on_ranks(2)
-def test_rank_without_gradients_warns_and_returns_fp32(rank: int, world_size: int, dtype: torch.dtype) -> None:
+def test_rank_without_gradients_warns_and_returns_fp32(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
     model = wrap(plain().to(dtype))
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
         norm = model.clip_grad_norm_(1.0)

@@ -1,7 +1,8 @@
-"""Which collectives a step calls, how often and in what order: counts of surface rows E-012 to E-016, next to torch's.
+"""Which collectives a step calls, how often and in what order: counts of surface rows E-012 to E-016, next to
+torch's.
 
-Collectives are seen by replacing the functions of ``torch.distributed``, which is also what is tested: a replacement is
-called instead of the native path.
+Collectives are seen by replacing the functions of ``torch.distributed``, which is also what is tested: a
+replacement is called instead of the native path.
 """
 
 from __future__ import annotations
@@ -204,7 +205,9 @@ def test_replaced_reduce_scatter_makes_the_gradients(rank: int, world_size: int,
         patch.setattr(dist, name, rank_number)
         step(model, rank)
     values = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
-    assert len(values) == 1 and values.pop() == pytest.approx((rank + 1.0) / model._gradient_postdivide_factor)
+    assert len(values) == 1 and values.pop() == pytest.approx(
+        (rank + 1.0) / model._gradient_postdivide_factor
+    )
 
 
 @on_ranks(2)
@@ -248,7 +251,8 @@ def test_native_path_returns_when_the_replacement_is_taken_away(rank: int, world
 
 
 def orders(which: str, rank: int, **arguments: Any) -> list[list[Any]]:
-    """For each of three steps: the collectives, and between them the layers as they run forward and backward."""
+    """For each of three steps: the collectives, and between them the layers as they run forward and
+    backward."""
     model = build(which, **arguments)
     steps = []
     with calls() as seen:
@@ -286,7 +290,9 @@ def test_collectives_and_computation_are_in_the_order_of_torch(
     rank: int, world_size: int, strategy: str, mode: str
 ) -> None:
     found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
-    if mode == "forward":  # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
+    if (
+        mode == "forward"
+    ):  # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
         assert [sorted(one) for one in found["fsdp_c"]] == [sorted(one) for one in found["torch"]]
         found = {which: [forward_part(one) for one in steps] for which, steps in found.items()}
     assert found["fsdp_c"] == found["torch"]
@@ -346,7 +352,9 @@ class Telling(NoopGroup):
 
 @pytest.mark.parametrize("strategy, kinds", [("FULL_SHARD", {"AG", "RS"}), ("NO_SHARD", {"AR"})])
 @on_ranks(1)
-def test_nccl_is_told_to_run_on_the_current_stream(rank: int, world_size: int, strategy: str, kinds: set[str]) -> None:
+def test_nccl_is_told_to_run_on_the_current_stream(
+    rank: int, world_size: int, strategy: str, kinds: set[str]
+) -> None:
     group = Telling()
     model = build("fsdp_c", strategy, process_group=group)
     group.options.clear()

@@ -1,6 +1,8 @@
-"""register_comm_hook (A-119, D-085, D-086, D-090): bitwise equal to torch's FSDP1, and its refusals (X-112 to X-115).
+"""register_comm_hook (A-119, D-085, D-086, D-090): bitwise equal to torch's FSDP1, and its refusals (X-112 to
+X-115).
 
-torch's low-precision hooks end in an operation that the CPU lacks; where torch runs them here, that one is left out.
+torch's low-precision hooks end in an operation that the CPU lacks; where torch runs them here, that one is
+left out.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def hooked(hook: Hook, state: Callable[[], object], late: bool = False) -> Calla
 @pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_custom_hooks_equal_torch(rank: int, world_size: int, strategy: str, precision: str, name: str) -> None:
+def test_custom_hooks_equal_torch(
+    rank: int, world_size: int, strategy: str, precision: str, name: str
+) -> None:
     point = Point(name, strategy, use_orig_params=precision == "fp32", precision=precision)
     compare(point, Scenario(hooked(*CUSTOM[name]), accumulate_step), rank, world_size)
 
@@ -128,8 +132,11 @@ def test_low_precision_hooks_equal_torch(
 def test_kept_low_precision_gradients_equal_torch_where_the_reduction_has_another_dtype(
     rank: int, world_size: int, hook: str | None, strategy: str
 ) -> None:
-    """Sharded strategies hand gradients over in the compute dtype, NO_SHARD in that of the reduction (A-020)."""
-    keep = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_low_precision_grads=True)
+    """Sharded strategies hand gradients over in the compute dtype, NO_SHARD in that of the reduction
+    (A-020)."""
+    keep = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_low_precision_grads=True
+    )
 
     def build(run: Run) -> nn.Module:
         model = run.wrap(Net(), auto_wrap_policy=PER_BLOCK, mixed_precision=keep)
@@ -143,7 +150,8 @@ def test_kept_low_precision_gradients_equal_torch_where_the_reduction_has_anothe
 
 @on_ranks(3)
 def test_a_changed_state_changes_the_next_reduction(rank: int, world_size: int) -> None:
-    """Three ranks have both factors above one (2 and 1.5); the state says otherwise from the second step on."""
+    """Three ranks have both factors above one (2 and 1.5); the state says otherwise from the second step
+    on."""
 
     def build(run: Run) -> nn.Module:
         run.state = LowPrecisionState(dist.group.WORLD)  # type: ignore[attr-defined]
@@ -187,7 +195,9 @@ def backward(model: nn.Module) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @on_ranks(2)
-def test_a_hook_gets_what_torch_gives_it(rank: int, world_size: int, use_orig_params: bool, strategy: str) -> None:
+def test_a_hook_gets_what_torch_gives_it(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
     seen: dict[str, list[Any]] = {"torch": [], "fsdp_c": []}
 
     def record(calls: list[Any], grad: Tensor, shard: Tensor | None = None) -> None:

@@ -1,4 +1,5 @@
-"""torch.compile around, inside and in place of the modules of units: the eager values, and no recompilation storm."""
+"""torch.compile around, inside and in place of the modules of units: the eager values, and no recompilation
+storm."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def model(where):
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4)]
     if where == "inside":
-        layers = [FSDP(compiled(one), use_orig_params=True) if isinstance(one, Block) else one for one in layers]
+        layers = [
+            FSDP(compiled(one), use_orig_params=True) if isinstance(one, Block) else one for one in layers
+        ]
         return FSDP(nn.Sequential(*layers), use_orig_params=True)
     if where == "in place":
         for one in layers:

@@ -77,7 +77,9 @@ def step(model: nn.Module, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
-def test_model_cast_between_steps_trains_on_in_its_new_dtype(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_model_cast_between_steps_trains_on_in_its_new_dtype(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
     policy = ModuleWrapPolicy({nn.Sequential})
@@ -88,7 +90,9 @@ def test_model_cast_between_steps_trains_on_in_its_new_dtype(rank: int, world_si
             step(trained, dtype)
     with FSDP.summon_full_params(model):
         assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-        for (name, expected), (_, actual) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        for (name, expected), (_, actual) in zip(
+            plain.named_parameters(), model.named_parameters(), strict=True
+        ):
             assert torch.equal(actual, expected), name
 
 
@@ -111,7 +115,8 @@ def test_apply_sees_and_keeps_full_parameters(rank: int, world_size: int) -> Non
 
 
 class Sliced(nn.Module):
-    """Parameters that are parts of larger tensors, with gaps between their rows or elements, or share memory."""
+    """Parameters that are parts of larger tensors, with gaps between their rows or elements, or share
+    memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

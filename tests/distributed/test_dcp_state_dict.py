@@ -1,4 +1,5 @@
-"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, next to torch's FSDP1 (H-010).
+"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, next to torch's FSDP1
+(H-010).
 
 They take our class for torch's after ``fsdp_c.install()``; here it is put in the place where they look.
 """
@@ -90,7 +91,9 @@ def frozen_where(options: dict[str, Any]) -> bool:
 @both_views
 @pytest.mark.parametrize("mesh", [False, True], ids=["sharded tensors", "dtensors"])
 @on_ranks(2)
-def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, world_size, mesh, use_orig_params, options):
+def test_what_is_got_equals_torchs_and_what_is_set_comes_back(
+    rank, world_size, mesh, use_orig_params, options
+):
     got = []
     for which in ("torch", "fsdp_c"):
         model, optimizer = built(which, use_orig_params, mesh=mesh, frozen=frozen_where(options))
@@ -103,7 +106,11 @@ def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, world_size, 
     with seen_as_fsdp("fsdp_c"):
         wanted = StateDictOptions(**{**options, "strict": options.get("strict", not frozen_where(options))})
         set_state_dict(
-            other, its_optimizer, model_state_dict=copy.copy(got[0][0]), optim_state_dict=got[0][1], options=wanted
+            other,
+            its_optimizer,
+            model_state_dict=copy.copy(got[0][0]),
+            optim_state_dict=got[0][1],
+            options=wanted,
         )
         again = get_state_dict(other, its_optimizer, options=StateDictOptions(**options))
     assert_same_state(("model",), got[0][0], again[0])
@@ -113,7 +120,8 @@ def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, world_size, 
 @both_views
 @on_ranks(2)
 def test_rank_0_alone_loads_and_the_others_receive(rank, world_size, use_orig_params):
-    """broadcast_from_rank0. With cpu_offload rank 0 alone has full state; on a CPU device torch dies of that."""
+    """broadcast_from_rank0. With cpu_offload rank 0 alone has full state; on a CPU device torch dies of
+    that."""
     model, optimizer = built("fsdp_c", use_orig_params)
     train(model, optimizer, rank)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -163,4 +171,6 @@ def test_strict_names_what_is_unexpected(rank, world_size):
         found = set_model_state_dict(model, dict(state), options=loose)
         assert found.unexpected_keys == ["inp.other"]
         after = get_model_state_dict(model, options=options)
-    assert all(isinstance(value, Tensor) and torch.equal(value, after[name]) for name, value in before.items())
+    assert all(
+        isinstance(value, Tensor) and torch.equal(value, after[name]) for name, value in before.items()
+    )

@@ -112,7 +112,9 @@ def logged(name: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @on_ranks(2)
-def test_units_whose_gradients_have_come_are_logged(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_units_whose_gradients_have_come_are_logged(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     """X-085, D-065: by the names of their parameters from the root, in the order of the backward."""
     found = {}
     for which, logger in (("torch", "torch.distributed.fsdp"), ("fsdp_c", "fsdp_c")):

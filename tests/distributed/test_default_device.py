@@ -1,4 +1,5 @@
-"""torch.set_default_device(): what fsdp_c makes lies where it is meant to lie, whatever the script's own tensors do."""
+"""torch.set_default_device(): what fsdp_c makes lies where it is meant to lie, whatever the script's own
+tensors do."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
 from fsdp_c.checkpoint.formats import open_source
-from tests.distributed.test_checkpoint import adamw, assert_same_tensors, folder_of_ranks, full_model, full_optim
+from tests.distributed.test_checkpoint import (
+    adamw,
+    assert_same_tensors,
+    folder_of_ranks,
+    full_model,
+    full_optim,
+)
 from tests.distributed.test_checkpoint_files import save_by_rank, state_of
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.models import WIDTH, Net
@@ -51,7 +58,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def trained(seed: int, use_orig_params: bool) -> Trained:
-    """torch's AdamW makes its counts of steps on the default device: they are there before that is another."""
+    """torch's AdamW makes its counts of steps on the default device: they are there before that is
+    another."""
     model = wrap(plain(seed), use_orig_params)
     optimizer = adamw(model, groups=1)
     train(model, optimizer)

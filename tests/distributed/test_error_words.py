@@ -1,4 +1,5 @@
-"""Errors and warnings of state dicts, and of ranks that differ, in both implementations: see tests/errors.py."""
+"""Errors and warnings of state dicts, and of ranks that differ, in both implementations: see
+tests/errors.py."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ from torch.distributed.fsdp import (
 from tests.errors import OURS, TORCHS, Implementation, Net, Row, check
 from tests.ranks import device, on_ranks
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 WHOLE = FullOptimStateDictConfig(
     rank0_only=False, offload_to_cpu=False
 )  # offloaded, torch's is wrong on a CPU: parity 6
@@ -191,7 +196,8 @@ STATE_DICTS = [
     Row(
         "X-131 optimizer",
         RuntimeError,
-        f"Expected optim_state_dict_config of type {FullOptimStateDictConfig} but got {ShardedOptimStateDictConfig}",
+        f"Expected optim_state_dict_config of type {FullOptimStateDictConfig} but got "
+        f"{ShardedOptimStateDictConfig}",
         lambda fsdp: select(fsdp.wrap(Net()), FULL, None, ShardedOptimStateDictConfig()),
     ),
     Row(
@@ -226,7 +232,10 @@ STATE_DICTS = [
         RuntimeError,
         "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT",
         save_locally_with_a_mesh,
-        torchs=(RuntimeError, "Found state_dict_type LOCAL_STATE_DICT"),  # after which torch 2.10 shows a tuple's repr
+        torchs=(
+            RuntimeError,
+            "Found state_dict_type LOCAL_STATE_DICT",
+        ),  # after which torch 2.10 shows a tuple's repr
     ),
     Row(
         "X-135",
@@ -312,7 +321,9 @@ def adam(model: nn.Module) -> torch.optim.Adam:
     return optimizer
 
 
-def trained(fsdp: Implementation, use_orig_params: bool = True, module: nn.Module | None = None) -> tuple[Any, Any]:
+def trained(
+    fsdp: Implementation, use_orig_params: bool = True, module: nn.Module | None = None
+) -> tuple[Any, Any]:
     model = fsdp.wrap(module or Net(), use_orig_params=use_orig_params)
     return model, adam(model)
 
@@ -344,7 +355,9 @@ def save_with_foreign_state(fsdp: Implementation) -> None:
     fsdp.FSDP.optim_state_dict(model, optimizer, state)
 
 
-def load_state(fsdp: Implementation, change: Callable[[dict[str, Any]], Any], use_orig_params: bool = False) -> None:
+def load_state(
+    fsdp: Implementation, change: Callable[[dict[str, Any]], Any], use_orig_params: bool = False
+) -> None:
     """Load a state that ``change`` has changed."""
     model, optimizer = trained(fsdp, use_orig_params)
     select_whole(model)
@@ -376,7 +389,9 @@ def lose_state_on_rank_1(optimizer: Any) -> None:
 
 def hold_only_some(fsdp: Implementation) -> None:
     model = fsdp.wrap(Net(), use_orig_params=True)
-    optimizer = torch.optim.Adam([param for name, param in model.named_parameters() if name.endswith("weight")])
+    optimizer = torch.optim.Adam(
+        [param for name, param in model.named_parameters() if name.endswith("weight")]
+    )
     model(X).sum().backward()
     optimizer.step()
     select_whole(model)
@@ -419,7 +434,10 @@ def rekey(fsdp: Implementation, state: dict[str, Any], key_type: Any) -> None:
 def rekey_tied(fsdp: Implementation) -> None:
     model = fsdp.wrap(Net())
     fsdp.FSDP.rekey_optim_state_dict(
-        adam(model).state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=torch.optim.Adam(model.parameters())
+        adam(model).state_dict(),
+        OptimStateKeyType.PARAM_NAME,
+        model,
+        optim=torch.optim.Adam(model.parameters()),
     )
 
 
@@ -438,8 +456,16 @@ OPTIMIZER = [
         "The `optim_input` argument is deprecated and will be removed",
         save_by_parameters,
     ),
-    Row("X-163", AssertionError, "Not all FSDP modules have the same _use_orig_params value", mix_views, whole=True),
-    Row("X-164", IndexError, "list index out of range", save_plain, ours="Net has no FullyShardedDataParallel"),
+    Row(
+        "X-163",
+        AssertionError,
+        "Not all FSDP modules have the same _use_orig_params value",
+        mix_views,
+        whole=True,
+    ),
+    Row(
+        "X-164", IndexError, "list index out of range", save_plain, ours="Net has no FullyShardedDataParallel"
+    ),
     Row(
         "X-165",
         ValueError,
@@ -449,19 +475,29 @@ OPTIMIZER = [
     Row(
         "X-166",
         RuntimeError,
-        "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some "
-        "ranks are missing some of those states",
+        "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's "
+        "optimizer but some ranks are missing some of those states",
         lambda fsdp: save(fsdp, lose_state_on_rank_1, False),
         ours="{1: ",
     ),
-    Row("X-167", RuntimeError, "first.bias is not in the optimizer state", hold_only_some, ours="requires_grad_"),
+    Row(
+        "X-167",
+        RuntimeError,
+        "first.bias is not in the optimizer state",
+        hold_only_some,
+        ours="requires_grad_",
+    ),
     Row(
         "X-168",
         AssertionError,
         "Rank 1 has different values for step: ",
-        lambda fsdp: save(fsdp, make_scalars_differ, module=nn.Linear(3, 5)),  # a weight with parts on both ranks
+        lambda fsdp: save(
+            fsdp, make_scalars_differ, module=nn.Linear(3, 5)
+        ),  # a weight with parts on both ranks
     ),
-    Row("X-170", UserWarning, "Found a optim state, mine, that FSDP cannot process.", save_with_foreign_state),
+    Row(
+        "X-170", UserWarning, "Found a optim state, mine, that FSDP cannot process.", save_with_foreign_state
+    ),
     Row("X-171", UserWarning, "optim_state[", load_by_names, also=r"is not on rank[01]\."),
     Row(
         "X-173 names",
@@ -480,9 +516,11 @@ OPTIMIZER = [
     Row(
         "X-173 dtypes",
         ValueError,
-        "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor state with "
-        "the same dtype",
-        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(exp_avg=torch.ones(3, 3).double())),
+        "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
+        "state with the same dtype",
+        lambda fsdp: load_state(
+            fsdp, lambda state: state["state"][NAME].update(exp_avg=torch.ones(3, 3).double())
+        ),
         ours="first.weight has",
     ),
     Row(
@@ -495,28 +533,36 @@ OPTIMIZER = [
     Row(
         "X-174 values",
         ValueError,
-        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
-        "dtype",
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same "
+        "value and dtype",
         lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(9.0))),
         ours="first.weight has",
     ),
     Row(
         "X-174 dtypes",
         ValueError,
-        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
-        "dtype",
-        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(1.0).double())),
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same "
+        "value and dtype",
+        lambda fsdp: load_state(
+            fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(1.0).double())
+        ),
         ours="first.weight has",
     ),
     Row(
         "X-174 missing",
         ValueError,
-        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
-        "dtype",
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same "
+        "value and dtype",
         lambda fsdp: load_state(fsdp, lambda state: state["state"].pop("first.bias")),
         ours="first.bias",
     ),
-    Row("X-175", ValueError, "Optimizer input should not be empty", lambda fsdp: save_by_input(fsdp, []), whole=True),
+    Row(
+        "X-175",
+        ValueError,
+        "Optimizer input should not be empty",
+        lambda fsdp: save_by_input(fsdp, []),
+        whole=True,
+    ),
     Row(
         "X-176",
         TypeError,

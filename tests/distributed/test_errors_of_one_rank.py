@@ -1,7 +1,8 @@
-"""A check that can fail on one rank alone is made before the collective, and its error names the rank (parity 27).
+"""A check that can fail on one rank alone is made before the collective, and its error names the rank (parity
+27).
 
-Only the last rank does what is wrong and calls into the runtime. Were something sent before the error, the collectives
-of the two ranks would not pair afterwards.
+Only the last rank does what is wrong and calls into the runtime. Were something sent before the error, the
+collectives of the two ranks would not pair afterwards.
 """
 
 from __future__ import annotations

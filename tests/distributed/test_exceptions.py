@@ -1,5 +1,5 @@
-"""An exception inside a step leaves nothing behind: no gathered storage, and the next steps are those of a run in which
-that step never happened, bit for bit, once the user has zeroed the gradients.
+"""An exception inside a step leaves nothing behind: no gathered storage, and the next steps are those of a
+run in which that step never happened, bit for bit, once the user has zeroed the gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class RaiseInBackward(torch.autograd.Function):
 
 
 class Switch:
-    """Raises at the armed place; every place is on the way of every run, so that all runs have the same graph."""
+    """Raises at the armed place; every place is on the way of every run, so that all runs have the same
+    graph."""
 
     def __init__(self) -> None:
         self.armed: str | None = None
@@ -72,7 +73,9 @@ class Switch:
         inner.register_forward_pre_hook(lambda module, args: self.maybe("before the inner forward"))
         inner.down.register_forward_pre_hook(lambda module, args: self.maybe("inner forward"))
         inner.norm.register_forward_hook(self._on_activation)
-        inner.up.register_full_backward_hook(lambda module, inputs, outputs: self.maybe("module's backward hook"))
+        inner.up.register_full_backward_hook(
+            lambda module, inputs, outputs: self.maybe("module's backward hook")
+        )
         model.head.register_forward_hook(lambda module, args, output: self._watch(output, "root tensor hook"))
 
     def _on_activation(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -87,7 +90,9 @@ class Switch:
 
 FORWARD_PLACES = ("root forward", "before the inner forward", "inner forward")
 BACKWARD_PLACES = ("tensor hook", "module's backward hook", "autograd function")
-BEFORE_BACKWARD = ("root tensor hook",)  # raised before a unit was reached: no more than a forward without a backward
+BEFORE_BACKWARD = (
+    "root tensor hook",
+)  # raised before a unit was reached: no more than a forward without a backward
 PLACES = FORWARD_PLACES + BACKWARD_PLACES + BEFORE_BACKWARD
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -100,7 +105,9 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 class Trained:
     """A model, its optimizer, and the record of its steps."""
 
-    def __init__(self, rank: int, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> None:
+    def __init__(
+        self, rank: int, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any
+    ) -> None:
         from fsdp_c import FullyShardedDataParallel
 
         torch.manual_seed(5)
@@ -229,12 +236,17 @@ def test_units_that_call_each_other_without_end_raise_as_the_plain_module(
 
 @all_strategies
 @on_ranks(2)
-def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(rank: int, world_size: int, strategy: str) -> None:
-    """On a GPU autograd's thread lets go of a backward some time after it raised: what was queued is held till then."""
+def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """On a GPU autograd's thread lets go of a backward some time after it raised: what was queued is held
+    till then."""
     expected, run = uninterrupted(rank, strategy), Trained(rank, strategy)
     run.steps(STEPS_BEFORE)
     held: list[Any] = []
-    run.switch.in_backward = lambda: held.extend(one for one in gc.get_objects() if type(one).__name__ == "Hook")
+    run.switch.in_backward = lambda: held.extend(
+        one for one in gc.get_objects() if type(one).__name__ == "Hook"
+    )
     run.failing_step("autograd function")
     assert held
     run.switch.in_backward = held.clear
@@ -247,7 +259,9 @@ def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(rank: int, w
 @all_places
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_mixed_precision_recovers_from_an_exception(rank: int, world_size: int, strategy: str, place: str) -> None:
+def test_mixed_precision_recovers_from_an_exception(
+    rank: int, world_size: int, strategy: str, place: str
+) -> None:
     options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
     expected = uninterrupted(rank, strategy, **options)
     run = Trained(rank, strategy, **options)
@@ -260,7 +274,9 @@ def test_mixed_precision_recovers_from_an_exception(rank: int, world_size: int, 
 
 @pytest.mark.parametrize("place", ["root forward", "inner forward", "autograd function"])
 @on_ranks(2)
-def test_keyboard_interrupt_is_passed_on_and_the_next_step_is_clean(rank: int, world_size: int, place: str) -> None:
+def test_keyboard_interrupt_is_passed_on_and_the_next_step_is_clean(
+    rank: int, world_size: int, place: str
+) -> None:
     expected = uninterrupted(rank)
     run = Trained(rank)
     run.steps(STEPS_BEFORE)
@@ -322,7 +338,9 @@ def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(
     assert_same_run(expected, run)
 
 
-@pytest.mark.parametrize("options", [{"forward_prefetch": True}, {"backward_prefetch": None}], ids=["forward", "none"])
+@pytest.mark.parametrize(
+    "options", [{"forward_prefetch": True}, {"backward_prefetch": None}], ids=["forward", "none"]
+)
 @places_in_units
 @on_ranks(2)
 def test_prefetched_units_are_released_after_an_exception(
@@ -341,7 +359,9 @@ def test_prefetched_units_are_released_after_an_exception(
 
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
-def test_state_dict_and_evaluation_work_right_after_an_exception(rank: int, world_size: int, place: str) -> None:
+def test_state_dict_and_evaluation_work_right_after_an_exception(
+    rank: int, world_size: int, place: str
+) -> None:
     expected, run = Trained(rank), Trained(rank)
     for one in (expected, run):
         one.steps(STEPS_BEFORE)
@@ -372,7 +392,9 @@ def failing_collective(*arguments: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("name", [ALL_GATHER, REDUCE_SCATTER])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_collective_that_raises_leaves_a_clean_next_step(rank: int, world_size: int, strategy: str, name: str) -> None:
+def test_collective_that_raises_leaves_a_clean_next_step(
+    rank: int, world_size: int, strategy: str, name: str
+) -> None:
     before = settled_nbytes()
     expected = uninterrupted(rank, strategy)
     run = Trained(rank, strategy)
@@ -400,7 +422,8 @@ class BrokenWork:
 
 @on_ranks(2)
 def test_all_units_are_reset_where_one_that_was_gathered_ahead_fails(rank: int, world_size: int) -> None:
-    """Two units are gathered ahead when the first layer raises; the gather of the first of them has failed."""
+    """Two units are gathered ahead when the first layer raises; the gather of the first of them has
+    failed."""
     from fsdp_c import FullyShardedDataParallel
 
     before = settled_nbytes()
@@ -458,5 +481,7 @@ def test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy(rank: in
 
     embedding = nn.Embedding(7, WIDTH, sparse=True)
     model = FullyShardedDataParallel(embedding, device_id=device(), use_orig_params=True)
-    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit Embedding.*gradient of weight.*ignored_modules"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank}, unit Embedding.*gradient of weight.*ignored_modules"
+    ):
         model(torch.arange(3)).sum().backward()

@@ -1,6 +1,6 @@
-"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL (D-115, D-116, X-079, X-080), used for
-prefetching with the limits that clients write (A-049, D-110, D-112), run ahead of by ``_unshard`` (A-072), and ended by
-the final callback whenever it is called (D-105).
+"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL (D-115, D-116, X-079, X-080), used
+for prefetching with the limits that clients write (A-049, D-110, D-112), run ahead of by ``_unshard``
+(A-072), and ended by the final callback whenever it is called (D-105).
 """
 
 from __future__ import annotations
@@ -148,7 +148,11 @@ def warnings_of(model: Any, *order: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step(model, *order)
-    return [str(one.message) for one in caught if one.category is UserWarning and "Forward order" in str(one.message)]
+    return [
+        str(one.message)
+        for one in caught
+        if one.category is UserWarning and "Forward order" in str(one.message)
+    ]
 
 
 @on_ranks(2)
@@ -193,7 +197,13 @@ def test_a_warning_that_is_an_error_stops_the_forward(rank: int, world_size: int
 # ------------------------------------------------------------------ prefetch limits
 
 
-SIZES = (2, 3, 4, 5, 6)  # of square layers without bias: each all-gather tells by its size which layer it is for
+SIZES = (
+    2,
+    3,
+    4,
+    5,
+    6,
+)  # of square layers without bias: each all-gather tells by its size which layer it is for
 
 
 class Chain(nn.Module):
@@ -270,7 +280,9 @@ def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 9])
 @on_ranks(2)
-def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(rank: int, world_size: int, limit: int) -> None:
+def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(
+    rank: int, world_size: int, limit: int
+) -> None:
     model = chain(forward_prefetch=True)
     model._exec_order_data._forward_prefetch_limit = limit
     traced_backward(model)  # the order is that of the first iteration
@@ -321,7 +333,9 @@ def unshard_ahead(run: Run) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
-def test_training_with_unshard_equals_torch(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def test_training_with_unshard_equals_torch(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
     point = Point("unshard", strategy, use_orig_params=use_orig_params, precision="bf16_reduce_fp32")
     build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
     # torch's gather or cast by hand does not wait for the optimizer

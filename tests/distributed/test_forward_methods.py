@@ -94,7 +94,9 @@ def test_method_that_calls_forward_and_another_method_gathers_once(  # parity 17
 
 @both_views
 @on_ranks(2)
-def test_gradients_flow_through_a_registered_method(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_gradients_flow_through_a_registered_method(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model, reference = build(use_orig_params=use_orig_params), plain()
     register_forward_method(model, "encode")
     model.encode(batch(rank)).square().mean().backward()
@@ -108,7 +110,9 @@ def test_gradients_flow_through_a_registered_method(rank: int, world_size: int, 
 
 
 @on_ranks(2)
-def test_parameters_are_resharded_after_the_method_and_after_its_exception(rank: int, world_size: int) -> None:
+def test_parameters_are_resharded_after_the_method_and_after_its_exception(
+    rank: int, world_size: int
+) -> None:
     model = build()
     register_forward_method(model, "generate")
     register_forward_method(model, "fail")
@@ -129,7 +133,9 @@ def test_registered_method_runs_in_the_compute_dtype(rank: int, world_size: int)
 
 @both_views
 @on_ranks(2)
-def test_registered_method_runs_inside_summon_full_params(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_registered_method_runs_inside_summon_full_params(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = FSDP(plain(), use_orig_params=use_orig_params)
     register_forward_method(model, "generate")
     with FSDP.summon_full_params(model):
@@ -146,7 +152,11 @@ def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(  # D-128
     with pytest.raises((RuntimeError, IndexError)) as found:
         model.encode(batch(rank))
     message = str(found.value)
-    for part in (f"rank {rank}, unit Generator", "'inp' are sharded", "register_forward_method(module, 'encode')"):
+    for part in (
+        f"rank {rank}, unit Generator",
+        "'inp' are sharded",
+        "register_forward_method(module, 'encode')",
+    ):
         assert part in message
     register_forward_method(model, "encode")
     assert torch.equal(model.encode(batch(rank)), plain().encode(batch(rank)))
@@ -216,7 +226,11 @@ class Past(nn.Module):
 def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
     rank: int, world_size: int, use_orig_params: bool, layer: str
 ) -> None:
-    made = {"Linear": nn.Linear(WIDTH, 3), "Conv1d": nn.Conv1d(WIDTH, 3, 1), "LayerNorm": nn.LayerNorm(WIDTH)}[layer]
+    made = {
+        "Linear": nn.Linear(WIDTH, 3),
+        "Conv1d": nn.Conv1d(WIDTH, 3, 1),
+        "LayerNorm": nn.LayerNorm(WIDTH),
+    }[layer]
     model = FSDP(Past(use_orig_params, made), use_orig_params=use_orig_params, device_id=device())
     x = torch.ones(WIDTH, 4) if layer == "Conv1d" else torch.ones(3, WIDTH)
     with pytest.raises(RuntimeError) as found:

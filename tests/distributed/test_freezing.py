@@ -1,4 +1,5 @@
-"""Freezing, zeroing and looking between the backwards of a step: losses and parameters are those of the plain model."""
+"""Freezing, zeroing and looking between the backwards of a step: losses and parameters are those of the plain
+model."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class Run:
             from fsdp_c import FullyShardedDataParallel
 
             policy = ModuleWrapPolicy({Layer})
-            self.model = FullyShardedDataParallel(self.net, auto_wrap_policy=policy, device_id=device(), **arguments)
+            self.model = FullyShardedDataParallel(
+                self.net, auto_wrap_policy=policy, device_id=device(), **arguments
+            )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.5)
         self.forwards = 0
         self.shown: list[Tensor] = []
@@ -125,7 +128,11 @@ class Run:
 
     def look_at_gradients(self) -> None:
         summoned = self.model is not self.net
-        with type(self.model).summon_full_params(self.model, with_grads=True) if summoned else contextlib.nullcontext():
+        with (
+            type(self.model).summon_full_params(self.model, with_grads=True)
+            if summoned
+            else contextlib.nullcontext()
+        ):
             for param in self.model.parameters():
                 self.shown.append(torch.zeros_like(param) if param.grad is None else param.grad.clone())
 

@@ -1,7 +1,8 @@
-"""HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the pairs.
+"""HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the
+pairs.
 
-Bitwise equality with torch's FSDP1 (D-082 to D-084, D-091, E-020), however the groups are given (A-035, A-047); and
-parity row 1 (E-022), where upstream's replicas drift apart.
+Bitwise equality with torch's FSDP1 (D-082 to D-084, D-091, E-020), however the groups are given (A-035,
+A-047); and parity row 1 (E-022), where upstream's replicas drift apart.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ STEPS: dict[str, Callable[[Run], None]] = {
 def mesh(replicas: int, shards: int) -> DeviceMesh:
     """The mesh of this process; made once, since groups stay for the life of the ranks."""
     return DeviceMesh(
-        device().type, torch.arange(replicas * shards).view(replicas, shards), mesh_dim_names=("replicate", "shard")
+        device().type,
+        torch.arange(replicas * shards).view(replicas, shards),
+        mesh_dim_names=("replicate", "shard"),
     )
 
 
@@ -52,7 +55,9 @@ def groups(replicas: int, shards: int) -> tuple[dist.ProcessGroup, dist.ProcessG
 
 def hybrid(**changes: Any) -> Callable[[Run], nn.Module]:
     """A Net with one unit per block over a (shard, replicate) pair of two and two ranks."""
-    return lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK, **(changes or {"process_group": groups(2, 2)}))
+    return lambda run: run.wrap(
+        Net(), auto_wrap_policy=PER_BLOCK, **(changes or {"process_group": groups(2, 2)})
+    )
 
 
 # ------------------------------------------------------------------ equal to torch
@@ -61,11 +66,16 @@ def hybrid(**changes: Any) -> Callable[[Run], nn.Module]:
 @pytest.mark.parametrize(
     ("precision", "step"),
     [*(("fp32", step) for step in STEPS)]
-    + [(precision, "no_sync_after_sync") for precision in ("bf16_reduce_fp32", "reduce_bf16", "bf16", "keep_low")],
+    + [
+        (precision, "no_sync_after_sync")
+        for precision in ("bf16_reduce_fp32", "reduce_bf16", "bf16", "keep_low")
+    ],
 )
 @pytest.mark.parametrize("strategy", HYBRID)
 @on_ranks(4)
-def test_hybrid_training_equals_torch(rank: int, world_size: int, strategy: str, precision: str, step: str) -> None:
+def test_hybrid_training_equals_torch(
+    rank: int, world_size: int, strategy: str, precision: str, step: str
+) -> None:
     use_orig_params = precision in ("fp32", "bf16")
     point = Point(step, strategy, use_orig_params=use_orig_params, precision=precision)
     compare(point, Scenario(hybrid(), STEPS[step]), rank, world_size)
@@ -84,13 +94,17 @@ def test_groups_by_node_equal_the_explicit_pair(rank: int, world_size: int) -> N
     point = Point("by_node", "HYBRID_SHARD")
     expected = record_run(point, Scenario(hybrid(), plain_step), "torch", rank, world_size)
     with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
-        actual = record_run(point, Scenario(hybrid(process_group=None), plain_step), "fsdp_c", rank, world_size)
+        actual = record_run(
+            point, Scenario(hybrid(process_group=None), plain_step), "fsdp_c", rank, world_size
+        )
     assert_same_record(point, expected, actual)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
 @on_ranks(4)
-def test_a_replicate_group_of_one_and_one_of_all_equal_torch(rank: int, world_size: int, replicas: int) -> None:
+def test_a_replicate_group_of_one_and_one_of_all_equal_torch(
+    rank: int, world_size: int, replicas: int
+) -> None:
     """(1, 4) is plain sharding in torch's terms too; (4, 1) is DDP, which torch's NO_SHARD stands for."""
     point = Point("degenerate", "HYBRID_SHARD", use_orig_params=False)
     build = hybrid(process_group=groups(replicas, world_size // replicas))
@@ -136,7 +150,9 @@ def test_mixed_strategies_equal_torch(
 # ------------------------------------------------------------------ what is sent
 
 
-Call = tuple[str, dist.ProcessGroup, Tensor]  # a reduction: its kind, its group, and the tensor that it is given
+Call = tuple[
+    str, dist.ProcessGroup, Tensor
+]  # a reduction: its kind, its group, and the tensor that it is given
 
 
 def recorded_reductions(run: Callable[[], None]) -> list[Call]:
@@ -160,7 +176,9 @@ def recorded_reductions(run: Callable[[], None]) -> list[Call]:
     return calls
 
 
-def reductions_of_a_step(name: str, rank: int, world_size: int, strategy: str, no_sync: bool = False) -> list[Call]:
+def reductions_of_a_step(
+    name: str, rank: int, world_size: int, strategy: str, no_sync: bool = False
+) -> list[Call]:
     torch.manual_seed(7)
     run = Run(Point("calls", strategy, precision="reduce_bf16"), implementation(name), rank, world_size)
     model = hybrid()(run)
@@ -207,7 +225,9 @@ def replica_gradient(name: str, rank: int, **changes: Any) -> float:
 
 @on_ranks(2)
 def test_replicas_of_one_shard_are_reduced(rank: int, world_size: int) -> None:
-    assert replica_gradient("torch", rank) == [0.5, 1.0][rank]  # upstream: its own gradient over the world size
+    assert (
+        replica_gradient("torch", rank) == [0.5, 1.0][rank]
+    )  # upstream: its own gradient over the world size
     assert replica_gradient("fsdp_c", rank) == 1.5
     assert replica_gradient("fsdp_c", rank, use_orig_params=True) == 1.5
 

@@ -1,4 +1,5 @@
-"""A layer that is called past its unit says so itself, wherever it is called and whoever catches the error."""
+"""A layer that is called past its unit says so itself, wherever it is called and whoever catches the
+error."""
 
 import copy
 import pickle
@@ -54,9 +55,13 @@ def assert_explained(layer: nn.Module, rank: int, name: str = "first") -> None:
 
 @both_views
 @on_ranks(2)
-def test_layer_called_past_its_unit_names_unit_and_remedy(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_layer_called_past_its_unit_names_unit_and_remedy(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     plain, unit = wrapped(use_orig_params)
-    model = FSDP(nn.Sequential(unit, nn.Linear(WIDTH, WIDTH)), use_orig_params=use_orig_params, device_id=device())
+    model = FSDP(
+        nn.Sequential(unit, nn.Linear(WIDTH, WIDTH)), use_orig_params=use_orig_params, device_id=device()
+    )
     assert_explained(plain.first, rank)  # before the first forward
     with torch.no_grad():
         model(batch())
@@ -90,7 +95,9 @@ def test_steps_of_a_long_training_place_no_calls(rank: int, world_size: int, use
 
 @both_views
 @on_ranks(2)
-def test_layers_run_as_ever_where_their_parameters_are_whole(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_layers_run_as_ever_where_their_parameters_are_whole(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
         plain, model = wrapped(use_orig_params, sharding_strategy=strategy)
         output = model(batch())
@@ -109,7 +116,9 @@ def _raise(*args: object) -> None:
 
 @both_views
 @on_ranks(2)
-def test_nothing_stands_between_the_layers_in_a_forward(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_nothing_stands_between_the_layers_in_a_forward(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     plain, model = wrapped(use_orig_params)
     seen = []
     plain.first.register_forward_hook(lambda layer, *_: seen.append(vars(layer)[CALL]))
@@ -131,7 +140,10 @@ def test_recomputation_steps_past_the_calls(rank: int, world_size: int, use_orig
     seen = []
     plain.first.register_forward_hook(lambda layer, *_: seen.append(vars(layer)[CALL]))
     model(batch()).sum().backward()
-    assert seen == [None, None]  # in the forward, and in the recomputation: the first call of a layer takes all away
+    assert seen == [
+        None,
+        None,
+    ]  # in the forward, and in the recomputation: the first call of a layer takes all away
     for mine, grad in zip(model.parameters(), grads, strict=True):
         assert grad is None and mine.grad is None or torch.equal(mine.grad, grad)
     assert_explained(plain.second, rank, "second")
@@ -176,7 +188,9 @@ def test_copies_and_pickles_leave_the_calls_behind(rank: int, world_size: int, u
 
 @both_views
 @on_ranks(2)
-def test_layer_of_a_shared_parameter_is_explained_too(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_layer_of_a_shared_parameter_is_explained_too(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     plain = Block()
     plain.second.weight = plain.first.weight
     model = FSDP(plain, use_orig_params=use_orig_params, device_id=device())

@@ -1,5 +1,5 @@
-"""Unsharded parameter storage never exceeds what the sharding strategy promises, by the C runtime's own count of live
-bytes.
+"""Unsharded parameter storage never exceeds what the sharding strategy promises, by the C runtime's own count
+of live bytes.
 
 The model is a root and BLOCKS blocks, all of one size, so that everything can be said in units.
 """
@@ -80,7 +80,9 @@ def test_construction_leaves_no_unsharded_storage(rank: int, world_size: int, us
 
 @both
 @on_ranks(2)
-def test_full_shard_forward_holds_the_root_and_one_unit(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_full_shard_forward_holds_the_root_and_one_unit(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     model(batch())  # before the first step a pool takes the memory of as many units as are gathered at a time
@@ -92,7 +94,9 @@ def test_full_shard_forward_holds_the_root_and_one_unit(rank: int, world_size: i
 
 @both
 @on_ranks(2)
-def test_full_shard_forward_prefetch_holds_one_unit_more(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_full_shard_forward_prefetch_holds_one_unit_more(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params, forward_prefetch=True)
     peaks = []
@@ -127,7 +131,9 @@ def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
 
 @both
 @on_ranks(2)
-def test_shard_grad_op_keeps_every_unit_until_its_backward(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_shard_grad_op_keeps_every_unit_until_its_backward(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
     for _ in range(3):
@@ -154,7 +160,9 @@ def test_mixed_precision_holds_units_of_half_the_bytes(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
     meter = Meter(BF16_NBYTES)
-    model = build(strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model = build(
+        strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+    )
     for _ in range(2):
         meter.reset()
         model(batch()).sum().backward()
@@ -232,7 +240,9 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(
 
 @both
 @on_ranks(2)
-def test_an_output_keeps_its_model_for_the_backward(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_an_output_keeps_its_model_for_the_backward(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     output, params = model(batch()), list(model.parameters())

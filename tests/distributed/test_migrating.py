@@ -55,7 +55,8 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     assert PAGE.read_text().count("```") == 2 * len(python + bash)
     assert python and bash
     assert (
-        pool(2, "migrating").run(__name__, "run_python", {"folder": str(tmp_path)}, timeout_s=120) == [len(python)] * 2
+        pool(2, "migrating").run(__name__, "run_python", {"folder": str(tmp_path)}, timeout_s=120)
+        == [len(python)] * 2
     )
     close_pools("migrating")  # where others have units of torch's alive, fsdp_c is not installed
     for block in bash:

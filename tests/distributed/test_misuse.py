@@ -87,13 +87,17 @@ def test_a_head_that_was_replaced_before_the_first_step_is_refused(
 ) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     replace_head(model, rank)
-    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit Net: \['head.weight', 'head.bias'\] got gradients"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank}, unit Net: \['head.weight', 'head.bias'\] got gradients"
+    ):
         backward(model, rank)
 
 
 @both_views
 @on_ranks(2)
-def test_a_head_that_was_replaced_between_steps_is_refused(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_a_head_that_was_replaced_between_steps_is_refused(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     backward(model, rank)
     backward(model, rank)
@@ -175,7 +179,9 @@ def test_units_of_one_rank_have_nobody_to_drift_from(rank: int, world_size: int)
 
 @pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
 @on_ranks(2)
-def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(rank: int, world_size: int, kind: Any) -> None:
+def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(
+    rank: int, world_size: int, kind: Any
+) -> None:
     net = Net().to(device())
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     model = wrapped(kind, net)
@@ -246,7 +252,9 @@ def test_torchs_clipping_clips_each_rank_by_its_own_norm(
     """parity 81"""
     model = wrapped(kind, use_orig_params=use_orig_params)
     backward(model, rank)
-    told = pytest.warns(UserWarning, match=rf"rank {rank}, unit Net: .*Call model.clip_grad_norm_\(max_norm\)")
+    told = pytest.warns(
+        UserWarning, match=rf"rank {rank}, unit Net: .*Call model.clip_grad_norm_\(max_norm\)"
+    )
     with told if kind is FSDP else contextlib.nullcontext() as record:
         norm = clip_apart(model)
     norms = [torch.empty_like(norm) for _ in range(world_size)]
@@ -285,7 +293,9 @@ def test_torchs_clipping_is_that_of_all_ranks_where_fsdp_c_is_installed(
 ) -> None:
     grads, norms = [], []
     for clip in (
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, error_if_nonfinite=True),
+        lambda model: torch.nn.utils.clip_grad_norm_(
+            model.parameters(), 0.05, norm_type, error_if_nonfinite=True
+        ),
         lambda model: model.clip_grad_norm_(0.05, norm_type),
     ):
         model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
@@ -312,7 +322,9 @@ def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed
     one = [*plain[0].blocks[1].parameters(), *plain[1].parameters(), *plain[2].parameters()]
     expected = torch.nn.utils.clip_grad_norm_(one, 0.05)
     chosen = [*units[0].module.blocks[1].parameters(), *units[1].parameters(), *models[2].parameters()]
-    others = [param.grad.clone() for param in units[0].module.blocks[0].parameters() if param.grad is not None]
+    others = [
+        param.grad.clone() for param in units[0].module.blocks[0].parameters() if param.grad is not None
+    ]
     with installed():
         torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(chosen, 0.05), expected)
         assert float(torch.nn.utils.clip_grad_norm_(iter(chosen), 1.0)) == pytest.approx(0.05, abs=1e-5)
@@ -345,7 +357,9 @@ def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
     model = encoder(nn.MultiheadAttention, use_orig_params)
     place = "unit MultiheadAttention at 'layers.0.self_attn': the parameters of 'self_attn' are sharded now, because"
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match=f"rank {rank}, {place} TransformerEncoderLayer read them without.*"):
+        with pytest.raises(
+            RuntimeError, match=f"rank {rank}, {place} TransformerEncoderLayer read them without.*"
+        ):
             model(x)
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -353,7 +367,9 @@ def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
         torch.testing.assert_close(encoder(nn.TransformerEncoderLayer, use_orig_params)(x), expected)
-    with pytest.raises(RuntimeError, match="because MultiheadAttention read them without.*Wrap the MultiheadAttention"):
+    with pytest.raises(
+        RuntimeError, match="because MultiheadAttention read them without.*Wrap the MultiheadAttention"
+    ):
         encoder(nn.Linear, use_orig_params).train()(x)
 
 
@@ -416,7 +432,9 @@ def test_a_gradient_penalty_through_sharded_units_is_told(
             (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
             gradient.square().sum().backward()
         return
-    with pytest.warns(UserWarning, match=f"rank {rank}, unit Net: this backward makes a graph .*Block at 'blocks.0'"):
+    with pytest.warns(
+        UserWarning, match=f"rank {rank}, unit Net: this backward makes a graph .*Block at 'blocks.0'"
+    ):
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
         gradient.square().sum().backward()
@@ -424,9 +442,13 @@ def test_a_gradient_penalty_through_sharded_units_is_told(
 
 @both_views
 @on_ranks(2)
-def test_a_copy_is_refused_and_an_average_needs_none(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_a_copy_is_refused_and_an_average_needs_none(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrapped(use_orig_params=use_orig_params)
-    with pytest.raises(TypeError, match=r"\(Net\) cannot be copied .* AveragedModel, needs no copy: .*_foreach_lerp_"):
+    with pytest.raises(
+        TypeError, match=r"\(Net\) cannot be copied .* AveragedModel, needs no copy: .*_foreach_lerp_"
+    ):
         torch.optim.swa_utils.AveragedModel(model)
     average = [param.detach().clone() for param in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -439,7 +461,9 @@ def test_a_copy_is_refused_and_an_average_needs_none(rank: int, world_size: int,
         for param, value in zip(model.parameters(), average, strict=True):
             param.copy_(value)
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, torch.lerp(before[name].float(), after[name].float(), 0.25).to(value.dtype))
+        torch.testing.assert_close(
+            value, torch.lerp(before[name].float(), after[name].float(), 0.25).to(value.dtype)
+        )
 
 
 class Rotary(nn.Linear):
@@ -481,7 +505,9 @@ def test_frequencies_that_are_rounded_are_told(rank: int, world_size: int) -> No
     ids=["not cast", "as they are", "of a class that is ignored"],
 )
 @on_ranks(2)
-def test_frequencies_that_stay_exact_are_no_mistake(rank: int, world_size: int, precision: MixedPrecision) -> None:
+def test_frequencies_that_stay_exact_are_no_mistake(
+    rank: int, world_size: int, precision: MixedPrecision
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what _module_classes_to_ignore does
         model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)

@@ -1,4 +1,5 @@
-"""torch's own FSDP1 and its checkpoints meet our units, and fsdp_c is not installed: it works, or says what to do."""
+"""torch's own FSDP1 and its checkpoints meet our units, and fsdp_c is not installed: it works, or says what
+to do."""
 
 from __future__ import annotations
 
@@ -128,11 +129,14 @@ def test_torchs_optimizer_state_is_ours(rank: int, world_size: int, use_orig_par
         rank0_only=False, offload_to_cpu=False
     )  # with it torch mixes up states (parity 6)
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
-        given, expected = (one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP))
+        given, expected = (
+            one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP)
+        )
         assert_equal(given, expected)
         assert devices(given) == devices(expected)
         given, expected = (
-            one.optim_state_dict_to_load(trained.model, trained.optimizer, expected) for one in (TorchFSDP, FSDP)
+            one.optim_state_dict_to_load(trained.model, trained.optimizer, expected)
+            for one in (TorchFSDP, FSDP)
         )
         assert_equal(given, expected)
 
@@ -160,9 +164,9 @@ def test_all_of_it_works_once_installed(rank: int, world_size: int) -> None:
             before = {name: value.clone() for name, value in trained.model.state_dict().items()}
             found = call(trained)
             after = trained.model.state_dict()
-            assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before), (
-                what
-            )
+            assert before.keys() == after.keys() and all(
+                torch.equal(after[name], before[name]) for name in before
+            ), what
             if what == "get_state_dict, full":
                 assert all(torch.equal(found[0][name], before[name]) for name in before)
                 assert found[1]["state"].keys() == before.keys()

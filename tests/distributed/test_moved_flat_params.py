@@ -1,7 +1,7 @@
 """Flat parameters that leave the device between steps and come back, and units that are used layer by layer.
 
-Libraries for reinforcement learning do both around a rollout. On the CPU nothing can leave: a copy stands for it, and
-tests/cuda has the rest.
+Libraries for reinforcement learning do both around a rollout. On the CPU nothing can leave: a copy stands for
+it, and tests/cuda has the rest.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def move(model: Any) -> None:
 def test_model_that_moves_trains_as_one_that_stays(
     rank: int, world_size: int, use_orig_params: bool, strategy: str, mixed: bool
 ) -> None:
-    """C-079: before the first step, between steps, between a forward and its backward, and after an evaluation."""
+    """C-079: before the first step, between steps, between a forward and its backward, and after an
+    evaluation."""
     seen = []
     for moves in (False, True):
         options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed else {}
@@ -107,7 +108,9 @@ def test_original_parameters_follow_and_keep_their_edits(rank: int, world_size: 
     model.zero_grad()
     param = next(param for param in model.parameters() if param.numel())
     param.data = torch.full_like(param, 2.0)  # not taken over yet
-    handle = next(handle for handle in model._all_handles if any(param is one for one in handle.flat_param._params))
+    handle = next(
+        handle for handle in model._all_handles if any(param is one for one in handle.flat_param._params)
+    )
     handle.flat_param_to(device(), copy=True)
     assert bool((param == 2.0).all())
     assert param.untyped_storage().data_ptr() == handle.flat_param.untyped_storage().data_ptr()
@@ -135,7 +138,9 @@ def test_moving_is_refused_while_parameters_are_in_use(rank: int, world_size: in
 
 @both_views
 @on_ranks(2)
-def test_move_that_fails_leaves_everything_where_it_was(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_move_that_fails_leaves_everything_where_it_was(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = build(use_orig_params)
     expected = loss_of(model, rank, 0).detach()
     narrow, failures = Tensor.narrow, iter([True])
@@ -148,7 +153,10 @@ def test_move_that_fails_leaves_everything_where_it_was(rank: int, world_size: i
     before = model._flat_param.data_ptr()
     with pytest.raises(RuntimeError):  # torch's own refusal
         model._handle.flat_param_to("meta")
-    with mock.patch.object(Tensor, "narrow", narrow_later), pytest.raises(RuntimeError, match="not this time"):
+    with (
+        mock.patch.object(Tensor, "narrow", narrow_later),
+        pytest.raises(RuntimeError, match="not this time"),
+    ):
         model._handle.flat_param_to(torch.float64)
     assert (model._flat_param.data_ptr(), model._flat_param.dtype) == (before, torch.float32)
     assert torch.equal(loss_of(model, rank, 0).detach(), expected)
@@ -202,7 +210,9 @@ def test_gradients_go_to_another_dtype_with_the_parameters(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, world_size: int, strategy: str) -> None:
+def test_gradients_that_the_user_has_replaced_or_cleared_go_along(
+    rank: int, world_size: int, strategy: str
+) -> None:
     model = build(strategy=strategy)
     backward(model, rank, 0)
     cleared, replaced, *_ = [param for param in model.parameters() if param.grad is not None]
@@ -213,7 +223,9 @@ def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, wor
         assert replaced.grad is not None and replaced.grad.dtype == replaced.dtype
         assert bool((replaced.grad == 3.0).all())
     replaced.grad.fill_(4.0)
-    handles = [handle for handle in model._all_handles if any(replaced is one for one in handle.flat_param._params)]
+    handles = [
+        handle for handle in model._all_handles if any(replaced is one for one in handle.flat_param._params)
+    ]
     assert bool((handles[0].flat_param.grad == 4.0).any())
     model.zero_grad()
     assert all(handle.flat_param.grad is None for handle in model._all_handles)
@@ -272,14 +284,18 @@ def test_units_summoned_one_by_one_before_the_first_step_do_not_become_roots(
                 unit._is_root = after
             assert unit._is_root is after
     loss_of(model, rank, 0).backward()
-    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [True] + [False] * (len(model._all_fsdp_states) - 1)
+    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [True] + [False] * (
+        len(model._all_fsdp_states) - 1
+    )
     assert whole and {key: value.shape for key, value in whole.items()} == {
         key: value.shape for key, value in Net(tied=True).state_dict().items() if key in whole
     }
 
 
 @on_ranks(2)
-def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(rank: int, world_size: int) -> None:
+def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(
+    rank: int, world_size: int
+) -> None:
     model = build()
     inner = FSDP.fsdp_modules(model)[1]
     inner(torch.ones(2, WIDTH))

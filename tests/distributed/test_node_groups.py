@@ -84,12 +84,15 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def points() -> Iterator[Point]:
-    """Each scenario that parity knows, the one with original parameters, the next without, every third one in bf16."""
+    """Each scenario that parity knows, the one with original parameters, the next without, every third one in
+    bf16."""
     known = [point for (point,) in (param.values for param in COMPARED) if isinstance(point, Point)]
     for index, scenario in enumerate((*CORE, *WIDE, *NARROW)):
         wanted = [point for point in known if point.scenario == scenario and point.strategy == "FULL_SHARD"]
         precision = "bf16_reduce_fp32" if index % 3 == 0 else "fp32"
-        wanted.sort(key=lambda point: (point.precision != precision, point.use_orig_params != bool(index % 2)))
+        wanted.sort(
+            key=lambda point: (point.precision != precision, point.use_orig_params != bool(index % 2))
+        )
         yield wanted[0]
 
 
@@ -159,7 +162,9 @@ def test_the_environment_says_it_to_unmodified_scripts(rank: int, world_size: in
     for text in ("two", "-2"):
         with (
             mock.patch.dict("os.environ", {"FSDP_C_RESHARD_AFTER_FORWARD": text}),
-            pytest.raises(ValueError, match=f"FSDP_C_RESHARD_AFTER_FORWARD is '{text}': set it to the number of ranks"),
+            pytest.raises(
+                ValueError, match=f"FSDP_C_RESHARD_AFTER_FORWARD is '{text}': set it to the number of ranks"
+            ),
         ):
             build(None)
 
@@ -226,7 +231,8 @@ def test_a_forward_that_no_backward_follows_leaves_nothing_to_the_next(rank: int
 
 @on_ranks(4)
 def test_parameters_written_in_between_are_seen(rank: int, world_size: int) -> None:
-    """By a writeback of summon_full_params, or by loading: as under torch, the backward computes with the new ones."""
+    """By a writeback of summon_full_params, or by loading: as under torch, the backward computes with the new
+    ones."""
     found = []
     for model in (build(), build(None)):
         loss = loss_of(model, rank)
@@ -277,7 +283,8 @@ def test_a_second_backward_of_one_graph_gathers_over_all(rank: int, world_size: 
 
 @on_ranks(4)
 def test_an_edit_inside_a_forward_is_lost_as_ever(rank: int, world_size: int) -> None:
-    """What a module does to its gathered parameters is gone when they are freed, and the backward does not see it."""
+    """What a module does to its gathered parameters is gone when they are freed, and the backward does not
+    see it."""
 
     class Edits(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -288,9 +295,13 @@ def test_an_edit_inside_a_forward_is_lost_as_ever(rank: int, world_size: int) ->
     found = []
     for ranks in (NODE, None):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Edits(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device())
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Edits(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(
+            device()
+        )
         with reshard_after_forward(ranks) if ranks else contextlib.nullcontext():
-            wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Edits}), use_orig_params=True, device_id=device())
+            wrapped = FSDP(
+                model, auto_wrap_policy=ModuleWrapPolicy({Edits}), use_orig_params=True, device_id=device()
+            )
         found.append(step(wrapped, rank))
     assert same(*found)
 
@@ -426,7 +437,10 @@ def test_optional_units_are_gathered_over_all(rank: int, world_size: int) -> Non
         model = Chosen().to(device())
         with reshard_after_forward(ranks) if ranks else contextlib.nullcontext():
             wrapped = FSDP(
-                model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=device()
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                use_orig_params=True,
+                device_id=device(),
             )
         for leaves_out in (False, rank % NODE == 0, rank < NODE):
             model.leaves_out = leaves_out
@@ -460,9 +474,13 @@ def test_what_is_no_node_is_refused(
 @on_ranks(4)
 def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("nodes", "node"))
-    with pytest.raises(ValueError, match=r"takes a mesh of one dimension.* pass for instance mesh\[\"node\"\]"):
+    with pytest.raises(
+        ValueError, match=r"takes a mesh of one dimension.* pass for instance mesh\[\"node\"\]"
+    ):
         build(mesh)
-    with pytest.raises(ValueError, match=rf"reshard_after_forward \(rank {rank}\): the node has the ranks .* sharded"):
+    with pytest.raises(
+        ValueError, match=rf"reshard_after_forward \(rank {rank}\): the node has the ranks .* sharded"
+    ):
         build(mesh["node"], device_mesh=mesh["nodes"])
 
 
@@ -476,7 +494,8 @@ def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_ranks_that_build_without_the_context_are_told(rank: int, world_size: int) -> None:
-    """Groups are made once all ranks agree: those that made theirs while they wrap would wait for the others."""
+    """Groups are made once all ranks agree: those that made theirs while they wrap would wait for the
+    others."""
     node_groups._groups_by_size.clear()
     model = build(NODE if rank else None)
     with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1, 2, 3"):

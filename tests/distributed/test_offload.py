@@ -24,7 +24,9 @@ all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
-def build(offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> FSDP:
+def build(
+    offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any
+) -> FSDP:
     torch.manual_seed(5)
     return FSDP(
         Net(),
@@ -38,7 +40,9 @@ def build(offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = T
 
 
 def batch(step: int, rank: int, index: int = 0) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(100 * step + 10 * index + rank))
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator(device()).manual_seed(100 * step + 10 * index + rank)
+    )
 
 
 def backward(model: nn.Module, step: int, rank: int, index: int = 0) -> None:
@@ -54,7 +58,9 @@ def params(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
-    different = [name for name in expected if name not in actual or not same_bits(expected[name], actual[name])]
+    different = [
+        name for name in expected if name not in actual or not same_bits(expected[name], actual[name])
+    ]
     assert not different and expected.keys() == actual.keys(), different[:4]
 
 
@@ -98,7 +104,8 @@ def test_training_is_bitwise_that_without_offload(  # A-037, D-088, D-126, parit
     rank: int, world_size: int, strategy: str, use_orig_params: bool, body: str, precision: str
 ) -> None:
     models = [
-        build(offload, strategy, use_orig_params, mixed_precision=PRECISIONS[precision]) for offload in (False, True)
+        build(offload, strategy, use_orig_params, mixed_precision=PRECISIONS[precision])
+        for offload in (False, True)
     ]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.03) for model in models]
     start = params(models[1])

@@ -1,4 +1,5 @@
-"""State dicts of optimizers, next to torch's FSDP1: names, values, loading elsewhere (F-060 to F-088, A-140 to A-145).
+"""State dicts of optimizers, next to torch's FSDP1: names, values, loading elsewhere (F-060 to F-088, A-140
+to A-145).
 
 Whole state is asked for without offloading, as torch's offloaded state is wrong on a CPU device (parity 6).
 """
@@ -54,7 +55,9 @@ def net(seed: int = 0, tied_head: bool = True) -> Net:
     return Net(2, tied_head=tied_head)
 
 
-def wrap(module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any) -> Any:
+def wrap(
+    module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any
+) -> Any:
     warnings.simplefilter("ignore")
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": device()} | options
     if mesh:
@@ -83,7 +86,9 @@ def saved(model: Any, optimizer: Any, kind: StateDictType = FULL, config: Any = 
         return type(model).optim_state_dict(model, optimizer)
 
 
-def to_load(model: Any, optimizer: Any, state: Any, kind: StateDictType = FULL, config: Any = None, **more: Any) -> Any:
+def to_load(
+    model: Any, optimizer: Any, state: Any, kind: StateDictType = FULL, config: Any = None, **more: Any
+) -> Any:
     config = config or (WHOLE if kind == FULL else None)
     with type(model).state_dict_type(model, kind, None, config):
         return type(model).optim_state_dict_to_load(model, optimizer, state, **more)
@@ -143,7 +148,8 @@ def test_full_state_equals_torchs(rank, world_size, use_orig_params, kind):
 @on_ranks(4)
 def test_sharded_state_equals_torchs(rank, world_size, use_orig_params, mesh):
     states = [
-        saved(*trained(use_orig_params, rank, which=which, mesh=mesh), kind=SHARDED) for which in ("torch", "fsdp_c")
+        saved(*trained(use_orig_params, rank, which=which, mesh=mesh), kind=SHARDED)
+        for which in ("torch", "fsdp_c")
     ]
     assert_same_osd(*states)
 
@@ -189,7 +195,8 @@ def test_rank0_only_leaves_the_others_empty(rank, world_size, use_orig_params, o
 @both_views
 @on_ranks(2)
 def test_row_6_offloaded_state_is_not_another_state(rank, world_size, use_orig_params):
-    """Parity 6: on a CPU device torch's offloaded exp_avg is silently exp_avg_sq without original parameters."""
+    """Parity 6: on a CPU device torch's offloaded exp_avg is silently exp_avg_sq without original
+    parameters."""
     model, optimizer = trained(use_orig_params, rank)
     config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=True)
     assert_same_osd(saved(model, optimizer), saved(model, optimizer, config=config))
@@ -237,7 +244,8 @@ def test_hybrid_state_equals_torchs(rank, world_size, use_orig_params):
     options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     for kind in (FULL, SHARDED):
         states = [
-            saved(*trained(use_orig_params, rank, which=which, **options), kind=kind) for which in ("torch", "fsdp_c")
+            saved(*trained(use_orig_params, rank, which=which, **options), kind=kind)
+            for which in ("torch", "fsdp_c")
         ]
         assert_same_osd(*states)
 
@@ -247,7 +255,8 @@ def test_hybrid_state_equals_torchs(rank, world_size, use_orig_params):
 @both_views
 @on_ranks(2)
 def test_values_of_a_state_are_in_torchs_order(rank, world_size, use_orig_params, kind, strategy):
-    """The optimizer's where original parameters are not sharded; else by kind, and by name among those of one kind."""
+    """The optimizer's where original parameters are not sharded; else by kind, and by name among those of one
+    kind."""
     orders = []
     for which in ("torch", "fsdp_c"):
         model = wrap(net(), use_orig_params, which, sharding_strategy=strategy)
@@ -255,7 +264,12 @@ def test_values_of_a_state_are_in_torchs_order(rank, world_size, use_orig_params
         train(model, optimizer, rank)
         for param in model.parameters():
             if param.numel():
-                values = {"step": torch.tensor(1.0), "b": torch.zeros_like(param), "kept": 3, "a": param.detach()}
+                values = {
+                    "step": torch.tensor(1.0),
+                    "b": torch.zeros_like(param),
+                    "kept": 3,
+                    "a": param.detach(),
+                }
                 optimizer.state[param] = {**values, "also": None, "count": torch.tensor(2)}
         state = saved(model, optimizer, kind)["state"]
         orders.append({name: list(one) for name, one in state.items()})
@@ -335,7 +349,9 @@ def test_frozen_parameters_may_be_missing_from_the_optimizer_and_trained_ones_no
     train(model, optimizer, rank)
     assert "inp.weight" not in saved(model, optimizer)["state"]
     model.module.inp.weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="inp.weight is not in the optimizer state .*has .*'inp.weight'.* state .*"):
+    with pytest.raises(
+        RuntimeError, match="inp.weight is not in the optimizer state .*has .*'inp.weight'.* state .*"
+    ):
         saved(model, optimizer)
 
 
@@ -399,7 +415,9 @@ def test_flat_state_of_other_names_on_another_rank_is_refused(rank, world_size):
     if rank == 1:
         for state in optimizer.state.values():
             state["other"] = state.pop("exp_avg")
-    with pytest.raises(ValueError, match="ranks hold different optimizer state of .*_flat_param: rank 0 .*, rank 1 "):
+    with pytest.raises(
+        ValueError, match="ranks hold different optimizer state of .*_flat_param: rank 0 .*, rank 1 "
+    ):
         saved(model, optimizer)
 
 
@@ -506,7 +524,10 @@ def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(rank, world
     by_id = plain_optimizer.state_dict()
     FSDP = implementation("fsdp_c")
     by_name = FSDP.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer)
-    assert FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer) is by_name
+    assert (
+        FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer)
+        is by_name
+    )
     torchs = implementation("torch").rekey_optim_state_dict(
         by_id, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer
     )
@@ -543,7 +564,10 @@ def test_state_that_flat_parameters_cannot_hold_is_refused(rank, world_size):
             lambda s: s[name].update(exp_avg=s[name]["exp_avg"].double()),
             "must have positive-dimension tensor state with the same dtype",
         ),
-        (lambda s: s[name].update(step=torch.tensor(9.0)), "must have scalar state with the same value and dtype"),
+        (
+            lambda s: s[name].update(step=torch.tensor(9.0)),
+            "must have scalar state with the same value and dtype",
+        ),
         (lambda s: s[name].update(exp_avg=torch.zeros(2)), "does not have same shape as its parameter"),
         (lambda s: s.pop(name), "must have scalar state with the same value and dtype"),
     ):
@@ -580,7 +604,9 @@ def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_throu
         if state:
             assert "inp.weight" in state["param_groups"][0]["params"]
             state["state"]["nope"] = {"exp_avg": torch.ones(3)}
-        loaded = to_load(model, optimizer, copy.deepcopy(state) if kind == FULL else state, kind, config, **more)
+        loaded = to_load(
+            model, optimizer, copy.deepcopy(state) if kind == FULL else state, kind, config, **more
+        )
         if form != "rank 0":  # torch's other ranks have a placeholder
             assert torch.equal(loaded["state"]["nope"]["exp_avg"], torch.ones(3))
         if state:
@@ -625,7 +651,9 @@ def test_older_functions_warn_and_equal_torchs(rank, world_size, use_orig_params
         assert full == {} if rank else full
         full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
         with pytest.warns(FutureWarning, match="optim_input"):
-            by_input = FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()), rank0_only=False)
+            by_input = FSDP.full_optim_state_dict(
+                model, optimizer, list(model.parameters()), rank0_only=False
+            )
         sharded = FSDP.sharded_optim_state_dict(model, optimizer)
         results.append(
             (
@@ -638,7 +666,9 @@ def test_older_functions_warn_and_equal_torchs(rank, world_size, use_orig_params
         )
     assert_same_osd(saved(model, optimizer), results[1][0])
     assert_same_osd(saved(model, optimizer), results[1][1])
-    wrong = 4 if use_orig_params else 0  # what torch makes of offloaded state with original parameters: parity 6
+    wrong = (
+        4 if use_orig_params else 0
+    )  # what torch makes of offloaded state with original parameters: parity 6
     for torchs, ours in list(zip(*results, strict=True))[wrong:]:
         assert_same_osd(torchs, ours)
 
@@ -664,7 +694,9 @@ def test_bad_optimizer_inputs_are_refused(rank, world_size):
         with pytest.raises(error):
             FSDP.full_optim_state_dict(model, optimizer, given)
     with pytest.raises(ValueError, match="Invalid parameter keys"):
-        FSDP.rekey_optim_state_dict({"state": {0: {}, "a": {}}}, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+        FSDP.rekey_optim_state_dict(
+            {"state": {0: {}, "a": {}}}, OptimStateKeyType.PARAM_ID, model, optim=optimizer
+        )
     with pytest.raises(AssertionError, match="PARAM_NAME or PARAM_ID"):
         FSDP.rekey_optim_state_dict({"state": {}, "param_groups": []}, "names", model, optim=optimizer)
 
@@ -732,7 +764,9 @@ def test_sharded_state_excludes_rank0_only_and_optim_input(rank, world_size):
 
     model, optimizer = trained(True, rank)
     with pytest.raises(AssertionError, match="Expected optim_input to be None and rank0_only to be False"):
-        _save(OptimParams(model), optimizer, optimizer.state_dict(), None, SaveOptions(True, True, True, None))
+        _save(
+            OptimParams(model), optimizer, optimizer.state_dict(), None, SaveOptions(True, True, True, None)
+        )
 
 
 @on_ranks(2)
@@ -799,7 +833,9 @@ def test_the_order_of_names_may_differ_between_ranks(rank, world_size, use_orig_
         state = {**state, "state": turned}
     actual = to_load(model, optimizer, state, SHARDED)
     for key, values in expected["state"].items():
-        assert all(same_bits(torch.as_tensor(v), torch.as_tensor(actual["state"][key][n])) for n, v in values.items())
+        assert all(
+            same_bits(torch.as_tensor(v), torch.as_tensor(actual["state"][key][n])) for n, v in values.items()
+        )
 
 
 @both_forms
@@ -810,7 +846,9 @@ def test_sharded_state_that_one_rank_lacks_or_cannot_load_is_refused_everywhere(
     lacking = {**state, "state": {fqn: dict(one) for fqn, one in state["state"].items()}}
     if rank == 1:
         del lacking["state"]["inp.weight"]["exp_avg"]
-    with pytest.raises(ValueError, match=r"'exp_avg' of inp.weight, torch.float32, is on ranks \[0\] only of \[0, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"'exp_avg' of inp.weight, torch.float32, is on ranks \[0\] only of \[0, 1\]"
+    ):
         to_load(model, optimizer, lacking, SHARDED)
     if not mesh:
         if rank == 1:

@@ -1,4 +1,5 @@
-"""Optional units: a rank that does not run one takes part in its collectives, and gives zeros for its gradients."""
+"""Optional units: a rank that does not run one takes part in its collectives, and gives zeros for its
+gradients."""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def some_program(choose: random.Random, repeats: bool) -> Program:
     layers = []
     for _ in range(LAYERS):
         count = choose.randrange(4)
-        layers.append(choose.choices(range(EXPERTS), k=count) if repeats else choose.sample(range(EXPERTS), count))
+        layers.append(
+            choose.choices(range(EXPERTS), k=count) if repeats else choose.sample(range(EXPERTS), count)
+        )
     return Program(choose.randrange(3 if repeats else 2), layers)
 
 
@@ -134,7 +137,9 @@ class Options(NamedTuple):
     wrapping: dict[str, Any]
     model: dict[str, Any]
     freeze: str | None = None
-    in_double: bool = False  # sums come in another order: a unit runs several times in a forward, or four ranks add up
+    in_double: bool = (
+        False  # sums come in another order: a unit runs several times in a forward, or four ranks add up
+    )
     full_precision_in_eval: bool = False
     steps: tuple[str, ...] = ("train", "train")
 
@@ -157,7 +162,9 @@ class Run:
         policy = ModuleWrapPolicy(kinds)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(options.full_precision_in_eval)))
-            self.model = FSDP(mark(net) if optional else net, auto_wrap_policy=policy, device_id=device(), **wrapping)
+            self.model = FSDP(
+                mark(net) if optional else net, auto_wrap_policy=policy, device_id=device(), **wrapping
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.programs = random.Random(f"{seed} {rank}")
         self.data = torch.Generator(device=device()).manual_seed(100 * seed + rank)
@@ -215,7 +222,8 @@ STEPS = ("train", "accumulate", "two_forwards", "two_graphs", "evaluate", "nobod
 
 
 def check(options: Options, seed: int, rank: int) -> None:
-    """What comes out where they are part of the units around, whose unused parameters have zeros: the same bits."""
+    """What comes out where they are part of the units around, whose unused parameters have zeros: the same
+    bits."""
     traces = []
     for optional in (True, False):
         run = Run(options, optional, seed, rank)
@@ -225,7 +233,9 @@ def check(options: Options, seed: int, rank: int) -> None:
     assert traces[0].keys() == traces[1].keys()
     for label, value in traces[0].items():
         expected = traces[1][label]
-        same = torch.allclose(value, expected, rtol=1e-6) if options.in_double else torch.equal(value, expected)
+        same = (
+            torch.allclose(value, expected, rtol=1e-6) if options.in_double else torch.equal(value, expected)
+        )
         assert same, f"{label}: {value} and {expected}, with {options}"
 
 
@@ -242,7 +252,9 @@ def some_options(choose: random.Random, in_double: bool = False, **wrapping: Any
     in_double = in_double or choose.random() < 0.25
     wrapping |= {
         "mixed_precision": None if in_double else choose.choice(list(PRECISIONS.values())),
-        "backward_prefetch": choose.choice([BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]),
+        "backward_prefetch": choose.choice(
+            [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+        ),
         "forward_prefetch": choose.random() < 0.5,
         "limit_all_gathers": choose.random() < 0.5,
     }
@@ -251,17 +263,29 @@ def some_options(choose: random.Random, in_double: bool = False, **wrapping: Any
     model = {
         "recompute": choose.choice([None, None, "expert", "experts", "layer"]),
         "reentrant": choose.random() < 0.5,
-        "tied": choose.random() < 0.3,  # a weight of two experts is the layer's, which every rank reduces once
+        "tied": choose.random()
+        < 0.3,  # a weight of two experts is the layer's, which every rank reduces once
     }
-    if model["reentrant"] and model["recompute"] in ("expert", "experts"):  # a backward of its own: reduced in each
+    if model["reentrant"] and model["recompute"] in (
+        "expert",
+        "experts",
+    ):  # a backward of its own: reduced in each
         model["tied"] = False
-    freeze = choose.choice([None, None, "encoder", "experts.1", "up.bias"])  # a part of a unit: it has segments then
+    freeze = choose.choice(
+        [None, None, "encoder", "experts.1", "up.bias"]
+    )  # a part of a unit: it has segments then
     full_precision_in_eval = choose.random() < 0.3
-    return Options(wrapping, model, freeze, in_double, full_precision_in_eval, tuple(choose.choices(STEPS, k=3)))
+    return Options(
+        wrapping, model, freeze, in_double, full_precision_in_eval, tuple(choose.choices(STEPS, k=3))
+    )
 
 
 TWO_RANKS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-FOUR_RANKS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+FOUR_RANKS = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+]
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -278,7 +302,9 @@ def test_random_programs_have_the_values_of_zeros_from_ranks_that_skip(
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_random_programs_on_four_ranks(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
     is_hybrid = strategy is not ShardingStrategy.FULL_SHARD
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")) if is_hybrid else None
+    mesh = (
+        init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")) if is_hybrid else None
+    )
     for seed in range(6):
         options = some_options(
             random.Random(seed), in_double=not is_hybrid, sharding_strategy=strategy, device_mesh=mesh
@@ -302,7 +328,9 @@ def optional_model(use_orig_params: bool = True, **wrapping: Any) -> FSDP:
 
 
 def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device())
+    return torch.randn(3, WIDTH, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(
+        device()
+    )
 
 
 NOTHING = Program(0, [[]] * LAYERS)
@@ -328,7 +356,9 @@ def test_gradients_are_the_average_with_zeros_of_ranks_that_skip(rank: int, worl
 
 @both_views
 @on_ranks(2)
-def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = optional_model(use_orig_params)
     experts = [unit for unit in FSDP.fsdp_modules(model) if isinstance(unit.module, Expert)]
     model(batch(rank), NOTHING).sum().backward()
@@ -447,13 +477,18 @@ def test_without_a_mark_units_are_gathered_when_they_run(rank: int, world_size: 
 
 @both_views
 @on_ranks(2)
-def test_a_mark_on_what_becomes_no_unit_changes_nothing(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_a_mark_on_what_becomes_no_unit_changes_nothing(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     traces = []
     for marked in (True, False):
         torch.manual_seed(0)
         net = mark(Model()) if marked else Model()
         model = FSDP(
-            net, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), use_orig_params=use_orig_params
+            net,
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            device_id=device(),
+            use_orig_params=use_orig_params,
         )
         with calls() as seen:
             model(batch(rank), SOME).sum().backward()
@@ -502,7 +537,9 @@ def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int, world
         model = optional_model()
         layer = model.module.layers[0]
 
-        def train_layer(module: nn.Module, args: tuple[Any, ...], layer: Any = layer, runs: Any = program) -> None:
+        def train_layer(
+            module: nn.Module, args: tuple[Any, ...], layer: Any = layer, runs: Any = program
+        ) -> None:
             layer(batch(rank), [runs, NOTHING][rank].layers[1]).square().mean().backward()
 
         handle = model.module.layers[1].register_forward_pre_hook(train_layer)
@@ -569,7 +606,9 @@ def test_anomalies_of_one_rank_are_told_to_those_that_skip(rank: int, world_size
 
 
 @on_ranks(2)
-def test_state_dicts_and_checkpoints_are_those_of_any_unit(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_state_dicts_and_checkpoints_are_those_of_any_unit(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     model = optional_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for program in (SOME, NOTHING):
@@ -578,12 +617,16 @@ def test_state_dicts_and_checkpoints_are_those_of_any_unit(rank: int, world_size
     names = list(Model().state_dict())
     assert list(model.state_dict()) == names
     fsdp_c.checkpoint.save(model, optimizer, tmp_path / "saved")
-    other = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), use_orig_params=True)
+    other = FSDP(
+        Model(), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), use_orig_params=True
+    )
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
     fsdp_c.checkpoint.load(other, other_optimizer, tmp_path / "saved")
     states = [model.state_dict(), other.state_dict()]
     assert all(torch.equal(states[0][name], states[1][name]) for name in names)
-    moments = [FSDP.optim_state_dict(*each)["state"] for each in ((model, optimizer), (other, other_optimizer))]
+    moments = [
+        FSDP.optim_state_dict(*each)["state"] for each in ((model, optimizer), (other, other_optimizer))
+    ]
     assert moments[0].keys() == moments[1].keys() == set(names)
     for name in names:
         assert torch.equal(moments[0][name]["exp_avg"], moments[1][name]["exp_avg"])
@@ -625,7 +668,9 @@ def raise_refused(*_: Any) -> None:
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
 @on_ranks(2)
-def test_after_an_exception_nothing_is_gathered_and_steps_go_on(rank: int, world_size: int, register: str) -> None:
+def test_after_an_exception_nothing_is_gathered_and_steps_go_on(
+    rank: int, world_size: int, register: str
+) -> None:
     before = settled_nbytes()
     model = optional_model()
     handle = getattr(model.module.layers[0].module.experts[1].module.down, register)(raise_refused)
@@ -646,7 +691,9 @@ def test_after_an_exception_nothing_is_gathered_and_steps_go_on(rank: int, world
 @on_ranks(2)
 def test_the_outermost_unit_cannot_be_optional(rank: int, world_size: int) -> None:
     model = FSDP(fsdp_c.optional(Expert()), device_id=device())
-    with pytest.raises(ValueError, match=rf"outermost unit, Expert on rank {rank}, is marked by fsdp_c.optional"):
+    with pytest.raises(
+        ValueError, match=rf"outermost unit, Expert on rank {rank}, is marked by fsdp_c.optional"
+    ):
         model(batch(rank))
 
 
@@ -684,7 +731,9 @@ def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int, world_size:
     model = optional_model()
     expert = model.module.layers[0].module.experts[1]
     model(batch(rank), SOME).sum().backward()
-    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit Expert at 'layers.0.experts.1': its forward is called"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank}, unit Expert at 'layers.0.experts.1': its forward is called"
+    ):
         expert(batch(rank))
     model(batch(rank), SOME).sum().backward()  # goes on
     model.module.layers[1].module.mix.register_forward_hook(lambda *_: expert(batch(rank)) and None)

@@ -36,7 +36,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("rule", "use_orig_params"), [(decay_matrices, True), (by_depth, True), (by_depth, False)])
+@pytest.mark.parametrize(
+    ("rule", "use_orig_params"), [(decay_matrices, True), (by_depth, True), (by_depth, False)]
+)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, FlatAdamW])
 @on_ranks(2)
 def test_groups_train_as_those_of_the_model_before_wrapping(
@@ -64,7 +66,9 @@ def test_groups_train_as_those_of_the_model_before_wrapping(
 @on_ranks(2)
 def test_a_rule_that_divides_a_flat_parameter_is_refused_by_name(rank: int, world_size: int) -> None:
     model = wrapped(Net(), use_orig_params=False)
-    with pytest.raises(ValueError, match=r"'inp.weight' other options than \['inp.bias', 'head.bias'\] of unit Net"):
+    with pytest.raises(
+        ValueError, match=r"'inp.weight' other options than \['inp.bias', 'head.bias'\] of unit Net"
+    ):
         param_groups(model, decay_matrices)
 
 

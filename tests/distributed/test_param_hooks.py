@@ -1,4 +1,5 @@
-"""Hooks on flat parameters and on the weights of a forward: what they are given, and what becomes of what they do."""
+"""Hooks on flat parameters and on the weights of a forward: what they are given, and what becomes of what
+they do."""
 
 from __future__ import annotations
 
@@ -30,10 +31,16 @@ PRECISIONS = {
 }
 
 
-def build(fsdp: Any, checkpointing: CheckpointImpl | None = None, precision: str = "fp32", **options: Any) -> Any:
+def build(
+    fsdp: Any, checkpointing: CheckpointImpl | None = None, precision: str = "fp32", **options: Any
+) -> Any:
     """Two units whose sizes leave padding at the end of the last shard."""
     strategy = ShardingStrategy[options.pop("strategy", "FULL_SHARD")]
-    arguments = {"use_orig_params": False, "mixed_precision": PRECISIONS[precision], "device_id": device()} | options
+    arguments = {
+        "use_orig_params": False,
+        "mixed_precision": PRECISIONS[precision],
+        "device_id": device(),
+    } | options
     wrap = functools.partial(fsdp, sharding_strategy=strategy, **arguments)
     torch.manual_seed(5)
     inner = wrap(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)))
@@ -52,7 +59,8 @@ def frozen(value: Tensor | None) -> Tensor | None:
 
 
 def record_hooks(model: Any, trace: Trace) -> list[Any]:
-    """Both kinds of hook on all parameters; they note what they see: gradient, ``.grad`` and the parameter itself."""
+    """Both kinds of hook on all parameters; they note what they see: gradient, ``.grad`` and the parameter
+    itself."""
 
     def on_gradient(name: str, param: nn.Parameter, grad: Tensor) -> None:
         trace.append((f"{name} gradient", frozen(grad)))
@@ -78,9 +86,11 @@ Body = Callable[[Any, int, Trace], None]
 
 
 def assert_same_trace(body: Body, rank: int) -> Trace:
-    """``body`` sees the same with torch's FSDP1 and with fsdp_c, bit for bit; what fsdp_c has shown is returned.
+    """``body`` sees the same with torch's FSDP1 and with fsdp_c, bit for bit; what fsdp_c has shown is
+    returned.
 
-    With reduced precision and several forwards torch takes the units' hooks in turns: the order within a unit counts.
+    With reduced precision and several forwards torch takes the units' hooks in turns: the order within a unit
+    counts.
     """
     expected: Trace = []
     actual: Trace = []
@@ -104,7 +114,9 @@ def watched_steps(
     record_hooks(model, trace)
     for step in range(unsynchronised + 2):
         with model.no_sync() if step < unsynchronised else contextlib.nullcontext():
-            torch.stack([loss_of(model, rank, 10 * step + index) for index in range(forwards)]).sum().backward()
+            torch.stack(
+                [loss_of(model, rank, 10 * step + index) for index in range(forwards)]
+            ).sum().backward()
         record_grads(model, trace, f"step {step}")
 
 
@@ -137,7 +149,9 @@ def test_hooks_see_gradients_that_are_kept_in_low_precision(rank: int, world_siz
 def test_hooks_under_no_sync_see_what_earlier_backwards_left(
     rank: int, world_size: int, strategy: str, precision: str
 ) -> None:
-    assert_same_trace(functools.partial(watched_steps, strategy=strategy, precision=precision, unsynchronised=2), rank)
+    assert_same_trace(
+        functools.partial(watched_steps, strategy=strategy, precision=precision, unsynchronised=2), rank
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
@@ -275,7 +289,9 @@ def test_hooks_run_within_the_backward_of_their_model(rank: int, world_size: int
         first: list[None] = []
 
         def at_the_end(param: Tensor) -> None:
-            Variable._execution_engine.queue_callback(lambda: trace.append(("at the end", frozen(param.grad))))
+            Variable._execution_engine.queue_callback(
+                lambda: trace.append(("at the end", frozen(param.grad)))
+            )
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(at_the_end)
@@ -350,7 +366,9 @@ def forget_grad(param: Tensor) -> None:
 
 
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(rank: int, world_size: int) -> None:
+def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(
+    rank: int, world_size: int
+) -> None:
     model = build(implementation("fsdp_c"))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(forget_grad)
@@ -361,7 +379,9 @@ def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(rank:
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, world_size: int, strategy: str) -> None:
+def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(
+    rank: int, world_size: int, strategy: str
+) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, strategy=strategy)
         handles = [param.register_post_accumulate_grad_hook(forget_grad) for param in model.parameters()]

@@ -18,7 +18,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def start(*launcher: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_LOGS": "fsdp_c"}
     command = [*TORCHRUN, *launcher, str(SCRIPT), "--steps", "4", "--bf16"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -37,7 +39,8 @@ def steps(printed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished() -> dict[str, tuple[str, str]]:
-    """By implementation what the script printed, each step's loss and gradient norm exactly, and what was logged."""
+    """By implementation what the script printed, each step's loss and gradient norm exactly, and what was
+    logged."""
     running = {"torch": start(), "fsdp_c": start("-m", "fsdp_c")}
     return {which: finish(process) for which, process in running.items()}
 

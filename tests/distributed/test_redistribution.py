@@ -74,7 +74,9 @@ def test_shards_become_chunks_and_chunks_shards(rank, world_size, mixed, batch_n
         chunks = list(redistribute(pieces, sources, targets, group))
     for whole, chunk in zip(wholes, chunks, strict=True):
         expected = whole.chunk(world_size)[rank : rank + 1] if whole.dim() else [whole][rank:]
-        assert torch.equal(chunk, torch.cat([one.flatten() for one in expected]) if expected else whole.flatten()[:0])
+        assert torch.equal(
+            chunk, torch.cat([one.flatten() for one in expected]) if expected else whole.flatten()[:0]
+        )
         assert chunk.untyped_storage().nbytes() == chunk.nbytes
     with limits(batch_nbytes, large_nbytes):
         back = list(redistribute(chunks, targets, sources, group))
@@ -118,7 +120,9 @@ def test_all_to_one_rank_sends_nothing_that_stays(rank, world_size):
 @on_ranks(2)
 def test_piece_of_another_size_is_refused(rank, world_size):
     source = Partition(10, 6, 0)
-    with pytest.raises(ValueError, match=f"rank {rank} passes a piece of shape .3,. where its part has {6 - 2 * rank}"):
+    with pytest.raises(
+        ValueError, match=f"rank {rank} passes a piece of shape .3,. where its part has {6 - 2 * rank}"
+    ):
         list(redistribute([torch.zeros(3)], [source], [source], dist.group.WORLD))
 
 
@@ -170,7 +174,9 @@ def test_random_partitions_cover_each_element_once():
         assert sum(seen) == numel
 
 
-@pytest.mark.parametrize("partition", [(-1, 1, 0), (1, 0, 0), (1, 1, -1), (2**62, 1, 2**62), (1, 2**63 - 1, 1)])
+@pytest.mark.parametrize(
+    "partition", [(-1, 1, 0), (1, 0, 0), (1, 1, -1), (2**62, 1, 2**62), (1, 2**63 - 1, 1)]
+)
 def test_partition_outside_its_domain_is_refused(partition):
     with pytest.raises(ValueError, match="not a partition"):
         _C.partition_bounds(partition, 0)

@@ -1,4 +1,5 @@
-"""Private functions that outside code puts its own in the place of: they are called, and training stays the same."""
+"""Private functions that outside code puts its own in the place of: they are called, and training stays the
+same."""
 
 from __future__ import annotations
 
@@ -60,11 +61,16 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def in_steps(calls: list[str]) -> Callable[[Any], None]:
-    """What composer puts in the place of unshard: all ranks agree that the allocation worked before they gather."""
+    """What composer puts in the place of unshard: all ranks agree that the allocation worked before they
+    gather."""
 
     def unshard(handle: Any) -> None:
         if not handle.needs_unshard():
-            whole = handle._get_padded_unsharded_flat_param() if handle.uses_sharded_strategy else handle.flat_param
+            whole = (
+                handle._get_padded_unsharded_flat_param()
+                if handle.uses_sharded_strategy
+                else handle.flat_param
+            )
             handle._use_unsharded_flat_param(whole)
             return
         calls.append(handle.name)
@@ -87,7 +93,9 @@ def test_replaced_unshard_is_called_for_every_gather(
     calls: list[str] = []
     with mock.patch.object(FlatParamHandle, "unshard", in_steps(calls)):
         assert_same(trained(rank, strategy, use_orig_params), expected)
-    gathers = {"FULL_SHARD": 2 * UNITS - 1, "SHARD_GRAD_OP": UNITS, "NO_SHARD": 0}[strategy]  # the root stays gathered
+    gathers = {"FULL_SHARD": 2 * UNITS - 1, "SHARD_GRAD_OP": UNITS, "NO_SHARD": 0}[
+        strategy
+    ]  # the root stays gathered
     assert len(calls) == STEPS * gathers
     assert_same(trained(rank, strategy, use_orig_params), expected)
     assert len(calls) == STEPS * gathers
@@ -134,7 +142,9 @@ def test_steps_of_a_handle_take_their_arguments_by_name(rank: int, world_size: i
     model(torch.ones(2, WIDTH))
     handle = model._handle
     handle.reshard(free_unsharded_flat_param=True)
-    padded = handle._all_gather_flat_param(padded_unsharded_flat_param=handle._alloc_padded_unsharded_flat_param())
+    padded = handle._all_gather_flat_param(
+        padded_unsharded_flat_param=handle._alloc_padded_unsharded_flat_param()
+    )
     handle._use_unsharded_flat_param(padded_unsharded_flat_param=padded)
     whole = handle.unsharded_nbytes
     assert not handle.needs_unshard() and whole > 0
@@ -179,7 +189,8 @@ def test_names_that_the_runtime_does_not_call_are_refused() -> None:
 def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(
     rank: int, world_size: int, prefetch: str
 ) -> None:  # H-025
-    """Choosing as the original does trains the same, gathers the same, and sees the states that upstream shows."""
+    """Choosing as the original does trains the same, gathers the same, and sees the states that upstream
+    shows."""
     options: dict[str, Any] = {"forward_prefetch": True, "backward_prefetch": None}
     if prefetch != "forward":
         options = {"backward_prefetch": BackwardPrefetch[prefetch]}
@@ -219,7 +230,9 @@ def test_choice_that_gathers_nothing_or_no_handle(rank: int, world_size: int) ->
         assert_same(trained(rank, "FULL_SHARD", True), expected)
     with (
         mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: "nothing"),
-        pytest.raises(TypeError, match=f"rank {rank}, unit .*in place of _get_handle_to_prefetch returned 'nothing'"),
+        pytest.raises(
+            TypeError, match=f"rank {rank}, unit .*in place of _get_handle_to_prefetch returned 'nothing'"
+        ),
     ):
         trained(rank, "FULL_SHARD", True)
 

@@ -50,13 +50,16 @@ def kinds() -> Iterator[Kind]:
     divided = itertools.product(("FULL_SHARD", "NO_SHARD"), ("", "1-D"))
     hybrid = itertools.product(("HYBRID_SHARD",), ("replicas", "shards"))
     for strategy, mesh in (*divided, ("SHARD_GRAD_OP", ""), *hybrid):
-        yield from (Kind(strategy, use_orig_params, mesh, "channels_last") for use_orig_params in (True, False))
+        yield from (
+            Kind(strategy, use_orig_params, mesh, "channels_last") for use_orig_params in (True, False)
+        )
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         yield Kind(strategy, True, "", "contiguous")
 
 
 class Images(nn.Module):
-    """Images through convolutions, then a vector, a row, one element: what divides unevenly, or not at all."""
+    """Images through convolutions, then a vector, a row, one element: what divides unevenly, or not at
+    all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +108,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def whole(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with FSDP.state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)):
+    with FSDP.state_dict_type(
+        model, FULL, None, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+    ):
         return model.state_dict(), FSDP.optim_state_dict(model, optimizer)["state"]
 
 
@@ -145,8 +150,8 @@ def load_by_older_functions(model: Any, optimizer: Any, folder: Path) -> None:
 def load_by_set_state_dict(model: Any, optimizer: Any, folder: Path) -> None:
     with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
         own = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        # by default the planner drops a ShardedTensor of which this rank has no rows, and then takes the checkpoint for
-        # one of an older format; torch's FSDP1 meets that too
+        # by default the planner drops a ShardedTensor of which this rank has no rows, and then takes the
+        # checkpoint for one of an older format; torch's FSDP1 meets that too
         dcp.load(own, checkpoint_id=folder, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(model, optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
 
@@ -159,7 +164,8 @@ WAYS = (load_by_older_functions, load_by_set_state_dict, load_by_own_function)
 
 
 def load(kind: Kind, folder: Path, load_into: Any) -> None:
-    """Into a model of other values: everything is equal at once, and after one more step equal to a plain model's."""
+    """Into a model of other values: everything is equal at once, and after one more step equal to a plain
+    model's."""
     expected = torch.load(folder / "whole.pt", map_location=device())
     model, optimizer = built(kind, 7)
     load_into(model, optimizer, folder)
@@ -169,7 +175,9 @@ def load(kind: Kind, folder: Path, load_into: Any) -> None:
     reference.load_state_dict(expected[0])
     its_optimizer = torch.optim.Adam(reference.parameters(), lr=0.05)
     state = {index: expected[1][name] for index, (name, _) in enumerate(reference.named_parameters())}
-    its_optimizer.load_state_dict({"state": state, "param_groups": its_optimizer.state_dict()["param_groups"]})
+    its_optimizer.load_state_dict(
+        {"state": state, "param_groups": its_optimizer.state_dict()["param_groups"]}
+    )
     step(reference, its_optimizer, 3)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(whole(model, optimizer)[0][name], value)

@@ -1,6 +1,8 @@
-"""Random programs on models whose units mix dtypes, frozen, tied and integer parameters, and may be skipped by a rank.
+"""Random programs on models whose units mix dtypes, frozen, tied and integer parameters, and may be skipped
+by a rank.
 
-Each is compared, after every operation, with the plain model that sees the batches of all ranks, one after the other.
+Each is compared, after every operation, with the plain model that sees the batches of all ranks, one after
+the other.
 """
 
 from __future__ import annotations
@@ -147,7 +149,9 @@ class Side:
 
     def __init__(self, program: Program, model: nn.Module, ranks: list[int]) -> None:
         self.program, self.model, self.ranks = program, model, ranks
-        self.share = len(ranks) / program.world_size  # of the gradients: the plain model sums those of all ranks
+        self.share = (
+            len(ranks) / program.world_size
+        )  # of the gradients: the plain model sums those of all ranks
         params = list(model.parameters())
         self.optimizer = torch.optim.SGD([param for param in params if param.is_floating_point()], lr=0.1)
 
@@ -198,7 +202,9 @@ class Side:
     def freeze(self, step: int) -> list[Tensor]:
         """The head, or not."""
         for param in (
-            self.model.module.head.parameters() if isinstance(self.model, FSDP) else self.model.head.parameters()
+            self.model.module.head.parameters()
+            if isinstance(self.model, FSDP)
+            else self.model.head.parameters()
         ):
             param.requires_grad_(not param.requires_grad)
         return []
@@ -240,6 +246,8 @@ def test_programs_train_as_the_plain_model(rank: int, world_size: int, seed: int
 @pytest.mark.parametrize("to_node", [False, True], ids=["over all", "to the node"])
 @pytest.mark.parametrize("seed", SEEDS_OF_FOUR)
 @on_ranks(4)
-def test_programs_of_four_ranks_train_as_the_plain_model(rank: int, world_size: int, seed: int, to_node: bool) -> None:
+def test_programs_of_four_ranks_train_as_the_plain_model(
+    rank: int, world_size: int, seed: int, to_node: bool
+) -> None:
     with reshard_after_forward(2) if to_node else nullcontext():
         run(seed, rank, world_size)

@@ -1,4 +1,5 @@
-"""Units whose parameters differ in dtype, or in whether they are trained: one flat parameter for each kind (parity 37).
+"""Units whose parameters differ in dtype, or in whether they are trained: one flat parameter for each kind
+(parity 37).
 
 What torch refuses (X-031) trains here.
 """
@@ -144,12 +145,18 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, device="cpu").to(device())
 
 
-def optimizer_of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
+def optimizer_of(
+    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
     return kind((param for param in model.parameters() if param.requires_grad), lr=0.05)  # type: ignore[call-arg]
 
 
 def train(
-    model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Optimizer | None = None, start: int = 0
+    model: nn.Module,
+    rank: int,
+    steps: int = 3,
+    optimizer: torch.optim.Optimizer | None = None,
+    start: int = 0,
 ) -> torch.optim.Optimizer:
     optimizer = optimizer or optimizer_of(model)
     for step in range(start, start + steps):
@@ -160,7 +167,11 @@ def train(
 
 
 def train_plain(
-    model: nn.Module, world_size: int, steps: int = 3, start: int = 0, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    world_size: int,
+    steps: int = 3,
+    start: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.optim.Optimizer:
     """As ``world_size`` ranks would train it: each a loss of its own, gradients averaged."""
     optimizer = optimizer or optimizer_of(model)
@@ -197,7 +208,9 @@ def collectives() -> Iterator[dict[str, list[int]]]:
     """The bytes that each collective of the body gives back, by its name."""
     sent: dict[str, list[int]] = {"gather": [], "reduce": []}
     gather_name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    reduce_name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce_name = (
+        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    )
     gather, reduce = getattr(dist, gather_name), getattr(dist, reduce_name)
 
     def counted_gather(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +263,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @both_views
 @on_ranks(2)
-def test_every_option_trains_alike(rank: int, world_size: int, kind: str, options: str, use_orig_params: bool) -> None:
+def test_every_option_trains_alike(
+    rank: int, world_size: int, kind: str, options: str, use_orig_params: bool
+) -> None:
     model, reference = wrapped(kind, use_orig_params, **OPTIONS[options]), plain(kind)
     # an offloaded model's is on the CPU, where AdamW rounds otherwise than on a GPU
     optimizer = torch.optim.SGD if options == "offload" else torch.optim.AdamW
@@ -312,7 +327,9 @@ def test_the_environment_sets_frozen_parts_apart(rank: int, world_size: int) -> 
 @both_views
 @on_ranks(2)
 def test_integers_are_never_cast(rank: int, world_size: int, use_orig_params: bool) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
     model, reference = wrapped("quantised", use_orig_params, mixed_precision=precision), plain("quantised")
     seen: set[torch.dtype] = set()
 
@@ -464,7 +481,9 @@ def test_whole_parameters_are_shown(rank: int, world_size: int, kind: str, use_o
             found = dict(whole.named_parameters())
             assert {prefix + name for name in found} == {name for name in expected if name.startswith(prefix)}
             for name, param in found.items():
-                assert type(param) is type(expected[prefix + name]) and torch.equal(param, expected[prefix + name])
+                assert type(param) is type(expected[prefix + name]) and torch.equal(
+                    param, expected[prefix + name]
+                )
             with torch.no_grad():
                 whole.get_parameter("down.weight" if not recurse else "blocks.0.module.down.weight").add_(1)
                 expected["blocks.0.down.weight"].add_(1)
@@ -519,7 +538,9 @@ def test_sharded_states_are_exchanged_with_torchs(rank: int, world_size: int, us
 @all_kinds
 @both_views
 @on_ranks(2)
-def test_the_optimizers_state_goes_everywhere(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+def test_the_optimizers_state_goes_everywhere(
+    rank: int, world_size: int, kind: str, use_orig_params: bool
+) -> None:
     model, reference = wrapped(kind, use_orig_params), plain(kind)
     optimizer = train(model, rank)
     train_plain(reference, world_size)
@@ -602,6 +623,8 @@ def test_the_warning_of_frozen_parameters_names_the_remedy(rank: int, world_size
 
 @on_ranks(2)
 def test_complex_parameters_are_refused(rank: int, world_size: int) -> None:
-    model = nn.ParameterDict({"one": nn.Parameter(torch.ones(3)), "two": nn.Parameter(torch.ones(3).to(torch.cfloat))})
+    model = nn.ParameterDict(
+        {"one": nn.Parameter(torch.ones(3)), "two": nn.Parameter(torch.ones(3).to(torch.cfloat))}
+    )
     with pytest.raises(ValueError, match="Cannot flatten complex dtype tensors: two"):
         FSDP(model, device_id=device())

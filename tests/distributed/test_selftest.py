@@ -42,7 +42,9 @@ def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
 def test_what_fails_on_one_rank_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script))
+    done = run(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)
+    )
     assert done.returncode == 1
     assert "kernels: FAILED on rank 1: ValueError: no such luck" in done.stdout
     assert "HYBRID_SHARD: loss" in done.stdout

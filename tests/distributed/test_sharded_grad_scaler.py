@@ -1,4 +1,5 @@
-"""ShardedGradScaler: scales, parameters and skipped steps bitwise those of torch's FSDP1, also with inf on one rank."""
+"""ShardedGradScaler: scales, parameters and skipped steps bitwise those of torch's FSDP1, also with inf on
+one rank."""
 
 from __future__ import annotations
 
@@ -41,12 +42,16 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
 
 
-def trained(name: str, rank: int, overflow: dict[int, int], unscale: bool, **arguments: Any) -> dict[str, Any]:
+def trained(
+    name: str, rank: int, overflow: dict[int, int], unscale: bool, **arguments: Any
+) -> dict[str, Any]:
     """Scales, losses and parameters of STEPS steps; step s meets an inf on rank ``overflow[s]`` alone."""
     torch.manual_seed(5)
     model = wrap(name, Net(), **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = SCALERS[name](device().type, init_scale=2.0**10, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
+    scaler = SCALERS[name](
+        device().type, init_scale=2.0**10, growth_factor=1.7, backoff_factor=0.3, growth_interval=2
+    )
     trace: dict[str, Any] = {}
     for step in range(STEPS):
         loss = model(batch(step, rank)).float().square().mean()
@@ -178,10 +183,14 @@ def test_only_the_ranks_of_the_group_share_a_finding(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: int, world_size: int) -> None:  # J-039
+def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(
+    rank: int, world_size: int
+) -> None:  # J-039
     weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     values = torch.tensor([40000.0, 40000.0, 2.0], dtype=torch.float16)
-    weight.grad = torch.sparse_coo_tensor([[0, 0, 2]], values, (3,)) if rank == 0 else torch.zeros_like(weight)
+    weight.grad = (
+        torch.sparse_coo_tensor([[0, 0, 2]], values, (3,)) if rank == 0 else torch.zeros_like(weight)
+    )
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = ShardedGradScaler(device().type, init_scale=2.0)
     scaler.scale(torch.ones(()))

@@ -1,4 +1,5 @@
-"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, next to torch's FSDP1 (F-030 to F-043)."""
+"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, next to torch's FSDP1 (F-030 to
+F-043)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import device, on_ranks
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 both_forms = pytest.mark.parametrize("mesh", [False, True])
 
@@ -60,7 +65,9 @@ def contiguous(seed: int = 0) -> Odd:
     return odd(seed, memory_format=torch.contiguous_format)
 
 
-def wrap(module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any) -> Any:
+def wrap(
+    module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any
+) -> Any:
     warnings.simplefilter("ignore")
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": device()} | options
     if mesh:
@@ -363,7 +370,9 @@ def test_local_dict_equals_torchs(rank, world_size, use_orig_params, offload):
         model = wrap(odd(), use_orig_params, which)
         train(model, rank)
         states.append(saved(model, LOCAL, LocalStateDictConfig(offload_to_cpu=offload)))
-    assert sorted(states[0]) == sorted(states[1])  # torch moves shared parameters behind others of their module
+    assert sorted(states[0]) == sorted(
+        states[1]
+    )  # torch moves shared parameters behind others of their module
     assert use_orig_params or list(states[0]) == list(states[1])
     assert ("net.inp.weight" in states[1]) == use_orig_params
     for name in states[0]:
@@ -375,7 +384,8 @@ def test_local_dict_equals_torchs(rank, world_size, use_orig_params, offload):
 @both_views
 @on_ranks(4)
 def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, world_size, use_orig_params):
-    """F-041, parity 10: with use_orig_params torch saves what it cannot load. The flat parameters are taken."""
+    """F-041, parity 10: with use_orig_params torch saves what it cannot load. The flat parameters are
+    taken."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     train(source, rank)
     buffer = io.BytesIO()
@@ -462,7 +472,9 @@ def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, world_size, mesh, di
     expected = saved(source, FULL)
     options: dict[str, Any] = {}
     if mesh:
-        options["device_mesh"] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+        options["device_mesh"] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("copy", "shard"))[
+            "shard"
+        ]
     else:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         options["process_group"] = groups[rank // 2]

@@ -1,5 +1,6 @@
-"""A forward never computes with parameters from before a change (parity 38): what an earlier one has left gathered, for
-a backward that may never come, is gathered anew. Held to the plain module: both ranks are given the same data.
+"""A forward never computes with parameters from before a change (parity 38): what an earlier one has left
+gathered, for a backward that may never come, is gathered anew. Held to the plain module: both ranks are given
+the same data.
 """
 
 from __future__ import annotations
@@ -57,7 +58,12 @@ class Net(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.a, self.b, self.scale, self.head = Block(width, width), Block(width, width), Scale(), nn.Linear(width, 3)
+        self.a, self.b, self.scale, self.head = (
+            Block(width, width),
+            Block(width, width),
+            Scale(),
+            nn.Linear(width, 3),
+        )
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         x = torch.tanh(self.a(x))
@@ -147,7 +153,9 @@ def scale_kept_data(trainer: Trainer) -> None:
 
 
 def load(trainer: Trainer) -> None:
-    trainer.model.load_state_dict({name: value * 1.5 for name, value in plain(trainer.width).state_dict().items()})
+    trainer.model.load_state_dict(
+        {name: value * 1.5 for name, value in plain(trainer.width).state_dict().items()}
+    )
 
 
 def summon(trainer: Trainer) -> None:
@@ -229,8 +237,14 @@ def test_under_mixed_precision_the_shard_is_cast_anew(
 
 @strategies
 @on_ranks(2)
-def test_with_offloaded_shards_and_above_a_mebibyte_as_well(rank: int, world_size: int, strategy: str) -> None:
-    for arguments in ({"cpu_offload": CPUOffload(True)}, {"width": LARGE}, {"width": LARGE, "forward_prefetch": True}):
+def test_with_offloaded_shards_and_above_a_mebibyte_as_well(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    for arguments in (
+        {"cpu_offload": CPUOffload(True)},
+        {"width": LARGE},
+        {"width": LARGE, "forward_prefetch": True},
+    ):
         for change in (step, scale_shown, scale_kept):
             trainers = both(strategy=strategy, **arguments)
             run(change, trainers, held=True)
@@ -328,7 +342,9 @@ def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(
 @strategies
 @views
 @on_ranks(2)
-def test_a_summon_shows_what_was_stepped(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def test_a_summon_shows_what_was_stepped(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
     trainers = both(strategy=strategy, use_orig_params=use_orig_params)
     for trainer in trainers:
         trainer.loss().backward()
@@ -338,7 +354,8 @@ def test_a_summon_shows_what_was_stepped(rank: int, world_size: int, strategy: s
     check(trainers[0].model, trainers[1].model)
 
 
-# ----------------------------------------------------------------- collectives, several forwards, one backward
+# ----------------------------------------------------------------- collectives, several forwards, one
+# backward
 
 
 @strategies
@@ -377,14 +394,17 @@ def test_backwards_of_several_forwards_may_come_in_any_order(
     check(trainers[0].model, trainers[1].model)
 
 
-# ----------------------------------------------------------------- whole parameters between forward and backward
+# ----------------------------------------------------------------- whole parameters between forward and
+# backward
 
 
 def totals(model: FSDP) -> list[float]:
     """The sum of all values of a full and of a sharded state dict."""
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
         sharded = model.state_dict()
-    parts = [shard.tensor.double().abs().sum() for value in sharded.values() for shard in value.local_shards()]
+    parts = [
+        shard.tensor.double().abs().sum() for value in sharded.values() for shard in value.local_shards()
+    ]
     local = torch.stack([torch.zeros((), dtype=torch.float64, device=device()), *parts]).sum()
     dist.all_reduce(local)
     return [float(sum(value.abs().sum() for value in full(model).values())), float(local)]
@@ -392,7 +412,9 @@ def totals(model: FSDP) -> list[float]:
 
 @pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
 @on_ranks(2)
-def test_what_is_written_to_whole_parameters_is_saved_and_stays(rank: int, world_size: int, held: bool) -> None:
+def test_what_is_written_to_whole_parameters_is_saved_and_stays(
+    rank: int, world_size: int, held: bool
+) -> None:
     """Between a forward and its backward under SHARD_GRAD_OP; torch loses it in the backward."""
     trainers = both()
     total = float(sum(param.abs().sum() for param in plain().parameters()))
@@ -408,7 +430,9 @@ def test_what_is_written_to_whole_parameters_is_saved_and_stays(rank: int, world
 
 
 @on_ranks(2)
-def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backward(rank: int, world_size: int) -> None:
+def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backward(
+    rank: int, world_size: int
+) -> None:
     model = wrap(plain())
     output = model(batch())
     with torch.no_grad():
@@ -529,7 +553,8 @@ def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
 def test_what_a_forward_writes_into_its_parameters_stays(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, recomputed: str
 ) -> None:
-    """As `nn.Embedding(max_norm=...)` does, and a codebook; torch raises. A recomputation writes once more."""
+    """As `nn.Embedding(max_norm=...)` does, and a codebook; torch raises. A recomputation writes once
+    more."""
     trainers = both_writing(recomputed, strategy=strategy, use_orig_params=use_orig_params)
     for trainer in trainers:
         for index in range(3):
@@ -539,7 +564,9 @@ def test_what_a_forward_writes_into_its_parameters_stays(
     check(trainers[0].model, trainers[1].model)
 
 
-@pytest.mark.parametrize("arguments", [{"cpu_offload": CPUOffload(True)}, {"forward_prefetch": True}, {"split": True}])
+@pytest.mark.parametrize(
+    "arguments", [{"cpu_offload": CPUOffload(True)}, {"forward_prefetch": True}, {"split": True}]
+)
 @on_ranks(2)
 def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(
     rank: int, world_size: int, arguments: dict[str, Any]
@@ -592,7 +619,9 @@ def test_a_unit_that_begins_to_write_late_is_refused_once(rank: int, world_size:
         for index in range(64):
             model(batch(index))
         for unit in ("a", "b"):
-            with pytest.raises(RuntimeError, match=f"rank {rank}, unit Writing at '{unit}': its forward writes in"):
+            with pytest.raises(
+                RuntimeError, match=f"rank {rank}, unit Writing at '{unit}': its forward writes in"
+            ):
                 model(batch())
         model(batch())
         kept = full(model)["a.code"]

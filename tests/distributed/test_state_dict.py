@@ -25,7 +25,11 @@ from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import device, on_ranks
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -85,7 +89,9 @@ def test_saved_dict_equals_torchs_after_training(
 
 @both_views
 @on_ranks(2)
-def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_saved_dict_under_mixed_precision_equals_torchs(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     saved = []
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     for which in ("torch", "fsdp_c"):
@@ -100,8 +106,12 @@ def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, world_size: i
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_saved_dict_is_the_plain_models(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
-    assert_same(plain().state_dict(), full_state_dict(wrap(plain(), use_orig_params, sharding_strategy=strategy)))
+def test_saved_dict_is_the_plain_models(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    assert_same(
+        plain().state_dict(), full_state_dict(wrap(plain(), use_orig_params, sharding_strategy=strategy))
+    )
 
 
 @both_views
@@ -144,7 +154,9 @@ def test_dict_loads_into_every_implementation(
 
 @both_views
 @on_ranks(2)
-def test_training_goes_on_after_save_and_load_as_torchs_does(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_training_goes_on_after_save_and_load_as_torchs_does(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     saved = []
     for which in ("torch", "fsdp_c"):
         model = wrap(plain(), use_orig_params, which)
@@ -175,21 +187,29 @@ def test_values_own_their_memory(rank: int, world_size: int, strategy: str, use_
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_offload_on_cpu_gives_live_values(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def test_offload_on_cpu_gives_live_values(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     assert_same(plain().state_dict(), full_state_dict(model, offload_to_cpu=True))
 
 
 @both_views
 @on_ranks(2)
-def test_copies_on_every_rank_are_warned_of_once_per_save(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_copies_on_every_rank_are_warned_of_once_per_save(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     """X-108. Each unit of torch's warns; on a CPU device it cannot be asked (parity 5)."""
 
     def warned(module: Any, **config: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             full_state_dict(module, **config)
-        return [one.filename for one in caught if str(one.message).startswith("offload_to_cpu=True and rank0_only=Fal")]
+        return [
+            one.filename
+            for one in caught
+            if str(one.message).startswith("offload_to_cpu=True and rank0_only=Fal")
+        ]
 
     model = wrap(plain(), use_orig_params)
     assert warned(model, offload_to_cpu=True) == [__file__]
@@ -215,7 +235,8 @@ def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
 @both_views
 @on_ranks(2)
 def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at most."""
+    """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at
+    most."""
     from fsdp_c import _C
     from fsdp_c.state import redistribution, state_dict_saving
 
@@ -243,7 +264,9 @@ def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_para
 
 @both_views
 @on_ranks(2)
-def test_gradients_and_optimizer_views_survive_a_save(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_gradients_and_optimizer_views_survive_a_save(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params)
     model(torch.ones(2, WIDTH)).sum().backward()
     before = [(id(param), memory(param), param.grad) for param in model.parameters()]
@@ -265,7 +288,9 @@ class Unread:
         self.array, self.shape, self.dtype = tensor.cpu().numpy(), tensor.shape, tensor.dtype
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         read = [torch.from_numpy(arg.array.copy()) if isinstance(arg, cls) else arg for arg in args]
         cls.alive.update(new for new, arg in zip(read, args, strict=True) if new is not arg)
         cls.most_alive = max(cls.most_alive, len(cls.alive))
@@ -274,7 +299,9 @@ class Unread:
 
 @both_views
 @on_ranks(2)
-def test_tensors_that_stand_for_files_are_read_one_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_tensors_that_stand_for_files_are_read_one_at_a_time(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     Unread.most_alive = 0
     saved = plain(seed=1).state_dict()
     model = wrap(plain(), use_orig_params)
@@ -285,7 +312,9 @@ def test_tensors_that_stand_for_files_are_read_one_at_a_time(rank: int, world_si
 
 @both_views
 @on_ranks(2)
-def test_wrong_shape_names_the_entry_and_loads_nothing(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_wrong_shape_names_the_entry_and_loads_nothing(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params)
     other = plain(3).state_dict()
     other["blocks.1.down.weight"] = other["blocks.1.down.weight"][:1]
@@ -318,7 +347,9 @@ def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_load_with_assign_keeps_the_values(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def test_load_with_assign_keeps_the_values(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     model.load_state_dict(plain(3).state_dict(), assign=True)
     train(model, rank)
@@ -387,7 +418,9 @@ def test_units_that_disagree_are_refused(rank: int, world_size: int) -> None:
 
 @both_views
 @on_ranks(2)
-def test_state_dict_of_an_inner_unit_does_not_make_it_a_root(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_state_dict_of_an_inner_unit_does_not_make_it_a_root(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     saved = []
     for peek in (False, True):
         model = wrap(plain(), use_orig_params)

@@ -1,7 +1,8 @@
-"""Every kind of state dict is got and loaded in every place of a script: with torch's values, or refused by an error.
+"""Every kind of state dict is got and loaded in every place of a script: with torch's values, or refused by
+an error.
 
-Where torch's own are wrong (LOCAL with original parameters, offloading on a CPU device, ranks that are shown nothing),
-what it gives outside of the place is expected.
+Where torch's own are wrong (LOCAL with original parameters, offloading on a CPU device, ranks that are shown
+nothing), what it gives outside of the place is expected.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from tests.parity.engine import implementation, same_bits
 from tests.ranks import device, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 KINDS = {"full": FULL, "sharded": SHARDED, "local": LOCAL}
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False])
@@ -161,7 +166,9 @@ def attempt(work: Work) -> Any:
 def plain_value(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
-        return value.metadata().size, [(shard.metadata.shard_offsets, shard.tensor.clone()) for shard in shards]
+        return value.metadata().size, [
+            (shard.metadata.shard_offsets, shard.tensor.clone()) for shard in shards
+        ]
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -169,13 +176,18 @@ def plain_values(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {
-        name: plain_values(value) if isinstance(value, dict) else plain_value(value) for name, value in state.items()
+        name: plain_values(value) if isinstance(value, dict) else plain_value(value)
+        for name, value in state.items()
     }
 
 
 def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(are_same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(are_same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(are_same, one, other))
     return same_bits(one, other) if isinstance(one, Tensor) else one == other
@@ -198,7 +210,9 @@ def test_state_is_got_and_loaded_wherever_units_are_idle(rank, world_size, kind,
         for which in ("torch", "fsdp_c"):
             model = built(which, use_orig_params)
             results.append(place(model, rank, lambda model=model: plain_values(got(model, KINDS[kind]))))
-        if not (kind == "local" and place is between_forward_and_backward):  # where torch's parameters are whole
+        if not (
+            kind == "local" and place is between_forward_and_backward
+        ):  # where torch's parameters are whole
             assert are_same(*results), name
         assert are_same(values_elsewhere(KINDS[kind], use_orig_params), results[1]), name
         model = built("fsdp_c", use_orig_params)
@@ -249,7 +263,9 @@ def test_state_is_got_inside_every_summon(rank, world_size, kind, use_orig_param
 
 @both_views
 @on_ranks(2)
-def test_rank_0_alone_gets_full_state_inside_summon_where_it_alone_is_shown_it(rank, world_size, use_orig_params):
+def test_rank_0_alone_gets_full_state_inside_summon_where_it_alone_is_shown_it(
+    rank, world_size, use_orig_params
+):
     expected = values_elsewhere(FULL, use_orig_params)
     model = built("fsdp_c", use_orig_params)
     with (
@@ -310,7 +326,9 @@ def test_local_state_is_refused_inside_summon_and_nothing_is_changed(rank, world
         with type(model).summon_full_params(model, **arguments):
             for work in (lambda m=model: got(m, LOCAL), lambda m=model: loaded(m, LOCAL, state)):
                 error = attempt(work)
-                assert isinstance(error, AssertionError) and "leave summon_full_params first" in str(error), arguments
+                assert isinstance(error, AssertionError) and "leave summon_full_params first" in str(error), (
+                    arguments
+                )
         assert are_same(before, plain_values(got(model, FULL))), arguments
 
 
@@ -327,7 +345,9 @@ def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, world_size
             state = attempt(lambda: fsdp.optim_state_dict(model, optimizer))
             if isinstance(state, Exception):
                 return type(state)
-            return plain_values(state["state"]), fsdp.optim_state_dict_to_load(model, optimizer, state)["state"]
+            return plain_values(state["state"]), fsdp.optim_state_dict_to_load(model, optimizer, state)[
+                "state"
+            ]
 
     def in_summon(model: Any, rank: int, work: Work) -> Any:
         with type(model).summon_full_params(model):

@@ -1,4 +1,5 @@
-"""What ``plan`` says without ranks is what ranks then have, gather, reduce and hold: sizes, collectives and peak."""
+"""What ``plan`` says without ranks is what ranks then have, gather, reduce and hold: sizes, collectives and
+peak."""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def test_a_step_sends_what_was_planned(rank: int, world_size: int, strategy: str
     step(model)
     with calls() as seen:
         step(model)
-    gathered, scattered, reduced = ([numel for kind, numel in seen if kind == one] for one in ("AG", "RS", "AR"))
+    gathered, scattered, reduced = (
+        [numel for kind, numel in seen if kind == one] for one in ("AG", "RS", "AR")
+    )
     assert (len(gathered), 2 * sum(gathered)) == (sum(expected.all_gathers), expected.all_gather_nbytes)
     assert 4 * sum(scattered) == sum(unit.reduce_scatter_nbytes for unit in expected.units)
     assert 4 * sum(reduced) == sum(unit.all_reduce_nbytes for unit in expected.units)

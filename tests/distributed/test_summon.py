@@ -27,7 +27,9 @@ from tests.ranks import on_ranks
 
 def gathered_nbytes(model: Any) -> int:
     """Unsharded parameter storage of this model alone."""
-    return sum(unit._handle.unsharded_nbytes for unit in type(model).fsdp_modules(model) if unit._handle is not None)
+    return sum(
+        unit._handle.unsharded_nbytes for unit in type(model).fsdp_modules(model) if unit._handle is not None
+    )
 
 
 def shown(model: nn.Module) -> dict[str, Tensor]:
@@ -104,7 +106,9 @@ def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
 
 @both_views
 @on_ranks(2)
-def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_rank0_only_shows_the_other_ranks_their_shards(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params)
     sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
     with summon(model, rank0_only=True, writeback=False):
@@ -174,7 +178,9 @@ def test_full_gradients_and_edits_of_them_equal_torchs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_ranks_without_a_gradient_are_counted_in_integers(rank: int, world_size: int, dtype: torch.dtype) -> None:
+def test_ranks_without_a_gradient_are_counted_in_integers(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
     """bfloat16 cannot count above 256, and then gives gradients to ranks that have none."""
     model = wrap(plain().to(dtype))
     with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
@@ -213,7 +219,9 @@ def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(
 
 @both_views
 @on_ranks(2)
-def test_without_recurse_only_the_unit_itself_is_shown(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_without_recurse_only_the_unit_itself_is_shown(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params)
     with summon(model, recurse=False):
         assert model.module.inp.weight.shape == (WIDTH, WIDTH)
@@ -227,7 +235,9 @@ def test_without_recurse_only_the_unit_itself_is_shown(rank: int, world_size: in
 
 @both_views
 @on_ranks(2)
-def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_summon_of_an_inner_unit_does_not_make_it_a_root(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params)
     inner = model.module.blocks[0]
     with summon(inner):
@@ -294,7 +304,9 @@ def test_summon_in_forward_is_refused(rank: int, world_size: int) -> None:
 
 @both_views
 @on_ranks(2)
-def test_exception_in_the_body_leaves_the_parameters_sharded(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_exception_in_the_body_leaves_the_parameters_sharded(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(plain(), use_orig_params)
     with pytest.raises(ZeroDivisionError), summon(model):
         raise ZeroDivisionError
@@ -316,7 +328,9 @@ def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, us
     reference = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     reference(torch.ones(2, WIDTH)).sum().backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(ours.grad is None if one.grad is None else torch.equal(ours.grad, one.grad) for ours, one in pairs)
+    assert all(
+        ours.grad is None if one.grad is None else torch.equal(ours.grad, one.grad) for ours, one in pairs
+    )
 
 
 @on_ranks(2)

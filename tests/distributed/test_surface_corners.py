@@ -1,4 +1,5 @@
-"""Rows of the surface that need ranks and belong to no other file: corners of construction, step and summon."""
+"""Rows of the surface that need ranks and belong to no other file: corners of construction, step and
+summon."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
 def test_forward_inside_summon_that_a_backward_could_follow_is_refused(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """A-100: what is shown there is freed at the end of the context; and the parameters stay whole until then."""
+    """A-100: what is shown there is freed at the end of the context; and the parameters stay whole until
+    then."""
     model = wrap(plain(), use_orig_params=use_orig_params)
     expected = {name: param.detach().clone() for name, param in plain().named_parameters()}
     model(batch(rank)).square().mean().backward()
@@ -139,7 +141,9 @@ class TurnsGradOn(nn.Module):
 
 @both_views
 @on_ranks(2)
-def test_views_have_history_in_a_forward_without_gradients(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_views_have_history_in_a_forward_without_gradients(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     """C-071."""
     for which in ("torch", "fsdp_c"):
         model = wrap(TurnsGradOn(), which, use_orig_params=use_orig_params, auto_wrap_policy=None)
@@ -156,7 +160,8 @@ def test_views_have_history_in_a_forward_without_gradients(rank: int, world_size
 def test_unit_prefetched_in_a_forward_without_gradients_trains(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """C-071: reentrant checkpointing runs the blocks under no_grad first, and gathers the next one ahead there."""
+    """C-071: reentrant checkpointing runs the blocks under no_grad first, and gathers the next one ahead
+    there."""
     models = [wrap(plain(), use_orig_params=use_orig_params, forward_prefetch=True) for _ in range(2)]
     grads = []
     for model, recompute in zip(models, (False, True), strict=True):
@@ -206,8 +211,11 @@ def test_classes_that_watch_their_attributes_see_every_change(
 
 @both_views
 @on_ranks(2)
-def test_low_precision_copy_of_an_unsharded_unit_is_freed(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """C-094: NO_SHARD under mixed precision computes in a copy, which goes after forward and after backward."""
+def test_low_precision_copy_of_an_unsharded_unit_is_freed(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """C-094: NO_SHARD under mixed precision computes in a copy, which goes after forward and after
+    backward."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     model = wrap(
         plain(),
@@ -256,8 +264,8 @@ def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(
 
 @on_ranks(2)
 def test_only_own_tensors_that_are_on_the_cpu_are_moved(rank: int, world_size: int) -> None:
-    """G-033: gradients with them; neither nested units nor ignored tensors. A dtype stands for the device, which
-    ``Tensor.to`` takes as well.
+    """G-033: gradients with them; neither nested units nor ignored tensors. A dtype stands for the device,
+    which ``Tensor.to`` takes as well.
     """
     with torch.device("cpu"):
         model = plain(blocks=2)
@@ -326,7 +334,9 @@ def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
 
 
 @on_ranks(2)
-def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(rank: int, world_size: int) -> None:
+def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(
+    rank: int, world_size: int
+) -> None:
     """The contract: OLMo initialises so, through ``params``."""
     model, reference = wrap(plain(), use_orig_params=False), plain()
     with torch.no_grad():
@@ -343,6 +353,8 @@ def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(rank:
 def test_a_root_moves_the_inputs_to_where_its_tree_computes(rank: int, world_size: int, own: bool) -> None:
     """D-020: also a root whose parameters all belong to inner units."""
     inner = wrap(nn.Linear(WIDTH, WIDTH))
-    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner), auto_wrap_policy=None)
+    model = wrap(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner), auto_wrap_policy=None
+    )
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         model(torch.ones(2, WIDTH, device="meta"))

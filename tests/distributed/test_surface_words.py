@@ -38,7 +38,11 @@ def test_a_wrong_training_state_is_said_in_the_error_alone(rank: int, world_size
     for which in BOTH:
         model = wrap(which, nn.Linear(WIDTH, WIDTH))
         out, trace = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(trace), pytest.raises(ValueError) as raised:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(trace),
+            pytest.raises(ValueError) as raised,
+        ):
             model._assert_state(TrainingState.FORWARD_BACKWARD)
         printed[which], errors[which] = bool(out.getvalue() and trace.getvalue()), str(raised.value)
     assert printed == {"torch": rank == 0, "fsdp_c": False}
@@ -47,7 +51,8 @@ def test_a_wrong_training_state_is_said_in_the_error_alone(rank: int, world_size
 
 @on_ranks(2)
 def test_the_mask_of_missing_gradients_stays_as_it_was_made(rank: int, world_size: int) -> None:  # B-031
-    """Half of the two equal layers is each rank's shard: its first parameter with elements there is a weight."""
+    """Half of the two equal layers is each rank's shard: its first parameter with elements there is a
+    weight."""
     masks = {}
     for which in BOTH:
         model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
@@ -88,7 +93,10 @@ def test_what_gathers_is_the_same_on_every_device(rank: int, world_size: int) ->
             }
             model(torch.ones(X))
         called[which] = {name for name, function in functions.items() if function.called}
-    assert called == {"torch": {"all_gather" if device().type == "cpu" else ALL_GATHER}, "fsdp_c": {ALL_GATHER}}
+    assert called == {
+        "torch": {"all_gather" if device().type == "cpu" else ALL_GATHER},
+        "fsdp_c": {ALL_GATHER},
+    }
 
 
 @on_ranks(2)
@@ -99,13 +107,18 @@ def test_the_roots_part_of_a_forward_is_a_range_of_the_root(rank: int, world_siz
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             model(torch.ones(X)).sum().backward()
         ranges = {event.key: event.count for event in profiler.key_averages()}
-        counts[which] = [ranges[f"FullyShardedDataParallel.{name}"] for name in ("forward", "_root_pre_forward")]
+        counts[which] = [
+            ranges[f"FullyShardedDataParallel.{name}"] for name in ("forward", "_root_pre_forward")
+        ]
     assert counts == {"torch": [2, 2], "fsdp_c": [2, 1]}
 
 
 @on_ranks(2)
-def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(rank: int, world_size: int) -> None:
-    """C-096: in a hook of the root's own layer, to which the backward comes when it has reduced the inner unit."""
+def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(
+    rank: int, world_size: int
+) -> None:
+    """C-096: in a hook of the root's own layer, to which the backward comes when it has reduced the inner
+    unit."""
     seen = {}
     for which in BOTH:
         model, shown = two_units(which), []

@@ -1,4 +1,5 @@
-"""Tensor parallelism inside FSDP: DTensor parameters on mesh["tp"], wrapped on mesh["dp"], four ranks (A-047, G-040).
+"""Tensor parallelism inside FSDP: DTensor parameters on mesh["tp"], wrapped on mesh["dp"], four ranks (A-047,
+G-040).
 
 Bitwise equality with torch's FSDP1 where that works, and an unsharded reference where it does not.
 """
@@ -133,7 +134,9 @@ class ParallelRun(Run):
         return tp.tokens(1000 * self.step + 10 * index + self.rank // 2)
 
 
-def record(point: Point, plan: str, step: Callable[[Run], None], which: str, rank: int, **options: Any) -> Any:
+def record(
+    point: Point, plan: str, step: Callable[[Run], None], which: str, rank: int, **options: Any
+) -> Any:
     run = ParallelRun(point, implementation(which), rank, 4)
     arguments = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": PER_LAYER}
     run.start(lambda run: run.wrap(tp.parallelized(tp.Language(**options), plan), **arguments))
@@ -173,7 +176,9 @@ STEP_KINDS = {
 @pytest.mark.parametrize("kind", STEP_KINDS)
 @both_views
 @on_ranks(4, timeout_s=120)
-def test_steps_of_other_kinds_equal_torch(rank: int, world_size: int, use_orig_params: bool, kind: str) -> None:
+def test_steps_of_other_kinds_equal_torch(
+    rank: int, world_size: int, use_orig_params: bool, kind: str
+) -> None:
     compare(Point(kind, use_orig_params=use_orig_params), "sequence", STEP_KINDS[kind], rank)
 
 
@@ -212,7 +217,10 @@ def test_no_sync_of_original_parameters_is_right_where_torch_raises(
 @on_ranks(4)
 def test_unsharded_units_train_as_the_plain_model(rank: int, world_size: int) -> None:
     """torch refuses the shapes of its own original parameters in the second forward."""
-    model, reference = wrap(tp.parallelized(plain(), "mlp"), sharding_strategy=ShardingStrategy.NO_SHARD), plain()
+    model, reference = (
+        wrap(tp.parallelized(plain(), "mlp"), sharding_strategy=ShardingStrategy.NO_SHARD),
+        plain(),
+    )
     for module in (model, reference):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         for index in range(3):
@@ -230,7 +238,9 @@ def test_unsharded_units_train_as_the_plain_model(rank: int, world_size: int) ->
 def test_offloaded_units_train_as_the_plain_model(rank: int, world_size: int, use_orig_params: bool) -> None:
     model, reference = plain(), plain()
     model = wrap(
-        tp.parallelized(model, "sequence"), cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params
+        tp.parallelized(model, "sequence"),
+        cpu_offload=CPUOffload(offload_params=True),
+        use_orig_params=use_orig_params,
     )
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
@@ -241,7 +251,8 @@ def test_offloaded_units_train_as_the_plain_model(rank: int, world_size: int, us
 
 @on_ranks(4)
 def test_frozen_parameter_stays_frozen(rank: int, world_size: int) -> None:
-    """In torch's FSDP1 the local tensors of all DTensors require gradients, so that frozen ones are trained."""
+    """In torch's FSDP1 the local tensors of all DTensors require gradients, so that frozen ones are
+    trained."""
     for which, expected in (("torch", True), ("fsdp_c", False)):
         module = tp.parallelized(plain(), "mlp")
         module.layers[0].up.requires_grad_(False)
@@ -327,7 +338,9 @@ def test_gradient_norm_is_that_of_the_plain_model(
     rank: int, world_size: int, plan: str, use_orig_params: bool, strategy: str, norm_type: float
 ) -> None:
     strategy_of = ShardingStrategy[strategy]
-    model = wrap(tp.parallelized(plain(), plan), use_orig_params=use_orig_params, sharding_strategy=strategy_of)
+    model = wrap(
+        tp.parallelized(plain(), plan), use_orig_params=use_orig_params, sharding_strategy=strategy_of
+    )
     reference = plain()
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
@@ -340,7 +353,8 @@ def test_gradient_norm_is_that_of_the_plain_model(
 
 @on_ranks(4)
 def test_gradient_norm_is_the_same_on_all_ranks_and_in_torch_it_is_not(rank: int, world_size: int) -> None:
-    """torch's FSDP1 reduces the norm over the data parallel ranks alone: replicated parameters then drift apart."""
+    """torch's FSDP1 reduces the norm over the data parallel ranks alone: replicated parameters then drift
+    apart."""
     found = {}
     for which in ("torch", "fsdp_c"):
         model = wrap(tp.parallelized(plain(), "sequence"), which)
@@ -356,7 +370,9 @@ def test_gradient_norm_is_the_same_on_all_ranks_and_in_torch_it_is_not(rank: int
 
 @both_views
 @on_ranks(4)
-def test_summoned_parameters_are_dtensors_and_keep_edits(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_summoned_parameters_are_dtensors_and_keep_edits(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
     expected = {name: param.detach() + 1 for name, param in plain().named_parameters()}
     with FSDP.summon_full_params(model), torch.no_grad():
@@ -393,7 +409,9 @@ def test_rank0_only_shows_the_first_data_parallel_rank_full_parameters(
     assert any(shown) == (rank // 2 == 0)
 
 
-@pytest.mark.parametrize("config", [{}, {"offload_to_cpu": True}, {"rank0_only": True}], ids=["", "offload", "rank0"])
+@pytest.mark.parametrize(
+    "config", [{}, {"offload_to_cpu": True}, {"rank0_only": True}], ids=["", "offload", "rank0"]
+)
 @both_views
 @on_ranks(4)
 def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
@@ -437,7 +455,9 @@ def test_entry_of_local_shape_is_refused_and_nothing_is_loaded(rank: int, world_
 
 @both_views
 @on_ranks(4)
-def test_dcp_state_dict_is_full_over_both_dimensions(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_dcp_state_dict_is_full_over_both_dimensions(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
     options = StateDictOptions(full_state_dict=True)
     with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
@@ -465,7 +485,9 @@ def test_extension_is_set_where_the_mesh_is_a_slice(rank: int, world_size: int) 
 
 @both_views
 @on_ranks(4)
-def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_dtensors_in_the_forward_are_marked_as_flattened(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     """H-010."""
     module = tp.parallelized(plain(), "mlp")
     model = wrap(module, use_orig_params=use_orig_params)
@@ -587,7 +609,10 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(
 
 OPTIM_CONFIGS = {
     "full": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)),
-    "rank 0": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)),
+    "rank 0": (
+        StateDictType.FULL_STATE_DICT,
+        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False),
+    ),
     "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False)),
 }
 
@@ -673,7 +698,9 @@ def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     model, optimizer = reference()
-    by_name = FSDP.rekey_optim_state_dict(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+    by_name = FSDP.rekey_optim_state_dict(
+        optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+    )
     parallel = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
     its_optimizer = torch.optim.Adam(parallel.parameters(), lr=0.02, eps=1e-3)
     load_optim_state(parallel, its_optimizer, by_name, "full")
@@ -685,7 +712,8 @@ def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
 def test_row_24_dcp_restores_optimizer_state_and_with_torch_it_is_another(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """Through get_state_dict and set_state_dict of torch.distributed.checkpoint. With flat parameters torch hangs."""
+    """Through get_state_dict and set_state_dict of torch.distributed.checkpoint. With flat parameters torch
+    hangs."""
     restored = {}
     for which in ("torch", "fsdp_c") if use_orig_params else ("fsdp_c",):
         cls = implementation(which)

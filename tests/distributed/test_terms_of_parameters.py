@@ -1,4 +1,5 @@
-"""Losses with terms of the parameters themselves, as they are between steps: penalties on weights and the like."""
+"""Losses with terms of the parameters themselves, as they are between steps: penalties on weights and the
+like."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
 }
-# but offloaded flat parameters: on a GPU autograd's thread for the CPU may come to their term while they are whole
+# but offloaded flat parameters: on a GPU autograd's thread for the CPU may come to their term while they are
+# whole
 VARIANTS = [(name, orig) for name in OPTIONS for orig in (True, False) if orig or name != "offload"]
-# of four steps: which are under no_sync(), after which gradients are cleared, and in which a term is made before the
-# forward or after it
+# of four steps: which are under no_sync(), after which gradients are cleared, and in which a term is made
+# before the forward or after it
 PLANS = {
     "each step": ("ssss", "cccc", "bbbb"),
     "accumulated": ("ssss", "----", "bbab"),
@@ -37,7 +39,9 @@ def wrapped(fsdp: Any, use_orig_params: bool, **options: Any) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     policy = ModuleWrapPolicy({nn.Linear})
-    return fsdp(module, device_id=device(), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
+    return fsdp(
+        module, device_id=device(), auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
+    )
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -67,7 +71,9 @@ def train(model: Any, rank: int, plan: str, with_penalty: bool = True) -> list[l
     return seen
 
 
-def assert_same(ours: list[list[torch.Tensor | None]], theirs: list[list[torch.Tensor | None]], plan: str) -> None:
+def assert_same(
+    ours: list[list[torch.Tensor | None]], theirs: list[list[torch.Tensor | None]], plan: str
+) -> None:
     """To the bit; where gradients are accumulated what is added first is not the same."""
     tolerance = {"rtol": 0.0, "atol": 0.0} if plan == "each step" else {"rtol": 1e-5, "atol": 1e-6}
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -80,7 +86,9 @@ def assert_same(ours: list[list[torch.Tensor | None]], theirs: list[list[torch.T
 @pytest.mark.parametrize("plan", ["each step", "accumulated"])
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "bf16"])
 @on_ranks(2)
-def test_terms_made_before_the_forward_give_torchs_gradients(rank: int, world_size: int, name: str, plan: str) -> None:
+def test_terms_made_before_the_forward_give_torchs_gradients(
+    rank: int, world_size: int, name: str, plan: str
+) -> None:
     """torch raises where a term is of a flat parameter's shard."""
     ours = train(wrapped(FullyShardedDataParallel, True, **OPTIONS[name]), rank, plan)
     assert_same(ours, train(wrapped(TorchFSDP, True, **OPTIONS[name]), rank, plan), plan)
@@ -93,7 +101,9 @@ def test_gradients_of_terms_are_added_to_those_of_the_outputs(
     rank: int, world_size: int, name: str, use_orig_params: bool, plan: str
 ) -> None:
     """Nothing is reduced of them, and they are there however the step came to its gradients."""
-    with_terms, without = (wrapped(FullyShardedDataParallel, use_orig_params, **OPTIONS[name]) for _ in range(2))
+    with_terms, without = (
+        wrapped(FullyShardedDataParallel, use_orig_params, **OPTIONS[name]) for _ in range(2)
+    )
     found, plain = train(with_terms, rank, plan), train(without, rank, plan, with_penalty=False)
     own = [2 * param.detach() for param in with_terms.parameters()]
     count = 0
@@ -102,5 +112,6 @@ def test_gradients_of_terms_are_added_to_those_of_the_outputs(
         for index, (one, two) in enumerate(zip(found[step], plain[step], strict=True)):
             assert (one is None) == (two is None), (step, index)
             if one is not None and two is not None and sync == "s":
-                torch.testing.assert_close(one, two + count * own[index], msg=lambda text: f"{step, index}: {text}")  # noqa: B023
+                place = f"{step, index}: "
+                torch.testing.assert_close(one, two + count * own[index], msg=place.__add__)
         count = 0 if clear == "c" else count

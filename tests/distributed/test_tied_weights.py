@@ -1,4 +1,5 @@
-"""A parameter that modules of several units share: auto wrapping leaves it to the lowest unit around all of them."""
+"""A parameter that modules of several units share: auto wrapping leaves it to the lowest unit around all of
+them."""
 
 from __future__ import annotations
 
@@ -130,7 +131,10 @@ def test_trains_as_one_unit_does(rank: int, world_size: int, policy: str, use_or
 def test_every_strategy_trains_as_one_unit_does(
     rank: int, world_size: int, use_orig_params: bool, kwargs: dict[str, Any]
 ) -> None:
-    model, reference = wrapped("all layers", use_orig_params, **kwargs), wrapped(None, use_orig_params, **kwargs)
+    model, reference = (
+        wrapped("all layers", use_orig_params, **kwargs),
+        wrapped(None, use_orig_params, **kwargs),
+    )
     assert train(model, rank)[0] == train(reference, rank)[0]
     assert_same(full_state(model), full_state(reference))
 
@@ -181,7 +185,11 @@ def clean(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-STATE_DICTS = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT]
+STATE_DICTS = [
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+]
 
 
 @pytest.mark.parametrize("kind", STATE_DICTS, ids=lambda kind: kind.name)
@@ -221,7 +229,10 @@ class Whole(nn.Module):
 def whole(use_orig_params: bool) -> tuple[Whole, FSDP]:
     torch.manual_seed(0)
     plain_model = Whole().to(device())
-    kwargs: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Pair}), "use_orig_params": use_orig_params}
+    kwargs: dict[str, Any] = {
+        "auto_wrap_policy": ModuleWrapPolicy({Pair}),
+        "use_orig_params": use_orig_params,
+    }
     return plain_model, FSDP(copy.deepcopy(plain_model), device_id=device(), **kwargs)
 
 
@@ -248,7 +259,10 @@ def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
     rank: int, world_size: int, use_orig_params: bool, kind: StateDictType
 ) -> None:
     expected, model = whole(use_orig_params)
-    with FSDP.state_dict_type(model, kind), pytest.raises(RuntimeError, match="body.second.weight'] of Whole"):
+    with (
+        FSDP.state_dict_type(model, kind),
+        pytest.raises(RuntimeError, match="body.second.weight'] of Whole"),
+    ):
         model.module.body.state_dict()
     with FSDP.summon_full_params(model):
         assert_same(model.module.body.state_dict(), expected.body.state_dict())
@@ -278,7 +292,9 @@ def test_optimizer_states_go_to_other_units(
 @pytest.mark.parametrize("target", [None, "half"])
 @both_views
 @on_ranks(2)
-def test_checkpoints_go_to_other_units(rank: int, world_size: int, use_orig_params: bool, target: str | None) -> None:
+def test_checkpoints_go_to_other_units(
+    rank: int, world_size: int, use_orig_params: bool, target: str | None
+) -> None:
     told = [tempfile.mkdtemp(prefix="tied-")]
     dist.broadcast_object_list(told, src=0)
     model = wrapped("all layers", use_orig_params)
@@ -293,7 +309,9 @@ def test_checkpoints_go_to_other_units(rank: int, world_size: int, use_orig_para
 @all_policies
 @both_views
 @on_ranks(2)
-def test_plan_and_summary_say_who_holds_what(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+def test_plan_and_summary_say_who_holds_what(
+    rank: int, world_size: int, policy: str, use_orig_params: bool
+) -> None:
     model = wrapped(policy, use_orig_params)
     whole = fsdp_c.summary(model)
     planned = fsdp_c.plan(

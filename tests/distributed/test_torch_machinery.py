@@ -1,4 +1,5 @@
-"""torch's own machinery around units on two ranks: the same results as with torch's FSDP1, in the same test."""
+"""torch's own machinery around units on two ranks: the same results as with torch's FSDP1, in the same
+test."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from tests.ranks import device, on_ranks
 
 WAYS = ("torch", "installed", "direct")
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-own_ranks = on_ranks(2, label="installs")  # install() is refused where other tests have units of torch's alive
+own_ranks = on_ranks(
+    2, label="installs"
+)  # install() is refused where other tests have units of torch's alive
 Record = dict[str, Any]
 
 
@@ -93,7 +96,9 @@ def assert_same(expected: Any, found: Any, path: str = "") -> None:
     if isinstance(expected, Tensor):
         assert expected.dtype == found.dtype and torch.equal(expected, found), path
     elif isinstance(expected, dict):
-        order = list if path.startswith((".model", ".full", ".end", ".loaded")) else set  # of names: a contract there
+        order = (
+            list if path.startswith((".model", ".full", ".end", ".loaded")) else set
+        )  # of names: a contract there
         assert order(expected) == order(found), path
         for key, value in expected.items():
             assert_same(value, found[key], f"{path}.{key}")
@@ -145,7 +150,9 @@ def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int, world_s
     model = wrapped(implementation("fsdp_c"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, range(1), rank)
-    with pytest.raises(RuntimeError, match=r"unit .*: torch's FullyShardedDataParallel, .*Call fsdp_c.install\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"unit .*: torch's FullyShardedDataParallel, .*Call fsdp_c.install\(\)"
+    ):
         dcp.get_optimizer_state_dict(model, optimizer)
 
 
@@ -155,7 +162,9 @@ def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int, world_s
 def recompute(module: nn.Module) -> None:
     apply_activation_checkpointing(
         module,
-        checkpoint_wrapper_fn=lambda inner: checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+        checkpoint_wrapper_fn=lambda inner: checkpoint_wrapper(
+            inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+        ),
         check_fn=lambda inner: isinstance(inner, Block),
     )
 
@@ -277,7 +286,8 @@ def record_of(model: Any, optimizer: Any) -> Record:
 
 @own_ranks
 def test_named_optimizer_trains_and_keeps_its_state_by_names(rank: int, world_size: int) -> None:
-    """Its state equals torch's; saved whole, it loads again, where torch's FSDP1 raises KeyError for its own names."""
+    """Its state equals torch's; saved whole, it loads again, where torch's FSDP1 raises KeyError for its own
+    names."""
     records = {}
     for way in WAYS:
         with in_place(way) as fsdp:
@@ -311,7 +321,9 @@ class Reading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [None, MixedPrecision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @both_views
 @on_ranks(2)

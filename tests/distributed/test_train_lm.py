@@ -1,4 +1,5 @@
-"""examples/train_lm.py as a user runs it: outputs, resuming, equality with torch's FSDP1, one message for bad input."""
+"""examples/train_lm.py as a user runs it: outputs, resuming, equality with torch's FSDP1, one message for bad
+input."""
 
 import math
 import os
@@ -24,12 +25,30 @@ from tests.ranks import device_type  # noqa: E402
 TEXT = ROOT / "LICENSE"
 CONTEXT = 16
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", str(CONTEXT), "--data", str(TEXT)]
-SHORT = ["--steps", "4", "--warmup", "1", "--eval-every", "2", "--eval-batches", "1", "--checkpoint-every", "2"]
+SHORT = [
+    "--steps",
+    "4",
+    "--warmup",
+    "1",
+    "--eval-every",
+    "2",
+    "--eval-batches",
+    "1",
+    "--checkpoint-every",
+    "2",
+]
 
 
 def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
     """Run the script on ranks of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+    ]
     command = [*launcher, str(EXAMPLES / "train_lm.py"), *SMALL, *SHORT, "--sample-bytes", "8", *flags]
     command += ["--device", device_type()]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -101,11 +120,15 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, 
     assert_same_checkpoint(out / "step-000004", tmp_path / "run" / "step-000004")
 
 
-def test_resuming_with_another_number_of_ranks_strategy_and_implementation(finished_run, tmp_path: Path) -> None:
+def test_resuming_with_another_number_of_ranks_strategy_and_implementation(
+    finished_run, tmp_path: Path
+) -> None:
     """The first step after it starts from the same parameters, in torch's FSDP as well."""
     out, _ = finished_run
     flags = ["--resume", str(out / "step-000002"), "--steps", "2"]
-    one = train("--out", str(tmp_path / "1"), *flags, "--strategy", "shard_grad_op", "--use-orig-params", world_size=1)
+    one = train(
+        "--out", str(tmp_path / "1"), *flags, "--strategy", "shard_grad_op", "--use-orig-params", world_size=1
+    )
     assert one.returncode == 0, one.stderr[-4000:]
     printed = succeed("--out", str(tmp_path / "2"), *flags, "--impl", "torch", "--steps", "4")
     assert "2 of 4 steps done" in printed

@@ -1,6 +1,7 @@
 """Sharded training equals training of the plain model on the batches of all ranks together.
 
-The tolerance is that of summing gradients in another order: 1e-10 relative in fp64, 2e-4 in fp32, over ten steps.
+The tolerance is that of summing gradients in another order: 1e-10 relative in fp64, 2e-4 in fp32, over ten
+steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def build(dtype: torch.dtype = torch.float64, **options: Any) -> Net:
     return Net(**options).to(dtype)
 
 
-def shard(model: nn.Module, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> Any:
+def shard(
+    model: nn.Module, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any
+) -> Any:
     return implementation("fsdp_c")(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -76,13 +79,17 @@ def assert_same_state(plain: nn.Module, sharded: Any, tolerance: dict[str, float
     expected, actual = plain.state_dict(), full_state(sharded)
     assert set(expected) == set(actual)
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+        torch.testing.assert_close(
+            actual[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
 
 
 Step = Callable[[nn.Module, Callable[[int], Tensor]], None]
 
 
-def train(model: nn.Module, step: Step, batch: Callable[[int, int], Tensor], steps: range = range(STEPS)) -> None:
+def train(
+    model: nn.Module, step: Step, batch: Callable[[int, int], Tensor], steps: range = range(STEPS)
+) -> None:
     optimizer = sgd(model)
     for number in steps:
         step(model, lambda index, number=number: batch(number, index))
@@ -144,7 +151,9 @@ def test_accumulation_equals_the_unsharded_model(
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
-def test_four_ranks_equal_the_unsharded_model(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def test_four_ranks_equal_the_unsharded_model(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
     plain = build()
     sharded = shard(copy.deepcopy(plain), strategy, use_orig_params)
     train_both(plain, sharded, one_backward, world_size, torch.float64)
@@ -206,15 +215,24 @@ def test_training_resumed_from_a_full_state_dict_equals_uninterrupted_training(
     with type(resumed).state_dict_type(resumed, StateDictType.FULL_STATE_DICT):
         resumed.load_state_dict(saved)
     train(resumed, one_backward, batch, range(5, STEPS))
-    for (name, expected), actual in zip(full_state(straight).items(), full_state(resumed).values(), strict=True):
+    for (name, expected), actual in zip(
+        full_state(straight).items(), full_state(resumed).values(), strict=True
+    ):
         assert torch.equal(expected, actual), name
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @on_ranks(2)
-def test_full_state_dict_loads_into_the_plain_model(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_full_state_dict_loads_into_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
     sharded = shard(build(tied=True), use_orig_params=use_orig_params)
-    train(sharded, one_backward, lambda number, index: own(batches(number, world_size, torch.float64, index)), range(3))
+    train(
+        sharded,
+        one_backward,
+        lambda number, index: own(batches(number, world_size, torch.float64, index)),
+        range(3),
+    )
     plain = build(tied=True)
     plain.load_state_dict(full_state(sharded), strict=True)
     batch = own(batches(9, world_size, torch.float64))

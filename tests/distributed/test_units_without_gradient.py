@@ -20,7 +20,9 @@ from tests.ranks import device, on_ranks
 
 def per_block(net: nn.Module, **arguments: Any) -> FSDP:
     policy = ModuleWrapPolicy({Block, Stage})
-    return FSDP(net, **({"device_id": device(), "use_orig_params": True, "auto_wrap_policy": policy} | arguments))
+    return FSDP(
+        net, **({"device_id": device(), "use_orig_params": True, "auto_wrap_policy": policy} | arguments)
+    )
 
 
 class Stage(nn.Module):
@@ -256,7 +258,9 @@ def sampled_before_training() -> None:
     """A forward with integers for outputs, gradients enabled, before the forward that is trained."""
     net = Pair()
     model = FSDP(net, device_id=device(), use_orig_params=True)
-    net.second.module.register_forward_hook(lambda module, args, output: output.argmax(-1) if net.samples else output)
+    net.second.module.register_forward_hook(
+        lambda module, args, output: output.argmax(-1) if net.samples else output
+    )
     net.samples = True
     model(torch.ones(2, WIDTH))
     net.samples = False

@@ -1,4 +1,5 @@
-"""use_orig_params: what the user does to parameters and gradients between steps, bitwise as with torch's FSDP1."""
+"""use_orig_params: what the user does to parameters and gradients between steps, bitwise as with torch's
+FSDP1."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def build(name: str, strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any) -> Any:
+def build(
+    name: str, strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
     torch.manual_seed(5)
     return implementation(name)(
         Net(**(net or {})),
@@ -88,7 +91,11 @@ def compare(rank: int, body: Body, strategy: str, torch_races: bool = False, **a
 
 
 def steps(
-    model: Any, trace: Trace, rank: int, optimizer: Any, before: Callable[[dict[str, nn.Parameter], int], None]
+    model: Any,
+    trace: Trace,
+    rank: int,
+    optimizer: Any,
+    before: Callable[[dict[str, nn.Parameter], int], None],
 ) -> None:
     """STEPS steps; ``before(params, step)`` acts before each. The parameters are those of the start."""
     params = named(model)
@@ -162,7 +169,9 @@ def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, world_size: int, strategy: str) -> None:
+def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(
+    rank: int, world_size: int, strategy: str
+) -> None:
     said: list[str] = []
     model = build("fsdp_c", strategy)
     backward(model, 0, rank)
@@ -229,7 +238,9 @@ def test_parameter_objects_stay_the_same(rank: int, world_size: int, strategy: s
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @all_strategies
 @on_ranks(2)
-def test_optimizers_train_bitwise_as_with_torch(rank: int, world_size: int, strategy: str, optimizer_name: str) -> None:
+def test_optimizers_train_bitwise_as_with_torch(
+    rank: int, world_size: int, strategy: str, optimizer_name: str
+) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
         steps(model, trace, rank, OPTIMIZERS[optimizer_name](model.parameters()), nothing)
 
@@ -241,7 +252,9 @@ def test_optimizers_train_bitwise_as_with_torch(rank: int, world_size: int, stra
 def test_groups_give_parameters_their_own_hyperparameters(rank: int, world_size: int, strategy: str) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
         params = named(model)
-        decayed = [param for name, param in params.items() if not name.endswith("bias") and "norm" not in name]
+        decayed = [
+            param for name, param in params.items() if not name.endswith("bias") and "norm" not in name
+        ]
         others = [param for name, param in params.items() if name.endswith("bias") or "norm" in name]
         groups = [{"params": decayed, "weight_decay": 0.5, "lr": 0.1}, {"params": others, "lr": 0.01}]
         steps(model, trace, rank, torch.optim.AdamW(groups, weight_decay=0.0), nothing)
@@ -324,8 +337,11 @@ def test_freezing_and_unfreezing_between_steps(  # C-119, D-125
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, world_size: int, name: str) -> None:  # C-119
-    """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15 raises."""
+def test_wholly_frozen_root_under_no_shard_is_unfrozen(
+    rank: int, world_size: int, name: str
+) -> None:  # C-119
+    """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15
+    raises."""
     model, untouched = build(name, "NO_SHARD"), build(name, "NO_SHARD")
     params = named(model)
     freeze_root(params, 1)
@@ -366,10 +382,17 @@ EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_p
 @pytest.mark.parametrize("edit", EDITS)
 @all_strategies
 @on_ranks(2)
-def test_edited_parameters_are_taken_over(rank: int, world_size: int, strategy: str, edit: str) -> None:  # C-130, C-131
+def test_edited_parameters_are_taken_over(
+    rank: int, world_size: int, strategy: str, edit: str
+) -> None:  # C-130, C-131
     def body(model: Any, trace: Trace, rank: int) -> None:
         for name, param in list(named(model).items()):
-            if param.numel() and name in ("inp.weight", "blocks.0.up.weight", "blocks.2.norm.bias", "head.bias"):
+            if param.numel() and name in (
+                "inp.weight",
+                "blocks.0.up.weight",
+                "blocks.2.norm.bias",
+                "head.bias",
+            ):
                 EDITS[edit](model, param, name)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         with torch.no_grad():
@@ -383,7 +406,9 @@ def test_edited_parameters_are_taken_over(rank: int, world_size: int, strategy: 
 
 @all_strategies
 @on_ranks(2)
-def test_edited_parameters_are_taken_over_between_steps(rank: int, world_size: int, strategy: str) -> None:  # C-130
+def test_edited_parameters_are_taken_over_between_steps(
+    rank: int, world_size: int, strategy: str
+) -> None:  # C-130
     def edit(params: dict[str, nn.Parameter], step: int) -> None:
         held = [name for name, param in params.items() if param.numel()]
         if step:
@@ -398,7 +423,9 @@ def test_edited_parameters_are_taken_over_between_steps(rank: int, world_size: i
 @pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
 @all_strategies
 @on_ranks(2)
-def test_edited_gradients_are_taken_over(rank: int, world_size: int, strategy: str, change: str) -> None:  # C-133
+def test_edited_gradients_are_taken_over(
+    rank: int, world_size: int, strategy: str, change: str
+) -> None:  # C-133
     def edit(params: dict[str, nn.Parameter]) -> None:
         for index, param in enumerate(params.values()):
             if param.grad is None:
@@ -429,7 +456,9 @@ def test_edited_gradients_are_taken_over(rank: int, world_size: int, strategy: s
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_data_of_another_shape_is_refused(rank: int, world_size: int, strategy: str, name: str) -> None:  # X-075, C-131
+def test_data_of_another_shape_is_refused(
+    rank: int, world_size: int, strategy: str, name: str
+) -> None:  # X-075, C-131
     model = build(name, strategy)
     backward(model, 0, rank)
     for param in model.parameters():
@@ -455,7 +484,8 @@ def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> 
     block = model.blocks[0]._fsdp_wrapped_module
     block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
     with pytest.raises(
-        NotImplementedError, match=f"Changing shared parameters .*rank {rank}.*square.weight and the weight of .*again"
+        NotImplementedError,
+        match=f"Changing shared parameters .*rank {rank}.*square.weight and the weight of .*again",
     ):
         model(batch(0, rank))
 
@@ -483,7 +513,9 @@ def test_empty_data_outside_the_shard_changes_nothing(rank: int, world_size: int
 def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters of the first block that lie in the other rank's shard."""
     found = [
-        (name, param) for name, param in named(model).items() if name.startswith("blocks.0.") and not param.numel()
+        (name, param)
+        for name, param in named(model).items()
+        if name.startswith("blocks.0.") and not param.numel()
     ]
     assert found
     return found
@@ -493,7 +525,8 @@ def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers_as_there_are_such_parameters(
     rank: int, world_size: int
 ) -> None:
-    """C-134, parity 20: one is looked at per gather. Each rank holds two of the four, so that both raise together."""
+    """C-134, parity 20: one is looked at per gather. Each rank holds two of the four, so that both raise
+    together."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=device())
     with torch.no_grad():
@@ -547,7 +580,9 @@ def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_t
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_skipped_check_leaves_replaced_data_alone(rank: int, world_size: int, name: str) -> None:  # C-002, X-050
+def test_skipped_check_leaves_replaced_data_alone(
+    rank: int, world_size: int, name: str
+) -> None:  # C-002, X-050
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
         model = build(name)
@@ -616,7 +651,9 @@ def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
 
 @all_strategies
 @on_ranks(2)
-def test_optimizer_in_backward_steps_as_with_torch(rank: int, world_size: int, strategy: str) -> None:  # D-006, D-089
+def test_optimizer_in_backward_steps_as_with_torch(
+    rank: int, world_size: int, strategy: str
+) -> None:  # D-006, D-089
     trace = optimizers_in_backward(rank, strategy)
     assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
 
@@ -680,7 +717,11 @@ def test_parameters_beside_ignored_ones_have_torchs_order(
     for name in ("torch", "fsdp_c"):
         module = Three()
         ignored = [getattr(module, ignored_name) for ignored_name in names]
-        kwargs = {"device_id": device(), "sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        kwargs = {
+            "device_id": device(),
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": True,
+        }
         model = implementation(name)(module, ignored_states=ignored, **kwargs)
         before = list(named(model)), list(model.state_dict())
         model(torch.ones(2, 4, device=device())).sum().backward()
@@ -713,8 +754,14 @@ def test_an_empty_parameter_has_no_gradient_as_with_torch(rank: int, world_size:
 
     found = []
     for name in ("torch", "fsdp_c"):
-        kwargs = {"device_id": device(), "sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        kwargs = {
+            "device_id": device(),
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": True,
+        }
         model = implementation(name)(WithEmpty(), **kwargs)
         model(torch.ones(2, 4, device=device())).sum().backward()
-        found.append({each: None if param.grad is None else param.grad.shape for each, param in named(model).items()})
+        found.append(
+            {each: None if param.grad is None else param.grad.shape for each, param in named(model).items()}
+        )
     assert found[0] == found[1] and found[1]["empty"] is None

@@ -1,4 +1,5 @@
-"""On a torch whose FSDP1 has gone: the same bits, and objects and checkpoints that go both ways. In fresh processes."""
+"""On a torch whose FSDP1 has gone: the same bits, and objects and checkpoints that go both ways. In fresh
+processes."""
 
 from __future__ import annotations
 

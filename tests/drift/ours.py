@@ -11,13 +11,19 @@ from typing import Any
 from fsdp_c.compat.standins.finder import FSDP, OURS
 from tests.drift.tables import Table
 
-PUBLIC = ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")  # the modules that users import from
+PUBLIC = (
+    "api",
+    "fully_sharded_data_parallel",
+    "sharded_grad_scaler",
+    "wrap",
+)  # the modules that users import from
 LINE = re.compile(r"(\w+) (\w+)\.([\w.]+)(?:\((.*)\)| = (.*))?$")
 ABSENT = object()
 
 
 def differences(table: Table) -> list[str]:
-    """One line per difference. Private names are compared as far as we have them; public ones we must have."""
+    """One line per difference. Private names are compared as far as we have them; public ones we must
+    have."""
     found = []
     for line in table:
         if line.startswith("export "):
@@ -37,7 +43,8 @@ def differences(table: Table) -> list[str]:
 
 
 def _get(module: Any, path: str) -> Any:
-    """The object at ``path``, ABSENT where there is none, or only what every object has. Of a field its default."""
+    """The object at ``path``, ABSENT where there is none, or only what every object has. Of a field its
+    default."""
     *classes, name = path.split(".")
     found = module
     for one in classes:
@@ -87,4 +94,6 @@ def _key(one: inspect.Parameter) -> tuple[Any, ...]:
 
 
 def _shown(parameters: list[inspect.Parameter]) -> str:
-    return str(inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in parameters]))[1:-1]
+    return str(inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in parameters]))[
+        1:-1
+    ]

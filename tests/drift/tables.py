@@ -1,8 +1,9 @@
-"""Tables of torch's FSDP1, one per version: names, parameters, kinds and defaults, read off its sources by ``ast``.
+"""Tables of torch's FSDP1, one per version: names, parameters, kinds and defaults, read off its sources by
+``ast``.
 
-A table is a list of lines such as ``def wrap.enable_wrap(*, wrapper_cls, **wrapper_kwargs)``. ``recorded.txt`` holds
-that of the oldest version, and for each later one the lines that went and came. To record another version, unpack its
-wheel (nothing of it is imported) and call
+A table is a list of lines such as ``def wrap.enable_wrap(*, wrapper_cls, **wrapper_kwargs)``.
+``recorded.txt`` holds that of the oldest version, and for each later one the lines that went and came. To
+record another version, unpack its wheel (nothing of it is imported) and call
 
     python -m tests.drift.tables VERSION FOLDER/torch
 """
@@ -129,7 +130,9 @@ def recorded(version: str) -> Table:
 
 def differences(before: Table, after: Table) -> list[str]:
     """The lines that went, with "-" before them, and those that came, with "+", by what they name."""
-    lines = [f"-{line}" for line in set(before) - set(after)] + [f"+{line}" for line in set(after) - set(before)]
+    lines = [f"-{line}" for line in set(before) - set(after)] + [
+        f"+{line}" for line in set(after) - set(before)
+    ]
     return sorted(lines, key=lambda line: (re.split("[(=]", line[1:])[0], line[0] == "+"))
 
 

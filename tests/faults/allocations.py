@@ -1,8 +1,10 @@
-"""Fails each allocation of the C layers once in turn: ``python -m tests.faults.allocations LIBRARY STRIDE NAME ...``.
+"""Fails each allocation of the C layers once in turn: ``python -m tests.faults.allocations LIBRARY STRIDE
+NAME ...``.
 
-LIBRARY is tests/native/fail_calls.c, built. It counts what the extension calls that allocates, and the storages that
-torch allocates for tensors, and lets one call fail. After each failure a step must give what it gave before, with
-nothing gathered and nothing kept. One line of JSON per name says how many allocations there were and what went wrong.
+LIBRARY is tests/native/fail_calls.c, built. It counts what the extension calls that allocates, and the
+storages that torch allocates for tensors, and lets one call fail. After each failure a step must give what it
+gave before, with nothing gathered and nothing kept. One line of JSON per name says how many allocations there
+were and what went wrong.
 """
 
 from __future__ import annotations
@@ -132,7 +134,9 @@ class Built:
     def footprint(self) -> int:
         """Objects that belong to a model; a construction's blocks wander."""
         settle()
-        return sum(isinstance(one, (nn.Module, Tensor, _C.Handle, _C.Unit, _C.Runtime)) for one in gc.get_objects())
+        return sum(
+            isinstance(one, (nn.Module, Tensor, _C.Handle, _C.Unit, _C.Runtime)) for one in gc.get_objects()
+        )
 
 
 LOW = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -149,7 +153,8 @@ RUNS: dict[str, tuple[type[Run] | type[Built], str, dict[str, Any]]] = {
 
 
 def is_expected(error: BaseException) -> bool:
-    """MemoryError, or what torch makes of it, or CPython where it has no memory to look a name up in a type."""
+    """MemoryError, or what torch makes of it, or CPython where it has no memory to look a name up in a
+    type."""
     if isinstance(error, AttributeError):
         return "object has no attribute" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))

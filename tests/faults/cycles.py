@@ -1,11 +1,12 @@
 """What cycles of building, using and dropping leave behind: ``python -m tests.faults.cycles NAME=TOTAL ...``.
 
-Each is run TOTAL times in a process of its own, forked from one that has trained nothing but a first step, and prints
-one line of JSON. A run is cut in windows of as many cycles. What each cycle keeps shows in all of them, so the least
-growth of a window counts: caches and tables grow by leaps.
+Each is run TOTAL times in a process of its own, forked from one that has trained nothing but a first step,
+and prints one line of JSON. A run is cut in windows of as many cycles. What each cycle keeps shows in all of
+them, so the least growth of a window counts: caches and tables grow by leaps.
 
-Blocks are those of Python's allocator, which has our objects and arrays; bytes are those of malloc, which has tensors
-and layouts. With tcache and further arenas malloc counts as used what is free: the environment must turn them off.
+Blocks are those of Python's allocator, which has our objects and arrays; bytes are those of malloc, which has
+tensors and layouts. With tcache and further arenas malloc counts as used what is free: the environment must
+turn them off.
 """
 
 from __future__ import annotations
@@ -303,7 +304,8 @@ def run_window(cycle: Callable[[], Any], count: int) -> tuple[int, int, Counter[
 
 
 def measure(cycle: Callable[[], Any], total: int) -> dict[str, Any]:
-    """The cycles of a window, its least growth in bytes and blocks, and of which types each cycle leaves an object."""
+    """The cycles of a window, its least growth in bytes and blocks, and of which types each cycle leaves an
+    object."""
     count = max(1, total // WINDOWS)
     gc.freeze()  # what was imported need not be looked through again
     run_window(cycle, max(count // 2, COLLECT_EVERY))

@@ -1,7 +1,8 @@
-"""examples/train_lm.py on a rank that dies or stops: ``torchrun faulty_lm.py ACTION PHASE NOTES flags of train_lm.py``.
+"""examples/train_lm.py on a rank that dies or stops: ``torchrun faulty_lm.py ACTION PHASE NOTES flags of
+train_lm.py``.
 
-In the first attempt rank 1 meets SIGKILL or SIGSTOP in the phase, by hooks of this script; further attempts are left
-alone. Into the folder NOTES go the processes' ids, and the time at which the fault came.
+In the first attempt rank 1 meets SIGKILL or SIGSTOP in the phase, by hooks of this script; further attempts
+are left alone. Into the folder NOTES go the processes' ids, and the time at which the fault came.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Fault:
             self.strike()
 
     def watch(self, trainer: Any) -> None:
-        """Hooks on the blocks where a forward and a backward begin, on reductions, and on files of checkpoints."""
+        """Hooks on the blocks where a forward and a backward begin, on reductions, and on files of
+        checkpoints."""
         self.trainer = trainer
         blocks = [block.module for block in trainer.model.module.blocks]
         blocks[0].mlp_in.register_forward_pre_hook(lambda *_: self.strike_in("forward"))
@@ -64,7 +66,9 @@ class Fault:
 
     def on_reduction(self) -> None:
         self.reductions += 1
-        if self.reductions % (LAYERS + 1) == LAYERS:  # that of the first block, the last one before the root's
+        if (
+            self.reductions % (LAYERS + 1) == LAYERS
+        ):  # that of the first block, the last one before the root's
             self.strike_in("reduce")
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:

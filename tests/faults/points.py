@@ -1,4 +1,5 @@
-"""Every place of a step at which code that is not the library's runs, in order; one of them can be made to raise."""
+"""Every place of a step at which code that is not the library's runs, in order; one of them can be made to
+raise."""
 
 from __future__ import annotations
 
@@ -101,11 +102,14 @@ def watched_collectives(points: Points) -> Iterator[None]:
 
 @contextmanager
 def every_call(points: Points) -> Iterator[None]:
-    """Each call and return of Python code, and each call that Python makes of C: where a signal's handler can raise."""
+    """Each call and return of Python code, and each call that Python makes of C: where a signal's handler can
+    raise."""
 
     def on_event(frame: Any, event: str, argument: Any) -> None:
         if frame.f_code.co_filename != __file__:
-            points.reach(f"{event} in {frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code}")
+            points.reach(
+                f"{event} in {frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code}"
+            )
 
     sys.setprofile(on_event)
     try:

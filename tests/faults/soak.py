@@ -1,9 +1,9 @@
 """Long training under random faults, compared with the same training undisturbed: ``make soak``.
 
-Two ranks under torchrun train a small model. Between and in their steps come exceptions in hooks, evaluations, state
-dicts, saves, resumes from the newest checkpoint with everything built anew, and kills, after which torchrun restarts
-both ranks. Every loss must be that of the undisturbed run, bit for bit; memory and file descriptors of a process must
-stay what they were when it had warmed up.
+Two ranks under torchrun train a small model. Between and in their steps come exceptions in hooks,
+evaluations, state dicts, saves, resumes from the newest checkpoint with everything built anew, and kills,
+after which torchrun restarts both ranks. Every loss must be that of the undisturbed run, bit for bit; memory
+and file descriptors of a process must stay what they were when it had warmed up.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ RSS_GROWTH_NBYTES = 2 << 20
 
 
 class Run:
-    """One rank's training up to ``steps``, in the folder ``out``. ``kills``: the steps at which attempts end."""
+    """One rank's training up to ``steps``, in the folder ``out``. ``kills``: the steps at which attempts
+    end."""
 
-    def __init__(self, out: Path, steps: int, seed: int, kills: Sequence[int], attempt: int, disturbed: bool) -> None:
+    def __init__(
+        self, out: Path, steps: int, seed: int, kills: Sequence[int], attempt: int, disturbed: bool
+    ) -> None:
         self.out, self.steps, self.attempt = out, steps, attempt
         self.rank = dist.get_rank()
         self.random = random.Random(seed * 1000 + attempt)  # the same on both ranks
@@ -211,9 +214,13 @@ def losses(out: Path) -> dict[int, set[str]]:
 def processes(out: Path) -> dict[str, Process]:
     found = {}
     for file in sorted(out.glob("memory-*")):
-        rss, live, descriptors = zip(*(map(int, line.split()) for line in file.read_text().splitlines()), strict=True)
+        rss, live, descriptors = zip(
+            *(map(int, line.split()) for line in file.read_text().splitlines()), strict=True
+        )
         rounds = WARM_UP + EVERY * (len(rss) - 1)
-        found[file.name.removeprefix("memory-")] = Process(rounds, rss[0], rss[-1], set(live), set(descriptors))
+        found[file.name.removeprefix("memory-")] = Process(
+            rounds, rss[0], rss[-1], set(live), set(descriptors)
+        )
     return found
 
 
@@ -232,10 +239,13 @@ def differences(undisturbed: Path, disturbed: Path, steps: int) -> list[str]:
     for name, process in processes(disturbed).items():
         if process.last_rss - process.first_rss > RSS_GROWTH_NBYTES:
             found.append(
-                f"process {name}: {process.last_rss - process.first_rss} bytes more resident than once warmed up"
+                f"process {name}: {process.last_rss - process.first_rss} bytes more resident than once "
+                "warmed up"
             )
         if process.live != {0} or len(process.descriptors) != 1:
-            found.append(f"process {name}: unsharded bytes {process.live}, file descriptors {process.descriptors}")
+            found.append(
+                f"process {name}: unsharded bytes {process.live}, file descriptors {process.descriptors}"
+            )
     return found
 
 
@@ -245,7 +255,11 @@ def torchrun(out: Path, steps: int, seed: int, kills: int, disturbed: bool) -> N
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {kills} -m tests.faults.soak"
     role = "disturbed" if disturbed else "undisturbed"
     flags = f"--steps {steps} --seed {seed} --kills {kills} --out {out} --rank {role}"
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     with (out / "stderr").open("w") as stderr:
         command = [sys.executable, *launcher.split(), *flags.split()]
         done = subprocess.run(command, stderr=stderr, env=os.environ | environment, cwd=ROOT)
@@ -269,9 +283,14 @@ def soak(args: argparse.Namespace) -> int:
         torchrun(out.resolve(), args.steps, args.seed, args.kills, disturbed=out is outs[1])
     events = Counter((outs[1] / "events").read_text().splitlines())
     trained = len((outs[1] / "losses").read_text().splitlines())
-    print(f"{args.steps} steps, {trained} with those that were repeated, in {time.monotonic() - started:.0f} s")
+    print(
+        f"{args.steps} steps, {trained} with those that were repeated, in {time.monotonic() - started:.0f} s"
+    )
     print(", ".join(f"{count} x {event}" for event, count in sorted(events.items())))
-    print("| process (attempt-rank) | rounds | resident MiB, warm | at the end | file descriptors | unsharded bytes |")
+    print(
+        "| process (attempt-rank) | rounds | resident MiB, warm | at the end | file descriptors | unsharded "
+        "bytes |"
+    )
     print("|---|---|---|---|---|---|")
     for name, process in processes(outs[1]).items():
         rss = [f"{nbytes / 2**20:.1f}" for nbytes in (process.first_rss, process.last_rss)]
@@ -283,7 +302,9 @@ def soak(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train under random faults and compare with an undisturbed run.")
+    parser = argparse.ArgumentParser(
+        description="Train under random faults and compare with an undisturbed run."
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)

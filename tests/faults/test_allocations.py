@@ -1,4 +1,5 @@
-"""Each allocation of the C layers, and of a tensor, fails once in turn while units are built, stepped and saved.
+"""Each allocation of the C layers, and of a tensor, fails once in turn while units are built, stepped and
+saved.
 
 Each failure is a MemoryError or torch's own error, and leaves nothing: see tests/faults/allocations.py.
 Only every 37th one is tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
@@ -28,7 +29,9 @@ COMPILER = shutil.which(os.environ.get("CC", "cc"))
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
-    pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="the trampolines are x86-64"),
+    pytest.mark.skipif(
+        platform.machine() != "x86_64" or sys.platform != "linux", reason="the trampolines are x86-64"
+    ),
 ]
 
 
@@ -62,6 +65,8 @@ def outcomes(library: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("run", RUNS)
-def test_an_allocation_that_fails_leaves_nothing_behind(run: str, outcomes: dict[str, dict[str, Any]]) -> None:
+def test_an_allocation_that_fails_leaves_nothing_behind(
+    run: str, outcomes: dict[str, dict[str, Any]]
+) -> None:
     assert outcomes[run]["allocations"] > (50 if run == "save" else 200)  # a save asks C for boxes alone
     assert outcomes[run]["wrong"] == {}

@@ -30,7 +30,8 @@ def loss(model: FSDP, rank: int) -> Tensor:
 
 
 class Spoil(torch.autograd.Function):
-    """The identity, whose gradient becomes ``value``. Batches are of one row: with more, sums of inf are NaN."""
+    """The identity, whose gradient becomes ``value``. Batches are of one row: with more, sums of inf are
+    NaN."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, value: float) -> Tensor:
@@ -43,7 +44,8 @@ class Spoil(torch.autograd.Function):
 
 
 def spoil(model: FSDP, value: float) -> Any:
-    """What comes after ``down`` of blocks.1 gets gradients as they are; ``down`` and what is before, ``value``."""
+    """What comes after ``down`` of blocks.1 gets gradients as they are; ``down`` and what is before,
+    ``value``."""
     down = model.module.blocks[1].module.down
     return down.register_forward_hook(lambda module, args, output: Spoil.apply(output, value))
 

@@ -1,8 +1,8 @@
 """An exception at any point of a step leaves nothing behind: each point of a step raises in turn.
 
-After each the memory is as before, and a forward and backward give the bits that they gave before any exception; at the
-end some steps are compared with those of a model that met none. Both ranks raise at the same point. Only every 11th
-point is tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
+After each the memory is as before, and a forward and backward give the bits that they gave before any
+exception; at the end some steps are compared with those of a model that met none. Both ranks raise at the
+same point. Only every 11th point is tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "shard_grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "forward_prefetch": True},
     "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "mixed": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16), "limit_all_gathers": False},
-    "offload": {"cpu_offload": CPUOffload(offload_params=True), "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "offload": {
+        "cpu_offload": CPUOffload(offload_params=True),
+        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+    },
     "comm_hook": {"comm_hook": True},
     "frozen": {"frozen": True},
     "segments": {"segments": True, "use_orig_params": False},
@@ -161,7 +164,11 @@ def raise_everywhere(
     waiting = waiting_for_a_backward(run)
     kept: dict[str, Any] = {}
     for number in range(0, len(names), every):
-        with points.raising_at(number, error), pytest.raises(error, match=f"at point {number}, "), around(points):
+        with (
+            points.raising_at(number, error),
+            pytest.raises(error, match=f"at point {number}, "),
+            around(points),
+        ):
             step()
         run.forget()
         if live_nbytes_after_a_failure(before, waiting) not in (before, waiting):
@@ -227,7 +234,8 @@ class Stepwise(torch.optim.Optimizer):
 
 
 class Stepped(Watched):
-    """Its step is the optimizer's as well, after the backward or in it. ``forget`` brings the parameters back."""
+    """Its step is the optimizer's as well, after the backward or in it. ``forget`` brings the parameters
+    back."""
 
     def __init__(self, rank: int, in_backward: bool, strategy: ShardingStrategy) -> None:
         super().__init__(rank, watch=False, sharding_strategy=strategy)
@@ -266,7 +274,9 @@ def held_everywhere(params: list[Tensor]) -> list[bool]:
     return held.bool().tolist()
 
 
-@pytest.mark.parametrize(("in_backward", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")])
+@pytest.mark.parametrize(
+    ("in_backward", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")]
+)
 @on_ranks(2, label="faults")
 def test_an_exception_amid_an_optimizer_step_leaves_nothing_behind_but_the_updates_that_were_made(
     rank: int, world_size: int, in_backward: bool, strategy: str

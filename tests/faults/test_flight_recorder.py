@@ -1,4 +1,5 @@
-"""Which rank is where: the record that FSDP_C_LEDGER makes each rank keep, and what fsdp_c.where makes of them."""
+"""Which rank is where: the record that FSDP_C_LEDGER makes each rank keep, and what fsdp_c.where makes of
+them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def build() -> FSDP:
 
 
 def places(folder: Path) -> list[str]:
-    return [flight_recorder.describe([entry._replace(world_size=0)]) for entry in flight_recorder.read(folder)]
+    return [
+        flight_recorder.describe([entry._replace(world_size=0)]) for entry in flight_recorder.read(folder)
+    ]
 
 
 @on_ranks(2, label="faults")
@@ -130,7 +133,9 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
             with pytest.raises(RuntimeError, match="the peer is gone") as raised:
                 model(torch.randn(3, WIDTH))
         with mock.patch.object(dist, REDUCE_SCATTER, side_effect=dist.DistBackendError("aborted")):
-            with pytest.raises(dist.DistBackendError, match="aborted\\nrank .* waits in the reduction of Block at"):
+            with pytest.raises(
+                dist.DistBackendError, match="aborted\\nrank .* waits in the reduction of Block at"
+            ):
                 model(torch.randn(3, WIDTH)).sum().backward()
         with mock.patch.object(dist, REDUCE_SCATTER, lambda *_, **__: Lost()):
             with pytest.raises(RuntimeError, match="waits in the reduction of Block at 'blocks.1'"):
@@ -170,7 +175,9 @@ def test_the_command_groups_ranks_that_are_at_the_same_place(
     )
 
 
-def test_the_command_says_what_is_wrong_with_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_says_what_is_wrong_with_a_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert where.main([str(tmp_path)]) == 1
     assert "holds no flight record" in capsys.readouterr().err
     (tmp_path / "rank00000.ledger").write_bytes(b"FSDPCLG1")
@@ -294,7 +301,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_flight_record_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "fsdp_c: rank 0, step 0: is saving a checkpoint\n" in done.stderr
     assert places(tmp_path) == ["rank 0 is saving a checkpoint (step 0, the process has ended)"]
@@ -313,18 +322,25 @@ print(_C.read_flight_recorder(sys.argv[1])[3:7])
 """
 
 
-def test_a_name_cut_amid_a_character_is_read_and_a_failure_stays_when_its_place_is_left(tmp_path: Path) -> None:
+def test_a_name_cut_amid_a_character_is_read_and_a_failure_stays_when_its_place_is_left(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-c", READ, str(tmp_path / "rank00003.ledger")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     cut = r"\xe4" * 63 + r"\ufffd"
     assert done.stdout.splitlines() == [f"(0, 0, '{cut}', False)", "(0, 6, '', True)"], done.stderr
-    assert places(tmp_path) == ["rank 3 is saving a checkpoint (step 0, its collective failed, the process has ended)"]
+    assert places(tmp_path) == [
+        "rank 3 is saving a checkpoint (step 0, its collective failed, the process has ended)"
+    ]
 
 
 def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
     process = subprocess.Popen(["sleep", "60"])
     seen = [flight_recorder._process_state(process.pid)]
-    for number, expected in ((signal.SIGSTOP, "the process is stopped"), (signal.SIGKILL, "the process has ended")):
+    for number, expected in (
+        (signal.SIGSTOP, "the process is stopped"),
+        (signal.SIGKILL, "the process has ended"),
+    ):
         process.send_signal(number)
         for _ in range(200):
             if flight_recorder._process_state(process.pid) == expected:

@@ -1,4 +1,5 @@
-"""No C type keeps objects or memory of a cycle of building, using and dropping it; each in a fresh process."""
+"""No C type keeps objects or memory of a cycle of building, using and dropping it; each in a fresh
+process."""
 
 from __future__ import annotations
 

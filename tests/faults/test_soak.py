@@ -1,4 +1,5 @@
-"""The soak test's ranks, for a minute's part of it: all faults but kills (make soak has those, and 2,000 steps)."""
+"""The soak test's ranks, for a minute's part of it: all faults but kills (make soak has those, and 2,000
+steps)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ OFTEN = {"exception": 0.3, "evaluation": 0.1, "state dict": 0.05, "save": 0.1, "
 
 
 @on_ranks(2, label="faults")
-def test_a_run_with_random_faults_has_the_losses_of_one_without(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_run_with_random_faults_has_the_losses_of_one_without(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     before = soak.measured()
     outs = [tmp_path / "undisturbed", tmp_path / "disturbed"]
     for out in outs:

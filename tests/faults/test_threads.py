@@ -1,4 +1,5 @@
-"""References and the interpreter's lock, with units in several threads at once: see tests/faults/threads.py."""
+"""References and the interpreter's lock, with units in several threads at once: see
+tests/faults/threads.py."""
 
 from __future__ import annotations
 
@@ -18,9 +19,23 @@ TIMEOUT_S = 1800 if EXHAUSTIVE else 120
 @pytest.mark.timeout(TIMEOUT_S)
 def test_threads_that_build_step_and_drop_units_do_not_disturb_each_other() -> None:
     rounds = 1000 if EXHAUSTIVE else 20
-    command = [sys.executable, "-W", "ignore", "-X", "faulthandler", "-m", "tests.faults.threads", str(rounds)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-X",
+        "faulthandler",
+        "-m",
+        "tests.faults.threads",
+        str(rounds),
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT_S
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"wrong": [0, 0, 0, 0], "units": 0, "live": 0}

@@ -1,5 +1,5 @@
-"""Ranks that die or stop under torchrun: the others end by themselves and say where, and torchrun goes on from the last
-good checkpoint to the losses of a run that met nothing.
+"""Ranks that die or stop under torchrun: the others end by themselves and say where, and torchrun goes on
+from the last good checkpoint to the losses of a run that met nothing.
 
 Two of the ten faults are tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
 """
@@ -135,7 +135,9 @@ def survive(action: str, phase: str, folder: Path) -> tuple[Row, str]:
     torchrun = launch(action, phase, folder)
     try:
         ended = seconds_to_the_end(torchrun, folder)
-        if action == "stop":  # torchrun would wait for 30 seconds from SIGTERM, which it does not hear, to SIGKILL
+        if (
+            action == "stop"
+        ):  # torchrun would wait for 30 seconds from SIGTERM, which it does not hear, to SIGKILL
             os.kill(int((folder / "pid-0-1").read_text()), signal.SIGKILL)
         torchrun.wait(150)
     finally:

@@ -1,4 +1,5 @@
-"""Two jobs that save into one folder, as a rank 0 does that outlived its job beside the restarted one, and a reader."""
+"""Two jobs that save into one folder, as a rank 0 does that outlived its job beside the restarted one, and a
+reader."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def test_two_jobs_and_a_reader_of_one_folder(tmp_path: Path) -> None:
     checkpoint.save(model_of(0), None, path, extra={"job": 0})
     until = time.monotonic() + SECONDS
     found = []
-    with forked(lambda: save_again_and_again(path, 1, until)), forked(lambda: save_again_and_again(path, 2, until)):
+    with (
+        forked(lambda: save_again_and_again(path, 1, until)),
+        forked(lambda: save_again_and_again(path, 2, until)),
+    ):
         while time.monotonic() < until:
             found.append(loaded(path))
     assert {1, 2} <= {*found} and loaded(path) in (1, 2)

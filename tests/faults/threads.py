@@ -1,7 +1,8 @@
 """Four threads build, step and drop units of their own at once, while a fifth collects garbage all the time.
 
-``python -m tests.faults.threads ROUNDS``. The interpreter switches threads as often as it can, so that C code that
-holds a borrowed reference over a call, or counts on a lock that torch has let go of, meets another thread there.
+``python -m tests.faults.threads ROUNDS``. The interpreter switches threads as often as it can, so that C code
+that holds a borrowed reference over a call, or counts on a lock that torch has let go of, meets another
+thread there.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def results(arguments: dict[str, Any]) -> list[Tensor]:
     for _ in range(2):
         loss = model(torch.ones(2, 5)).float().square().sum()
         loss.backward()
-        found += [loss.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
+        found += [
+            loss.detach(),
+            *(param.grad.clone() for param in model.parameters() if param.grad is not None),
+        ]
         model.zero_grad()
     with FSDP.summon_full_params(model):
         found += [param.detach().clone() for param in model.parameters()]

@@ -1,14 +1,15 @@
-"""Mutated checkpoints, and ones made to harm: each is refused with a CheckpointError, or read; none crashes, hangs, or
-takes memory.
+"""Mutated checkpoints, and ones made to harm: each is refused with a CheckpointError, or read; none crashes,
+hangs, or takes memory.
 
     python -m tests.fuzz.checkpoint --seconds 60
     python -m tests.fuzz.checkpoint --count 20000
     python -m tests.fuzz.checkpoint --only headers-alone --count 1000000
     python -m tests.fuzz.checkpoint --only pieces-alone --count 1000000
 
-A trial follows from the seed and its number, so that ``--first N --count 1`` repeats trial N. In ``pieces`` the files
-have checksums of what they were before, so that only what was saved may be loaded. Trials run in a process of their
-own, which is killed where one takes longer than SECONDS_OF_A_TRIAL, and has a limit on its address space.
+A trial follows from the seed and its number, so that ``--first N --count 1`` repeats trial N. In ``pieces``
+the files have checksums of what they were before, so that only what was saved may be loaded. Trials run in a
+process of their own, which is killed where one takes longer than SECONDS_OF_A_TRIAL, and has a limit on its
+address space.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import checkpoint
@@ -55,7 +61,23 @@ SECONDS_OF_A_TRIAL = 20
 MEMORY_OF_ALL = 2**29  # that is touched, by all trials of a kind
 ADDRESSES_OF_ALL = 2**31
 NUMBERS = [-1, 0, 1, 2, 5, 24, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, True]
-VALUES = [*NUMBERS, None, "", "x", "..", "/etc/passwd", b"", 0.5, (), (0,), (2, 3), [], [2**40, 2**40], {}, torch.int8]
+VALUES = [
+    *NUMBERS,
+    None,
+    "",
+    "x",
+    "..",
+    "/etc/passwd",
+    b"",
+    0.5,
+    (),
+    (0,),
+    (2, 3),
+    [],
+    [2**40, 2**40],
+    {},
+    torch.int8,
+]
 
 
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -105,7 +127,8 @@ def leaves(metadata: Any) -> list[tuple[Callable[[Any], None], Any]]:
         attribute(metadata, name)
         table = getattr(metadata, name)
         found.extend(
-            (lambda value, table=table, key=key: table.update({key: value}), old) for key, old in table.items()
+            (lambda value, table=table, key=key: table.update({key: value}), old)
+            for key, old in table.items()
         )
     for entry in metadata.state_dict_metadata.values():
         for owner in [entry, *getattr(entry, "chunks", [])]:
@@ -181,10 +204,16 @@ class Pieces(Subject):
                 param.fill_(-7)
         extra = checkpoint.load(model, optimizer, self.folder)
         state = optimizer.state_dict()["state"]
-        return [*model.state_dict().values(), *(s["momentum_buffer"] for s in state.values()), extra["list"][1]]
+        return [
+            *model.state_dict().values(),
+            *(s["momentum_buffer"] for s in state.values()),
+            extra["list"][1],
+        ]
 
     def read(self) -> None:
-        assert all(torch.equal(one, other) for one, other in zip(self.values(), self.expected, strict=True)), "wrong"
+        assert all(
+            torch.equal(one, other) for one, other in zip(self.values(), self.expected, strict=True)
+        ), "wrong"
 
 
 class Headers(Subject):
@@ -201,7 +230,9 @@ class Headers(Subject):
         else:
             content = changed(pickle.loads(self.sound[METADATA]), rng)
         (self.folder / METADATA).write_bytes(content)
-        (self.folder / CHECKSUMS).write_bytes(checksums_content((len(content), zlib.crc32(content)), self.files))
+        (self.folder / CHECKSUMS).write_bytes(
+            checksums_content((len(content), zlib.crc32(content)), self.files)
+        )
         return METADATA
 
 
@@ -220,7 +251,9 @@ class Layouts(Headers):
                 owner = rng.choice(nodes(header))
                 key = rng.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
                 odd = rng.choice([value for value in VALUES if not isinstance(value, (bytes, torch.dtype))])
-                owner[key] = rng.choice([odd, owner[rng.choice(list(owner))] if isinstance(owner, dict) else odd])
+                owner[key] = rng.choice(
+                    [odd, owner[rng.choice(list(owner))] if isinstance(owner, dict) else odd]
+                )
             else:
                 rest = mutated(rest, rng)
             packed = json.dumps(header).encode()
@@ -244,7 +277,9 @@ class Layouts(Headers):
 
 def nodes(value: Any) -> list[Any]:
     """The dicts and lists in it that hold something."""
-    inner = list(value.values() if isinstance(value, dict) else value) if isinstance(value, (dict, list)) else []
+    inner = (
+        list(value.values() if isinstance(value, dict) else value) if isinstance(value, (dict, list)) else []
+    )
     return ([value] if inner else []) + [node for one in inner for node in nodes(one)]
 
 
@@ -297,7 +332,9 @@ class HeadersOfTorch(Headers):
     def make(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({"model": plain()[0].state_dict(), "note": [1, "x"]}, checkpoint_id=self.folder, no_dist=True)
+            dcp.save(
+                {"model": plain()[0].state_dict(), "note": [1, "x"]}, checkpoint_id=self.folder, no_dist=True
+            )
 
     def change(self, rng: random.Random) -> str:
         if rng.random() < 0.4:
@@ -354,7 +391,10 @@ def program(rng: random.Random) -> bytes:
     lists: list[bytes] = []
     leaves = [b"K\x01", b"N", b"G" + bytes(8), b"X\x02\x00\x00\x00hi", b")", b"J\xff\xff\xff\x7f"]
     calls = [b"ctorch\nSize\n%b\x85R", b"ccollections\nOrderedDict\n)R", b"c__builtin__\nset\n]%ba\x85R"]
-    calls += [b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x06\x00\x00\x00latin1\x86R", b"cbuiltins\nbytearray\n%b\x85R"]
+    calls += [
+        b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x06\x00\x00\x00latin1\x86R",
+        b"cbuiltins\nbytearray\n%b\x85R",
+    ]
     calls += [b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}X\x01\x00\x00\x00a%bsb"]
 
     def some() -> bytes:
@@ -385,7 +425,9 @@ def program(rng: random.Random) -> bytes:
             keep(rng.choice([b"]", b"]", b"}", b")"]))
             lists += [memo[-1]] if parts[-1].startswith(b"]") else []
     key = rng.choice([b"X\x01\x00\x00\x00a"] * 3 + memo)
-    last = b"t" + b"r" + struct.pack("<I", len(memo)) + b"}" + key + b"j" + struct.pack("<I", len(memo)) + b"s."
+    last = (
+        b"t" + b"r" + struct.pack("<I", len(memo)) + b"}" + key + b"j" + struct.pack("<I", len(memo)) + b"s."
+    )
     return b"\x80\x02(" + b"".join(parts) + last
 
 
@@ -394,7 +436,9 @@ class Bombs(Subject):
 
     def make(self) -> None:
         self.folder.mkdir()
-        dcp.save({"model": plain()[0].state_dict(), "note": 1}, checkpoint_id=self.folder / "dcp", no_dist=True)
+        dcp.save(
+            {"model": plain()[0].state_dict(), "note": 1}, checkpoint_id=self.folder / "dcp", no_dist=True
+        )
         self.metadata = pickle.loads((self.folder / "dcp" / METADATA).read_bytes())
 
     def change(self, rng: random.Random) -> str:
@@ -439,26 +483,47 @@ def zip_archive(records: list[tuple[bytes, bytes]], rng: random.Random | None = 
     def maybe(number: int, most: int = 2**32 - 1) -> int:
         if rng is None or rng.random() > 0.02:
             return number
-        return rng.choice([0, 1, number + 1, max(number - 1, 0), number * 2, rng.randrange(most), most]) & most
+        return (
+            rng.choice([0, 1, number + 1, max(number - 1, 0), number * 2, rng.randrange(most), most]) & most
+        )
 
     body, directory = b"", b""
     for name, data in records:
         sizes = (zlib.crc32(data), maybe(len(data)), maybe(len(data)))
         fields = (20, maybe(0, 0xFFFF), maybe(0, 0xFFFF), 0, 33, *sizes, maybe(len(name), 0xFFFF))
-        extra = b"" if rng is None or rng.random() > 0.05 else struct.pack("<HHQ", 1, 8, rng.choice([0, 2**40, 5]))
+        extra = (
+            b""
+            if rng is None or rng.random() > 0.05
+            else struct.pack("<HHQ", 1, 8, rng.choice([0, 2**40, 5]))
+        )
         central = (0x02014B50, 20, *fields, len(extra), 0, 0, 0, 0, maybe(len(body)))
         directory += struct.pack("<IHHHHHHIIIHHHHHII", *central) + name + extra
         body += struct.pack("<IHHHHHIIIHH", 0x04034B50, *fields[:-1], len(name), 0) + name + data
     if rng is not None and rng.random() < 0.1:
         directory += directory[: rng.randrange(len(directory))]
-    numbers = [maybe(len(records), 0xFFFF), maybe(len(records), 0xFFFF), maybe(len(directory)), maybe(len(body))]
+    numbers = [
+        maybe(len(records), 0xFFFF),
+        maybe(len(records), 0xFFFF),
+        maybe(len(directory)),
+        maybe(len(body)),
+    ]
     return body + directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *numbers, maybe(0, 0xFFFF))
 
 
 class Archives(Subject):
-    """Archives whose directory, records and names are not as torch.save makes them, by themselves and of ranks."""
+    """Archives whose directory, records and names are not as torch.save makes them, by themselves and of
+    ranks."""
 
-    NAMES = ("a/data/0", "a/constants.pkl", "a/code/x.py", "a/DATA.PKL", "b/data.pkl", "a/data/1", "data.pkl", "a/../x")
+    NAMES = (
+        "a/data/0",
+        "a/constants.pkl",
+        "a/code/x.py",
+        "a/DATA.PKL",
+        "b/data.pkl",
+        "a/data/1",
+        "data.pkl",
+        "a/../x",
+    )
 
     def make(self) -> None:
         self.folder.mkdir()
@@ -470,7 +535,9 @@ class Archives(Subject):
     def change(self, rng: random.Random) -> str:
         records = list(self.records)
         if rng.random() < 0.3:
-            records.insert(rng.randrange(len(records) + 1), (rng.choice(self.NAMES).encode(), rng.randbytes(9)))
+            records.insert(
+                rng.randrange(len(records) + 1), (rng.choice(self.NAMES).encode(), rng.randbytes(9))
+            )
         if rng.random() < 0.3:
             at = rng.randrange(len(records))
             records[at] = (records[at][0], mutated(records[at][1], rng))
@@ -490,7 +557,8 @@ class Archives(Subject):
 
 
 class SafetensorsHeaders(Subject):
-    """Headers of safetensors that say other things, as JSON that is sound or not, by themselves and with an index."""
+    """Headers of safetensors that say other things, as JSON that is sound or not, by themselves and with an
+    index."""
 
     VALUES = (
         "F32",
@@ -572,7 +640,13 @@ def trial(subject: Subject, seed: int, number: int) -> str:
 
 
 def run(
-    name: str, seed: int, first: int, count: int, deadline: float, started: Callable[[int], None], folder: Path
+    name: str,
+    seed: int,
+    first: int,
+    count: int,
+    deadline: float,
+    started: Callable[[int], None],
+    folder: Path,
 ) -> Counter[str]:
     """How many trials had which end. What the first that failed raised."""
     outcomes = Counter[str]()
@@ -590,7 +664,8 @@ def run(
 
 
 def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1e9) -> Counter[str]:
-    """``run`` in a process with limits. RuntimeError naming the first trial that failed, or that ended the process."""
+    """``run`` in a process with limits. RuntimeError naming the first trial that failed, or that ended the
+    process."""
     at = mmap.mmap(-1, 8)
     reading, writing = os.pipe()
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -599,7 +674,9 @@ def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1
         try:
             os.close(reading)
             torch.set_num_threads(1)
-            addresses = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + ADDRESSES_OF_ALL
+            addresses = (
+                int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + ADDRESSES_OF_ALL
+            )
             resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -622,7 +699,9 @@ def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1
         why = {0: "", 1: "see above", -signal.SIGALRM: f"took more than {SECONDS_OF_A_TRIAL} s"}.get(
             status, f"ended {status}"
         )
-        raise RuntimeError(f"{name}: --seed {seed} --first {int.from_bytes(at[:], 'little')} --count 1: {why}")
+        raise RuntimeError(
+            f"{name}: --seed {seed} --first {int.from_bytes(at[:], 'little')} --count 1: {why}"
+        )
     return Counter(json.loads(found))
 
 

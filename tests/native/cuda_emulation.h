@@ -1,7 +1,8 @@
-/* Enough of CUDA to run the .cu files of csrc/kernels/ as plain C++ on the CPU, one thread of the grid after the other.
+/* Enough of CUDA to run the .cu files of csrc/kernels/ as plain C++ on the CPU, one thread of the grid after
+ * the other.
  *
- * Blocks run one by one. The threads of a block run one by one too; where the kernel has barriers each runs up to the next one
- * in turn, on a stack of its own. Included before everything else by -include. */
+ * Blocks run one by one. The threads of a block run one by one too; where the kernel has barriers each runs
+ * up to the next one in turn, on a stack of its own. Included before everything else by -include. */
 #ifndef TESTS_NATIVE_CUDA_EMULATION_H
 #define TESTS_NATIVE_CUDA_EMULATION_H
 
@@ -112,8 +113,8 @@ inline int emulated_device;
 /* A stream takes launches only while its device is the current one. */
 inline void emulated_grid(int64_t blocks, int device) {
     if (device != emulated_device || blocks <= 0) {
-        fprintf(stderr, "launch of %lld blocks on a stream of device %d, current is %d\n", (long long)blocks, device,
-                emulated_device);
+        fprintf(stderr, "launch of %lld blocks on a stream of device %d, current is %d\n", (long long)blocks,
+                device, emulated_device);
         abort();
     }
     gridDim.x = (unsigned)blocks;
@@ -200,7 +201,8 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **fun
                                                     cudaDriverEntryPointQueryResult *) {
     return emulated_entry_point(name, function);
 }
-inline cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, int, cudaDriverEntryPointQueryResult *) {
+inline cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, int,
+                                           cudaDriverEntryPointQueryResult *) {
     return emulated_entry_point(name, function);
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int) {

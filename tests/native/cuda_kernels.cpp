@@ -1,4 +1,5 @@
-/* The CUDA kernels, emulated, against the CPU's: bit for bit wherever both promise the same. test_cuda.py builds and runs this. */
+/* The CUDA kernels, emulated, against the CPU's: bit for bit wherever both promise the same. test_cuda.py
+ * builds and runs this. */
 #include <math.h>
 
 #include <vector>
@@ -13,7 +14,8 @@ static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, DEVICE_CUDA};
 static struct kernel_stream on_cpu;
 static const struct kernel_table *table;
 
-/* Memory of exactly these elements, `shift` elements behind a 16-byte boundary, so that the sanitizer sees each step outside. */
+/* Memory of exactly these elements, `shift` elements behind a 16-byte boundary, so that the sanitizer sees
+ * each step outside. */
 struct memory {
     char *whole;
     char *data;
@@ -45,7 +47,8 @@ struct memory {
     bool equals(const memory &other) const {
         int64_t size = dtype_nbytes(dtype);
         for (int64_t i = 0; i < nbytes / size; i++) {
-            if (memcmp(data + i * size, other.data + i * size, (size_t)size) != 0 && !(is_nan(i) && other.is_nan(i))) {
+            if (memcmp(data + i * size, other.data + i * size, (size_t)size) != 0 &&
+                !(is_nan(i) && other.is_nan(i))) {
                 return false;
             }
         }
@@ -71,7 +74,8 @@ static bool same_numbers(enum dtype dtype, const struct memory *one, const struc
 static void fill_numbers(struct memory *memory, enum dtype dtype, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
         double value = (double)(random_below(&random_state, 200001) - 100000) / 777.0;
-        kernel_cast_divide(memory->data + i * dtype_nbytes(dtype), dtype, &value, DTYPE_FLOAT64, 1, 1.0, nullptr);
+        kernel_cast_divide(memory->data + i * dtype_nbytes(dtype), dtype, &value, DTYPE_FLOAT64, 1, 1.0,
+                           nullptr);
     }
 }
 
@@ -83,7 +87,8 @@ template <typename Body> static void for_each_pair(Body body) {
             for (int64_t numel : numels) {
                 int64_t shift = random_below(&random_state, 9);
                 bool together = random_below(&random_state, 2) == 0;
-                body((enum dtype)out, (enum dtype)in, numel, shift, together ? shift : random_below(&random_state, 9));
+                body((enum dtype)out, (enum dtype)in, numel, shift,
+                     together ? shift : random_below(&random_state, 9));
             }
         }
     }
@@ -94,8 +99,10 @@ static void test_cast_divide_equals_the_cpus(void) {
     for_each_pair([&](enum dtype out, enum dtype in, int64_t numel, int64_t out_shift, int64_t in_shift) {
         memory input(in, numel, in_shift), expected(out, numel), actual(out, numel, out_shift);
         for (double divisor : divisors) {
-            CHECK_EQUAL(kernel_cast_divide(expected.data, out, input.data, in, numel, divisor, nullptr), STATUS_OK);
-            CHECK_EQUAL(table->cast_divide(actual.data, out, input.data, in, numel, divisor, &on_gpu), STATUS_OK);
+            CHECK_EQUAL(kernel_cast_divide(expected.data, out, input.data, in, numel, divisor, nullptr),
+                        STATUS_OK);
+            CHECK_EQUAL(table->cast_divide(actual.data, out, input.data, in, numel, divisor, &on_gpu),
+                        STATUS_OK);
             CHECK(actual.equals(expected) || same_numbers(out, &actual, &expected));
         }
     });
@@ -108,7 +115,8 @@ template <typename T> static void check_reciprocal(enum dtype dtype, double divi
     fill_numbers(&input, dtype, NUMEL);
     const T *values = (const T *)input.data;
     arithmetic_of<T> reciprocal = (arithmetic_of<T>)(1.0 / divisor);
-    CHECK_EQUAL(table->cast_divide(actual.data, dtype, input.data, dtype, NUMEL, divisor, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->cast_divide(actual.data, dtype, input.data, dtype, NUMEL, divisor, &on_gpu),
+                STATUS_OK);
     for (int i = 0; i < NUMEL; i++) {
         T expected = element<T>::store(element<T>::load(values[i]) * reciprocal);
         CHECK(memcmp(&expected, (const T *)actual.data + i, sizeof expected) == 0);
@@ -140,8 +148,10 @@ static void test_accumulate_equals_the_cpus(void) {
         fill_numbers(&expected, out, numel);
         actual.set(expected);
         for (double divisor : {1.0, 4.0}) {
-            CHECK_EQUAL(kernel_accumulate(expected.data, out, input.data, in, numel, divisor, nullptr), STATUS_OK);
-            CHECK_EQUAL(table->accumulate(actual.data, out, input.data, in, numel, divisor, &on_gpu), STATUS_OK);
+            CHECK_EQUAL(kernel_accumulate(expected.data, out, input.data, in, numel, divisor, nullptr),
+                        STATUS_OK);
+            CHECK_EQUAL(table->accumulate(actual.data, out, input.data, in, numel, divisor, &on_gpu),
+                        STATUS_OK);
             CHECK(actual.equals(expected));
         }
     });
@@ -297,7 +307,8 @@ static void test_pack_of_a_unit_is_one_launch(void) {
         sources[i].view.data = i == 5 ? nullptr : input.data;
     }
     emulated_launches = 0;
-    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, COUNT * (NUMEL + 4), sources, COUNT, 2.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, COUNT * (NUMEL + 4), sources, COUNT, 2.0, &on_gpu),
+                STATUS_OK);
     CHECK_EQUAL(emulated_launches, 1);
 }
 
@@ -329,15 +340,19 @@ static void test_pack_refuses_what_the_cpu_refuses(void) {
 
 static void test_copy_ranges_equal_the_cpus(void) {
     for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
-        memory input((enum dtype)dtype, 9000, 1), expected((enum dtype)dtype, 20000), actual((enum dtype)dtype, 20000);
+        memory input((enum dtype)dtype, 9000, 1), expected((enum dtype)dtype, 20000),
+            actual((enum dtype)dtype, 20000);
         std::vector<struct copy_range> ranges;
         for (int i = 0; i < 230; i++) {
-            ranges.push_back({input.data, random_below(&random_state, 8000), 80 * i, random_below(&random_state, 80)});
+            ranges.push_back(
+                {input.data, random_below(&random_state, 8000), 80 * i, random_below(&random_state, 80)});
         }
         ranges.push_back({input.data, 3, 230 * 80, 1500});
         actual.set(expected);
-        CHECK_EQUAL(kernel_copy_ranges(expected.data, (enum dtype)dtype, ranges.data(), 231, nullptr), STATUS_OK);
-        CHECK_EQUAL(table->copy_ranges(actual.data, (enum dtype)dtype, ranges.data(), 231, &on_gpu), STATUS_OK);
+        CHECK_EQUAL(kernel_copy_ranges(expected.data, (enum dtype)dtype, ranges.data(), 231, nullptr),
+                    STATUS_OK);
+        CHECK_EQUAL(table->copy_ranges(actual.data, (enum dtype)dtype, ranges.data(), 231, &on_gpu),
+                    STATUS_OK);
         CHECK(actual.equals(expected));
     }
 }
@@ -425,7 +440,8 @@ struct adam_case {
             gpu.step = &gpu_steps[(size_t)i];
             for (int of = 0; of <= (amsgrad ? ADAM_MAX_EXP_AVG_SQ : ADAM_EXP_AVG_SQ); of++) {
                 enum dtype dtype = is_mixed ? (enum dtype)random_below(&random_state, DTYPE_COUNT) : param;
-                add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype, is_aligned ? 0 : random_below(&random_state, 7));
+                add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype,
+                    is_aligned ? 0 : random_below(&random_state, 7));
             }
             on_the_cpu.push_back(cpu);
             on_the_gpu.push_back(gpu);
@@ -496,8 +512,10 @@ static void test_nothing_to_do_is_no_launch(void) {
     emulated_launches = 0;
     CHECK_EQUAL(table->pack(nullptr, DTYPE_FLOAT32, 0, nullptr, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->pack_add(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
-    CHECK_EQUAL(table->cast_divide(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu), STATUS_OK);
-    CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->cast_divide(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu),
+                STATUS_OK);
+    CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu),
+                STATUS_OK);
     CHECK_EQUAL(table->copy_ranges(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->unscale(&view, &none, 1, nullptr, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
@@ -549,19 +567,22 @@ static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
     memory input(DTYPE_BFLOAT16, NUMEL), expected(DTYPE_FLOAT32, NUMEL), actual(DTYPE_FLOAT32, NUMEL, 1);
     emulated_most_blocks = 0;
     kernel_cast_divide(expected.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, nullptr);
-    CHECK_EQUAL(table->cast_divide(actual.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
-                STATUS_OK);
+    CHECK_EQUAL(
+        table->cast_divide(actual.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
+        STATUS_OK);
     CHECK(actual.equals(expected));
     CHECK_EQUAL(emulated_most_blocks, emulated_processors * BLOCKS_PER_PROCESSOR);
 }
 
-/* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by one. */
+/* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by
+ * one. */
 static void test_a_cast_moves_vectors_where_both_sides_can(void) {
     enum { CHUNK = step<float, bfloat16>::CHUNK_NUMEL, NUMEL = 2 * CHUNK, EACH = VECTOR_NBYTES / 2 };
     memory input(DTYPE_BFLOAT16, NUMEL, 4), output(DTYPE_FLOAT32, NUMEL, 4);
     emulated_vector_loads = 0;
-    CHECK_EQUAL(table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
-                STATUS_OK);
+    CHECK_EQUAL(
+        table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
+        STATUS_OK);
     CHECK_EQUAL(emulated_vector_loads, CHUNK / EACH); /* the last chunk is short, by the head */
 }
 

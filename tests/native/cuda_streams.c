@@ -1,4 +1,5 @@
-/* csrc/torch/stream*.c and pool.c as a library for ctypes, without torch: its current stream is what make_current says. */
+/* csrc/torch/stream*.c and pool.c as a library for ctypes, without torch: its current stream is what
+ * make_current says. */
 #include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/pool.h"

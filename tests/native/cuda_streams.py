@@ -69,7 +69,11 @@ class Cuda(ModuleType):
         def heard(what: str) -> Any:
             return lambda *of: self.said.append((what, "pool") if of == (index, (0, 7)) else of)
 
-        names = {"enter": "beginAllocateCurrentThreadToPool", "leave": "endAllocateToPool", "release": "releasePool"}
+        names = {
+            "enter": "beginAllocateCurrentThreadToPool",
+            "leave": "endAllocateToPool",
+            "release": "releasePool",
+        }
         return {f"_cuda_{name}": heard(what) for what, name in names.items()}
 
 
@@ -121,7 +125,9 @@ def the_default_stream_is_left_and_come_back_to(folder: str) -> None:
     for role in (PRE_UNSHARD, UNSHARD):
         library.enter(role)
         library.leave()
-    assert cuda.said == [("set_stream", 101), ("set_stream", 0), ("set_stream", 102), ("set_stream", 0)], cuda.said
+    assert cuda.said == [("set_stream", 101), ("set_stream", 0), ("set_stream", 102), ("set_stream", 0)], (
+        cuda.said
+    )
     library.record(COMPUTE, 0)
     library.wait_for(PRE_UNSHARD, 0)
     library.record(COMPUTE, 0)
@@ -180,7 +186,10 @@ def a_step_under_another_stream_comes_after_the_one_before(folder: str) -> None:
     library.follow()
     first, *rest = calls(driver)
     assert first.startswith("create")
-    assert [call.split(" context")[0] for call in rest] == ["record event 1 stream 0", "wait event 1 stream 150"], rest
+    assert [call.split(" context")[0] for call in rest] == [
+        "record event 1 stream 0",
+        "wait event 1 stream 150",
+    ], rest
     library.enter(PRE_UNSHARD)
     library.leave()
     assert cuda.current.cuda_stream == 150
@@ -188,7 +197,8 @@ def a_step_under_another_stream_comes_after_the_one_before(folder: str) -> None:
 
 
 def a_hook_under_another_stream_is_that_streams(folder: str) -> None:
-    """What it enqueues is enqueued there, so there it is recorded and waited for; not between enter and leave."""
+    """What it enqueues is enqueued there, so there it is recorded and waited for; not between enter and
+    leave."""
     library, driver, cuda = started(folder, 0, 0)
     cuda.make_current(SimpleNamespace(cuda_stream=150, device_index=0))
     library.record(COMPUTE, 0)
@@ -325,7 +335,13 @@ def a_device_without_room_for_a_piece_is_no_error_and_another_one_is(folder: str
 
 def a_piece_is_cut_into_large_blocks_of_512_bytes_and_a_rest(folder: str) -> None:
     library, *_ = started(folder, 0, 0)
-    assert [library.nbytes_of_piece(n) for n in (0, 1, 2**20, 2**20 + 1, 2**21)] == [0, 0, 0, 2**20 + 512, 2**21]
+    assert [library.nbytes_of_piece(n) for n in (0, 1, 2**20, 2**20 + 1, 2**21)] == [
+        0,
+        0,
+        0,
+        2**20 + 512,
+        2**21,
+    ]
     assert [library.piece_nbytes(n) for n in (0, 2**21)] == [0, 2**21 + 2**20 + 512]
     library.finish()
 

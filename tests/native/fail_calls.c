@@ -1,8 +1,10 @@
-/* Makes one call fail, as if there were no memory, that a loaded library makes of a function that allocates: by counting them.
+/* Makes one call fail, as if there were no memory, that a loaded library makes of a function that allocates:
+ * by counting them.
  *
- * A library calls what lies outside of it through its table of addresses. fail_calls_watch() puts a trampoline into the slot of
- * each function below. It counts the call and goes on to the function, arguments untouched, or answers as the function does
- * where memory has run out. So the shipped library is tested as it is. Built as a library of its own; x86-64 and ELF. */
+ * A library calls what lies outside of it through its table of addresses. fail_calls_watch() puts a
+ * trampoline into the slot of each function below. It counts the call and goes on to the function, arguments
+ * untouched, or answers as the function does where memory has run out. So the shipped library is tested as it
+ * is. Built as a library of its own; x86-64 and ELF. */
 #define _GNU_SOURCE 1 /* as Python defines it */
 #include <Python.h>
 #include <dlfcn.h>
@@ -16,49 +18,49 @@
 #include <unistd.h>
 
 /* How each says that there is no memory: the value, and whether the exception is set. */
-#define FUNCTIONS(X)                                                                                                   \
-    X(PyArg_ParseTuple, 0, true)                                                                                       \
-    X(_PyArg_ParseTuple_SizeT, 0, true)                                                                                \
-    X(_PyArg_ParseTupleAndKeywords_SizeT, 0, true)                                                                     \
-    X(PyCMethod_New, 0, true)                                                                                          \
-    X(PyCapsule_New, 0, true)                                                                                          \
-    X(PyDict_SetItem, -1, true)                                                                                        \
-    X(PyErr_WarnFormat, -1, true)                                                                                      \
-    X(PyFloat_FromDouble, 0, true)                                                                                     \
-    X(PyImport_ImportModule, 0, true)                                                                                  \
-    X(PyList_Append, -1, true)                                                                                         \
-    X(PyList_AsTuple, 0, true)                                                                                         \
-    X(PyList_New, 0, true)                                                                                             \
-    X(PyLong_FromLong, 0, true)                                                                                        \
-    X(PyLong_FromLongLong, 0, true)                                                                                    \
-    X(PyLong_FromUnsignedLongLong, 0, true)                                                                            \
-    X(PyMem_Calloc, 0, false)                                                                                          \
-    X(PyMem_Realloc, 0, false)                                                                                         \
-    X(PyObject_Call, 0, true)                                                                                          \
-    X(PyObject_CallFunctionObjArgs, 0, true)                                                                           \
-    X(PyObject_CallMethodObjArgs, 0, true)                                                                             \
-    X(PyObject_CallNoArgs, 0, true)                                                                                    \
-    X(PyObject_CallObject, 0, true)                                                                                    \
-    X(PyObject_GetAttr, 0, true)                                                                                       \
-    X(PyObject_GetAttrString, 0, true)                                                                                 \
-    X(PyObject_SetAttr, -1, true)                                                                                      \
-    X(PyObject_SetAttrString, -1, true)                                                                                \
-    X(PyObject_SetItem, -1, true)                                                                                      \
-    X(PyObject_Str, 0, true)                                                                                           \
-    X(PySequence_GetItem, 0, true)                                                                                     \
-    X(PySequence_Tuple, 0, true)                                                                                       \
-    X(PyTuple_New, 0, true)                                                                                            \
-    X(PyTuple_Pack, 0, true)                                                                                           \
-    X(PyUnicode_AsASCIIString, 0, true)                                                                                \
-    X(PyUnicode_AsUTF8String, 0, true)                                                                                 \
-    X(PyUnicode_FromFormat, 0, true)                                                                                   \
-    X(PyUnicode_FromString, 0, true)                                                                                   \
-    X(PyUnicode_InternFromString, 0, true)                                                                             \
-    X(PyWeakref_NewRef, 0, true)                                                                                       \
-    X(_PyObject_CallFunction_SizeT, 0, true)                                                                           \
-    X(_PyObject_CallMethod_SizeT, 0, true)                                                                             \
-    X(_PyObject_GC_New, 0, true)                                                                                       \
-    X(calloc, 0, false)                                                                                                \
+#define FUNCTIONS(X)                                                                                         \
+    X(PyArg_ParseTuple, 0, true)                                                                             \
+    X(_PyArg_ParseTuple_SizeT, 0, true)                                                                      \
+    X(_PyArg_ParseTupleAndKeywords_SizeT, 0, true)                                                           \
+    X(PyCMethod_New, 0, true)                                                                                \
+    X(PyCapsule_New, 0, true)                                                                                \
+    X(PyDict_SetItem, -1, true)                                                                              \
+    X(PyErr_WarnFormat, -1, true)                                                                            \
+    X(PyFloat_FromDouble, 0, true)                                                                           \
+    X(PyImport_ImportModule, 0, true)                                                                        \
+    X(PyList_Append, -1, true)                                                                               \
+    X(PyList_AsTuple, 0, true)                                                                               \
+    X(PyList_New, 0, true)                                                                                   \
+    X(PyLong_FromLong, 0, true)                                                                              \
+    X(PyLong_FromLongLong, 0, true)                                                                          \
+    X(PyLong_FromUnsignedLongLong, 0, true)                                                                  \
+    X(PyMem_Calloc, 0, false)                                                                                \
+    X(PyMem_Realloc, 0, false)                                                                               \
+    X(PyObject_Call, 0, true)                                                                                \
+    X(PyObject_CallFunctionObjArgs, 0, true)                                                                 \
+    X(PyObject_CallMethodObjArgs, 0, true)                                                                   \
+    X(PyObject_CallNoArgs, 0, true)                                                                          \
+    X(PyObject_CallObject, 0, true)                                                                          \
+    X(PyObject_GetAttr, 0, true)                                                                             \
+    X(PyObject_GetAttrString, 0, true)                                                                       \
+    X(PyObject_SetAttr, -1, true)                                                                            \
+    X(PyObject_SetAttrString, -1, true)                                                                      \
+    X(PyObject_SetItem, -1, true)                                                                            \
+    X(PyObject_Str, 0, true)                                                                                 \
+    X(PySequence_GetItem, 0, true)                                                                           \
+    X(PySequence_Tuple, 0, true)                                                                             \
+    X(PyTuple_New, 0, true)                                                                                  \
+    X(PyTuple_Pack, 0, true)                                                                                 \
+    X(PyUnicode_AsASCIIString, 0, true)                                                                      \
+    X(PyUnicode_AsUTF8String, 0, true)                                                                       \
+    X(PyUnicode_FromFormat, 0, true)                                                                         \
+    X(PyUnicode_FromString, 0, true)                                                                         \
+    X(PyUnicode_InternFromString, 0, true)                                                                   \
+    X(PyWeakref_NewRef, 0, true)                                                                             \
+    X(_PyObject_CallFunction_SizeT, 0, true)                                                                 \
+    X(_PyObject_CallMethod_SizeT, 0, true)                                                                   \
+    X(_PyObject_GC_New, 0, true)                                                                             \
+    X(calloc, 0, false)                                                                                      \
     X(posix_memalign, ENOMEM, false)
 
 #define ENUMERATE(name, value, raises) INDEX_##name,
@@ -77,7 +79,8 @@ long long fail_calls_count;    /* calls so far */
 long long fail_calls_armed;    /* the number of the call that fails, 0: none */
 const char *fail_calls_failed; /* the function whose call has failed, or NULL */
 long long
-    fail_calls_caller; /* the address in its library that the call would have returned to: addr2line knows the line */
+    /* the address in its library that the call would have returned to: addr2line knows the line */
+    fail_calls_caller;
 
 /* Called with the function's own arguments in their registers: no vector register may be written. */
 __attribute__((target("general-regs-only"), visibility("hidden"), used)) bool fail_calls_must(void) {
@@ -95,16 +98,16 @@ __attribute__((visibility("hidden"), used)) intptr_t fail_calls_answer(int index
     return functions[index].value;
 }
 
-#define TRAMPOLINE(name, value, raises)                                                                                \
-    void trampoline_##name(void);                                                                                      \
-    __asm__(".text\n.globl trampoline_" #name "\n.hidden trampoline_" #name "\ntrampoline_" #name ":\n"                \
-            "push %rdi\npush %rsi\npush %rdx\npush %rcx\npush %r8\npush %r9\npush %rax\n"                              \
-            "call fail_calls_must\ntest %al, %al\n"                                                                    \
-            "pop %rax\npop %r9\npop %r8\npop %rcx\npop %rdx\npop %rsi\npop %rdi\n"                                     \
-            "jne 1f\n"                                                                                                 \
-            "mov original_of_" #name "(%rip), %r11\njmp *%r11\n"                                                       \
-            "1: mov index_of_" #name "(%rip), %edi\njmp fail_calls_answer\n");                                         \
-    __attribute__((visibility("hidden"), used)) void *original_of_##name;                                              \
+#define TRAMPOLINE(name, value, raises)                                                                      \
+    void trampoline_##name(void);                                                                            \
+    __asm__(".text\n.globl trampoline_" #name "\n.hidden trampoline_" #name "\ntrampoline_" #name ":\n"      \
+            "push %rdi\npush %rsi\npush %rdx\npush %rcx\npush %r8\npush %r9\npush %rax\n"                    \
+            "call fail_calls_must\ntest %al, %al\n"                                                          \
+            "pop %rax\npop %r9\npop %r8\npop %rcx\npop %rdx\npop %rsi\npop %rdi\n"                           \
+            "jne 1f\n"                                                                                       \
+            "mov original_of_" #name "(%rip), %r11\njmp *%r11\n"                                             \
+            "1: mov index_of_" #name "(%rip), %edi\njmp fail_calls_answer\n");                               \
+    __attribute__((visibility("hidden"), used)) void *original_of_##name;                                    \
     __attribute__((visibility("hidden"), used)) const int index_of_##name = INDEX_##name;
 FUNCTIONS(TRAMPOLINE)
 
@@ -169,8 +172,8 @@ static bool redirect(void **slot, int index) {
     return true;
 }
 
-/* Count the calls that the loaded library at `path` makes from now on of the functions above, or of `only` one of them. The
- * number of functions that are counted, or -1. */
+/* Count the calls that the loaded library at `path` makes from now on of the functions above, or of `only`
+ * one of them. The number of functions that are counted, or -1. */
 int fail_calls_watch(const char *path, const char *only);
 int fail_calls_watch(const char *path, const char *only) {
     struct library library = {0};
@@ -184,7 +187,8 @@ int fail_calls_watch(const char *path, const char *only) {
             const Elf64_Rela *relocation = &library.tables[table][i];
             unsigned type = ELF64_R_TYPE(relocation->r_info);
             const char *name = library.strings + library.symbols[ELF64_R_SYM(relocation->r_info)].st_name;
-            int index = type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT ? find_function(name, only) : -1;
+            int index =
+                type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT ? find_function(name, only) : -1;
             if (index < 0)
                 continue;
             *originals[index] = dlsym(RTLD_DEFAULT, name);

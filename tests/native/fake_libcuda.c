@@ -1,6 +1,7 @@
 /* A stand-in for the driver: it writes down what is asked of it, with the context that was current.
  *
- * A stream of device d is the number 100 * (d + 1) + n, its context d + 1; the default stream, NULL, is of the current context. */
+ * A stream of device d is the number 100 * (d + 1) + n, its context d + 1; the default stream, NULL, is of
+ * the current context. */
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,8 +16,8 @@ static int note(const char *what, uintptr_t event, uintptr_t stream) {
     uintptr_t context = contexts[depth];
     if (!context || (stream && stream / 100 != context))
         return 201; /* CUDA_ERROR_INVALID_CONTEXT */
-    snprintf(calls + used, sizeof calls - used, "%s event %d stream %d context %d\n", what, (int)event, (int)stream,
-             (int)context);
+    snprintf(calls + used, sizeof calls - used, "%s event %d stream %d context %d\n", what, (int)event,
+             (int)stream, (int)context);
     return 0;
 }
 

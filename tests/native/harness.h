@@ -7,28 +7,28 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s: failed: %s\n", __FILE__, __LINE__, __func__, #condition);                      \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define CHECK(condition)                                                                                     \
+    do {                                                                                                     \
+        if (!(condition)) {                                                                                  \
+            fprintf(stderr, "%s:%d: %s: failed: %s\n", __FILE__, __LINE__, __func__, #condition);            \
+            exit(1);                                                                                         \
+        }                                                                                                    \
     } while (0)
 
-#define CHECK_EQUAL(actual, expected)                                                                                  \
-    do {                                                                                                               \
-        const long long actual_ = (actual), expected_ = (expected);                                                    \
-        if (actual_ != expected_) {                                                                                    \
-            fprintf(stderr, "%s:%d: %s: %s is %lld, expected %lld\n", __FILE__, __LINE__, __func__, #actual, actual_,  \
-                    expected_);                                                                                        \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define CHECK_EQUAL(actual, expected)                                                                        \
+    do {                                                                                                     \
+        const long long actual_ = (actual), expected_ = (expected);                                          \
+        if (actual_ != expected_) {                                                                          \
+            fprintf(stderr, "%s:%d: %s: %s is %lld, expected %lld\n", __FILE__, __LINE__, __func__, #actual, \
+                    actual_, expected_);                                                                     \
+            exit(1);                                                                                         \
+        }                                                                                                    \
     } while (0)
 
-#define RUN(test)                                                                                                      \
-    do {                                                                                                               \
-        test();                                                                                                        \
-        printf("passed %s\n", #test);                                                                                  \
+#define RUN(test)                                                                                            \
+    do {                                                                                                     \
+        test();                                                                                              \
+        printf("passed %s\n", #test);                                                                        \
     } while (0)
 
 /* Uniform in [0, bound); xorshift, so that every run and machine draws the same. */

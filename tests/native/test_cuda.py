@@ -1,4 +1,5 @@
-"""The CUDA kernels without a GPU: run by emulation against the CPU's, and compiled by nvcc wherever it stands."""
+"""The CUDA kernels without a GPU: run by emulation against the CPU's, and compiled by nvcc wherever it
+stands."""
 
 import ctypes
 import os
@@ -13,7 +14,16 @@ from tests.native.test_native import CSRC, NATIVE, SANITIZE, run
 
 ROOT = NATIVE.parents[1]
 KERNELS = CSRC / "kernels"
-EMULATION = ["-std=c++17", "-O0", "-g", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wshadow"]
+EMULATION = [
+    "-std=c++17",
+    "-O0",
+    "-g",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+]
 EMULATION += [
     "-Werror",
     "-Wno-unknown-pragmas",
@@ -38,7 +48,9 @@ def compile_to(output: Path, *command: str) -> None:
 def sanitizers(folder: Path) -> list[str]:
     (folder / "empty.cpp").write_text("int main() { return 0; }\n")
     command = ["c++", *SANITIZE, str(folder / "empty.cpp"), "-o", str(folder / "empty")]
-    works = subprocess.run(command, capture_output=True).returncode == 0 and run(folder / "empty").returncode == 0
+    works = (
+        subprocess.run(command, capture_output=True).returncode == 0 and run(folder / "empty").returncode == 0
+    )
     return SANITIZE if works else []
 
 
@@ -85,7 +97,9 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
         pytest.skip("nvcc and the installed torch are of different CUDA versions")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert b"libcudart.so" not in (tmp_path / "_cuda.so").read_bytes()
-    code = "import ctypes, sys; why = ctypes.c_char_p(); kernels = ctypes.CDLL(sys.argv[1]).fsdp_c_cuda_kernels"
+    code = (
+        "import ctypes, sys; why = ctypes.c_char_p(); kernels = ctypes.CDLL(sys.argv[1]).fsdp_c_cuda_kernels"
+    )
     code += "; kernels.restype = ctypes.c_void_p; print(kernels(ctypes.byref(why)), why.value)"
     loaded = call(sys.executable, "-c", code, str(tmp_path / "_cuda.so"))
     assert loaded.returncode == 0, loaded.stderr
@@ -94,8 +108,8 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
 
 
 OPERATORS = (
-    "flatten unflatten shard pack_gradients cast_divide accumulate_shard norms clip_ unscale_ checksums adamw_ "
-    "unshard reshard segment_views"
+    "flatten unflatten shard pack_gradients cast_divide accumulate_shard norms clip_ unscale_ checksums "
+    "adamw_ unshard reshard segment_views"
 )
 
 

@@ -1,4 +1,5 @@
-"""The streams and the pool of a GPU, without one: what they ask of torch.cuda and of the driver is written down."""
+"""The streams and the pool of a GPU, without one: what they ask of torch.cuda and of the driver is written
+down."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("streams")
     shared = ["cc", "-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     soname = "-Wl,-soname,libcuda.so.1"
-    subprocess.run([*shared, soname, str(NATIVE / "fake_libcuda.c"), "-o", str(made / "libcuda.so.1")], check=True)
+    subprocess.run(
+        [*shared, soname, str(NATIVE / "fake_libcuda.c"), "-o", str(made / "libcuda.so.1")], check=True
+    )
     python = ["-DPy_LIMITED_API=0x030A0000", f"-I{sysconfig.get_paths()['include']}", f"-I{CSRC}"]
     subprocess.run([*shared, *python, *map(str, SOURCES), "-ldl", "-o", str(made / "streams.so")], check=True)
     return made

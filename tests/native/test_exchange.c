@@ -19,7 +19,8 @@ static unsigned char byte_of(int64_t tensor, int64_t at) {
     return (unsigned char)(tensor * 83 + at);
 }
 
-static void fill_piece(unsigned char *piece, const struct exchange_tensor *tensor, int64_t index, int64_t rank) {
+static void fill_piece(unsigned char *piece, const struct exchange_tensor *tensor, int64_t index,
+                       int64_t rank) {
     const struct partition_range own = partition_of_rank(&tensor->source, rank);
     for (int64_t at = own.start * tensor->element_nbytes; at < own.end * tensor->element_nbytes; at++)
         *piece++ = byte_of(index, at);
@@ -50,7 +51,8 @@ static void check_made(const struct exchange *plan, const struct exchange_tensor
         int64_t at = own.start * tensors[i].element_nbytes;
         for (int64_t count = 0; count < plan->part_counts[i]; count++, part++) {
             const struct exchange_range *range = &plan->parts.items[part];
-            const unsigned char *source = range->source == EXCHANGE_RECEIVED ? received : pieces[range->source - 1];
+            const unsigned char *source =
+                range->source == EXCHANGE_RECEIVED ? received : pieces[range->source - 1];
             for (int64_t byte = 0; byte < range->nbytes; byte++)
                 CHECK_EQUAL(source[range->start + byte], byte_of(i, at++));
         }
@@ -125,7 +127,8 @@ static void test_each_failed_allocation_leaves_nothing_behind(void) {
     const struct exchange_tensor tensors[1] = {{{100, 25, 0}, {100, 30, 0}, 4}};
     struct exchange plan;
     size_t nth = 1;
-    for (mem_fail_at(nth); exchange_init(&plan, tensors, 1, 1, WORLD, false) == STATUS_NO_MEMORY; mem_fail_at(++nth))
+    for (mem_fail_at(nth); exchange_init(&plan, tensors, 1, 1, WORLD, false) == STATUS_NO_MEMORY;
+         mem_fail_at(++nth))
         CHECK_EQUAL(mem_live_count(), 0);
     mem_fail_at(0);
     CHECK(nth > 8);
@@ -137,7 +140,8 @@ static void test_what_cannot_be_planned_is_invalid(void) {
     struct exchange plan;
     const struct partition ten = {10, 3, 0};
     const struct exchange_tensor behind = {ten, {10, 2, 0}, 4}, other = {ten, {11, 3, 0}, 4};
-    const struct exchange_tensor huge = {{INT64_MAX / 2, INT64_MAX / 4, 0}, {INT64_MAX / 2, INT64_MAX / 4, 0}, 8};
+    const struct exchange_tensor huge = {
+        {INT64_MAX / 2, INT64_MAX / 4, 0}, {INT64_MAX / 2, INT64_MAX / 4, 0}, 8};
     CHECK_EQUAL(exchange_init(&plan, &behind, 1, 0, WORLD, false), STATUS_OK);
     exchange_free(&plan);
     CHECK_EQUAL(exchange_init(&plan, &behind, 1, 3, WORLD, false), STATUS_INVALID);

@@ -1,6 +1,7 @@
 /* links: layout/layout.c layout/exchange.c layout/partition.c layout/boxes.c base/memory.c */
-/* Random layouts, boxes and exchanges against models that look at one element at a time. Each trial follows from its number
- * alone: FSDP_C_FUZZ_FIRST=N and FSDP_C_FUZZ_COUNT=1 repeat trial N. FSDP_C_EXHAUSTIVE=1 makes a million. */
+/* Random layouts, boxes and exchanges against models that look at one element at a time. Each trial follows
+ * from its number alone: FSDP_C_FUZZ_FIRST=N and FSDP_C_FUZZ_COUNT=1 repeat trial N. FSDP_C_EXHAUSTIVE=1
+ * makes a million. */
 #include "base/memory.h"
 #include "harness.h"
 #include "layout/boxes.h"
@@ -49,7 +50,8 @@ static wide cut(wide value, wide low, wide high) {
 }
 
 /* A shard and a parameter are two intervals: what they share. An empty parameter must lie strictly inside. */
-static void check_range(const struct flat_layout *layout, const struct model *model, int64_t param, int64_t rank) {
+static void check_range(const struct flat_layout *layout, const struct model *model, int64_t param,
+                        int64_t rank) {
     const struct layout_shard_range range = layout_shard_range(layout, param, rank);
     const wide first = layout->sharded ? model->shard_numel * rank : 0, end = first + model->shard_numel;
     const wide begin = model->offsets[param], from = cut(begin, first, end),
@@ -62,7 +64,8 @@ static void check_range(const struct flat_layout *layout, const struct model *mo
     }
 }
 
-static void check_layout(const struct layout_spec *spec, const struct flat_layout *layout, const struct model *model) {
+static void check_layout(const struct layout_spec *spec, const struct flat_layout *layout,
+                         const struct model *model) {
     const wide start = spec->sharded ? model->shard_numel * spec->rank : 0;
     const wide valid = cut(model->numel - start, 0, model->shard_numel);
     int64_t end = 0, pads = 0;
@@ -92,7 +95,8 @@ static int64_t size_up_to(int64_t largest) {
 static void fuzz_layout(void) {
     const bool huge = below(8) == 0;
     int64_t numels[PARAMS];
-    struct layout_spec spec = {.param_numels = numels, .num_params = 1 + below(PARAMS), .sharded = below(4) > 0};
+    struct layout_spec spec = {
+        .param_numels = numels, .num_params = 1 + below(PARAMS), .sharded = below(4) > 0};
     for (int64_t i = 0; i < spec.num_params; i++)
         numels[i] = size_up_to(huge ? INT64_MAX >> below(40) : 30);
     spec.aligned_numel = size_up_to(huge ? INT64_MAX >> below(62) : 9);
@@ -154,14 +158,15 @@ static int64_t place_in_piece(const struct partition *partition, int64_t element
     return place;
 }
 
-/* The bytes that come to `rank`, in the order in which they are sent: by peer, tensor and place. The source and the place there
- * of every byte of the new pieces follow. */
+/* The bytes that come to `rank`, in the order in which they are sent: by peer, tensor and place. The source
+ * and the place there of every byte of the new pieces follow. */
 struct arrival {
     int64_t source, place;
 };
 
-static void expect_arrivals(const struct exchange_tensor *tensors, int64_t count, int64_t rank, int64_t world_size,
-                            struct arrival arrivals[TENSORS][PIECE_NBYTES], int64_t *received_nbytes) {
+static void expect_arrivals(const struct exchange_tensor *tensors, int64_t count, int64_t rank,
+                            int64_t world_size, struct arrival arrivals[TENSORS][PIECE_NBYTES],
+                            int64_t *received_nbytes) {
     int64_t received = 0;
     for (int64_t peer = 0; peer < world_size; peer++) {
         const int64_t before = received;
@@ -183,8 +188,8 @@ static void expect_arrivals(const struct exchange_tensor *tensors, int64_t count
     }
 }
 
-static void check_parts(const struct exchange *plan, const struct exchange_tensor *tensors, int64_t count, int64_t rank,
-                        struct arrival arrivals[TENSORS][PIECE_NBYTES]) {
+static void check_parts(const struct exchange *plan, const struct exchange_tensor *tensors, int64_t count,
+                        int64_t rank, struct arrival arrivals[TENSORS][PIECE_NBYTES]) {
     size_t part = 0;
     for (int64_t i = 0; i < count; i++) {
         const struct partition_range own = partition_of_rank(&tensors[i].target, rank);
@@ -213,7 +218,8 @@ static void check_sent(const struct exchange *plan, const struct exchange_tensor
             const int64_t begin = partition_of_rank(&tensor->source, rank).start * tensor->element_nbytes;
             CHECK(range->nbytes > 0 && range->start + range->nbytes <= plan->held_nbytes[range->source]);
             for (int64_t byte = 0; byte < range->nbytes; byte++)
-                CHECK_EQUAL(owner_of(&tensor->target, (begin + range->start + byte) / tensor->element_nbytes), peer);
+                CHECK_EQUAL(owner_of(&tensor->target, (begin + range->start + byte) / tensor->element_nbytes),
+                            peer);
             sent += range->nbytes;
         }
         CHECK_EQUAL(sent, plan->sent_nbytes[peer]);
@@ -236,8 +242,8 @@ static void fuzz_exchange(void) {
     struct exchange plan;
     for (int64_t i = 0; i < count; i++) {
         const int64_t numel = size_up_to(TENSOR_NUMEL);
-        tensors[i] = (struct exchange_tensor){random_partition(numel, world_size), random_partition(numel, world_size),
-                                              (int64_t)1 << below(4)};
+        tensors[i] = (struct exchange_tensor){random_partition(numel, world_size),
+                                              random_partition(numel, world_size), (int64_t)1 << below(4)};
     }
     const bool fails = below(4) == 0;
     mem_fail_at(fails ? 1 + (size_t)below(12) : 0);
@@ -269,7 +275,8 @@ static void say_trial(void) {
 
 int main(void) {
     const long long first = number_of("FSDP_C_FUZZ_FIRST", 0);
-    const long long count = number_of("FSDP_C_FUZZ_COUNT", number_of("FSDP_C_EXHAUSTIVE", 0) == 1 ? 1000000 : 20000);
+    const long long count =
+        number_of("FSDP_C_FUZZ_COUNT", number_of("FSDP_C_EXHAUSTIVE", 0) == 1 ? 1000000 : 20000);
     atexit(say_trial);
     for (trial = first; trial < first + count; trial++) {
         state = (uint64_t)(trial + 1) * 0x9e3779b97f4a7c15u; /* never 0, which xorshift would keep */

@@ -1,5 +1,5 @@
-/* links: kernels/adam.c kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c kernels/loops_avx2.c
-          kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
+/* links: kernels/adam.c kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c
+   kernels/loops_avx2.c kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
 #include <math.h>
 #include <string.h>
 
@@ -22,7 +22,8 @@ static void cut_range(int64_t begin, int64_t end, int64_t grain, kernel_body bod
 
 static const struct kernel_stream cutting = {.parallel_for = cut_range};
 
-/* A source with random sizes, a random order of its dimensions in memory and in the output, and random gaps in memory. */
+/* A source with random sizes, a random order of its dimensions in memory and in the output, and random gaps
+ * in memory. */
 struct random_source {
     int32_t ndim;
     int64_t numel;
@@ -88,8 +89,10 @@ static void fill_expected(const struct random_source *source, const float *input
 }
 
 static struct pack_source source_of(const struct random_source *shape, float *memory, int64_t offset) {
-    struct pack_source source = {.numel = shape->numel, .offset = offset, .output_strides = shape->output_strides};
-    source.view = (struct tensor_view){memory, DTYPE_FLOAT32, DEVICE_CPU, 0, shape->ndim, shape->sizes, shape->strides};
+    struct pack_source source = {
+        .numel = shape->numel, .offset = offset, .output_strides = shape->output_strides};
+    source.view =
+        (struct tensor_view){memory, DTYPE_FLOAT32, DEVICE_CPU, 0, shape->ndim, shape->sizes, shape->strides};
     return source;
 }
 
@@ -153,7 +156,8 @@ static void test_pack_writes_zeros_for_an_absent_source(void) {
     float output[6] = {9, 9, 9, 9, 9, 9};
     float input[2] = {1, 2};
     int64_t two = 2;
-    struct pack_source sources[2] = {run_of(NULL, DTYPE_OTHER, &two, 1), run_of(input, DTYPE_FLOAT32, &two, 3)};
+    struct pack_source sources[2] = {run_of(NULL, DTYPE_OTHER, &two, 1),
+                                     run_of(input, DTYPE_FLOAT32, &two, 3)};
     const float expected[6] = {0, 0, 0, 1, 2, 0};
     CHECK_EQUAL(kernel_pack(output, DTYPE_FLOAT32, 6, sources, 2, 1.0, NULL), STATUS_OK);
     CHECK_EQUAL(memcmp(output, expected, sizeof expected), 0);
@@ -163,13 +167,15 @@ static void test_pack_add_leaves_gaps_and_absent_sources_alone(void) {
     float output[6] = {9, 9, 9, 9, 9, 9};
     float input[2] = {1, 2};
     int64_t two = 2;
-    struct pack_source sources[2] = {run_of(NULL, DTYPE_OTHER, &two, 1), run_of(input, DTYPE_FLOAT32, &two, 3)};
+    struct pack_source sources[2] = {run_of(NULL, DTYPE_OTHER, &two, 1),
+                                     run_of(input, DTYPE_FLOAT32, &two, 3)};
     const float expected[6] = {9, 9, 9, 10, 11, 9};
     CHECK_EQUAL(kernel_pack_add(output, DTYPE_FLOAT32, sources, 2, NULL), STATUS_OK);
     CHECK_EQUAL(memcmp(output, expected, sizeof expected), 0);
 }
 
-/* The second addend is a little more than half of the last place of 1 in bf16: rounded to bf16 first, it would tie to 1. */
+/* The second addend is a little more than half of the last place of 1 in bf16: rounded to bf16 first, it
+ * would tie to 1. */
 static void test_pack_add_rounds_the_sum_once_to_the_output(void) {
     uint16_t output[2] = {0x4380, 0x3f80}; /* 256 and 1 in bf16 */
     float input[2] = {1.5f, 0x1.001p-8f};
@@ -224,7 +230,8 @@ static void test_cast_divide_in_place_divides(void) {
     double tensor[2] = {3.0, -1.0};
     CHECK_EQUAL(kernel_cast_divide(tensor, DTYPE_FLOAT64, tensor, DTYPE_FLOAT64, 2, 2.0, NULL), STATUS_OK);
     CHECK(tensor[0] == 1.5 && tensor[1] == -0.5);
-    CHECK_EQUAL(kernel_cast_divide(tensor, DTYPE_FLOAT32, tensor, DTYPE_FLOAT64, 2, 2.0, NULL), STATUS_INVALID);
+    CHECK_EQUAL(kernel_cast_divide(tensor, DTYPE_FLOAT32, tensor, DTYPE_FLOAT64, 2, 2.0, NULL),
+                STATUS_INVALID);
 }
 
 static void test_kernels_accept_nothing_to_do(void) {
@@ -261,7 +268,8 @@ static void test_adamw_steps_operands_of_any_dtype(void) {
         }
         CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, &cutting), STATUS_OK);
         CHECK(step == 1);
-        kernel_cast_divide(memory + NUMEL, DTYPE_FLOAT64, memory, dtype, dtype == DTYPE_FLOAT64 ? 0 : NUMEL, 1.0, NULL);
+        kernel_cast_divide(memory + NUMEL, DTYPE_FLOAT64, memory, dtype, dtype == DTYPE_FLOAT64 ? 0 : NUMEL,
+                           1.0, NULL);
         const double *params = dtype == DTYPE_FLOAT64 ? memory : memory + NUMEL;
         for (int i = 0; i < NUMEL; i++) {
             CHECK(fabs(params[i] + copysign(1.0, grad)) < 1e-2);

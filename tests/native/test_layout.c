@@ -7,8 +7,8 @@
 
 #define COUNT_OF(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 
-static struct layout_spec spec_of(const int64_t *numels, int64_t num_params, int64_t aligned_numel, int64_t world_size,
-                                  int64_t rank) {
+static struct layout_spec spec_of(const int64_t *numels, int64_t num_params, int64_t aligned_numel,
+                                  int64_t world_size, int64_t rank) {
     return (struct layout_spec){numels, num_params, aligned_numel, world_size, rank, true};
 }
 
@@ -108,7 +108,8 @@ static void test_empty_parameter_is_in_the_shard_only_strictly_inside(void) {
     struct flat_layout layout;
     CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
     check_absent(layout_shard_range(&layout, 0, 0)); /* at the first element of rank 0 */
-    check_absent(layout_shard_range(&layout, 2, 0)); /* at the end of rank 0 and the first element of rank 1 */
+    /* at the end of rank 0 and the first element of rank 1 */
+    check_absent(layout_shard_range(&layout, 2, 0));
     check_absent(layout_shard_range(&layout, 2, 1));
     check_absent(layout_shard_range(&layout, 4, 1));
     layout_fini(&layout);
@@ -129,7 +130,8 @@ static void test_empty_parameters_alone_make_empty_shards(void) {
     layout_fini(&layout);
 }
 
-/* Paint every element of the flat parameter with what the segments say and with what the ranks' ranges say. */
+/* Paint every element of the flat parameter with what the segments say and with what the ranks' ranges
+ * say. */
 static void check_partition(const struct flat_layout *layout, int64_t aligned_numel) {
     int64_t end = 0;
     for (int64_t index = 0; index < layout->num_segments; index++) {
@@ -142,7 +144,8 @@ static void check_partition(const struct flat_layout *layout, int64_t aligned_nu
     CHECK_EQUAL(layout->numel, end);
     CHECK(aligned_numel == 0 || layout->numel % layout->world_size == 0);
 
-    int64_t *held = mem_new_array((size_t)layout->numel, sizeof *held); /* 1 + parameter that a rank holds there */
+    /* 1 + parameter that a rank holds there */
+    int64_t *held = mem_new_array((size_t)layout->numel, sizeof *held);
     CHECK(held != NULL);
     for (int64_t rank = 0; rank < layout->world_size; rank++) {
         for (int64_t param = 0; param < layout->num_params; param++) {

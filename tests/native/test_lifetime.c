@@ -204,7 +204,8 @@ void PyErr_Clear(void) {
 
 /* ---- a root, and three units inside ---- */
 
-static void build(enum sharding_strategy strategy, enum backward_prefetch backward_prefetch, bool forward_prefetch) {
+static void build(enum sharding_strategy strategy, enum backward_prefetch backward_prefetch,
+                  bool forward_prefetch) {
     order_fini(&runtime.order);
     memset(handles, 0, sizeof handles);
     runtime = (struct runtime){.units = pointers, .num_units = UNITS, .operations = &operations_own};

@@ -15,7 +15,15 @@ from tests.ranks import PATIENCE
 NATIVE = Path(__file__).resolve().parent
 CSRC = NATIVE.parents[1] / "csrc"
 PROGRAMS = sorted(NATIVE.glob("test_*.c"))
-STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
+STRICT = [
+    "-std=c11",
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wstrict-prototypes",
+    "-Wmissing-prototypes",
+    "-Werror",
+]
 TIMEOUT_S = (1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120) * PATIENCE
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
 DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
@@ -66,10 +74,14 @@ def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str
     flags = [*STRICT, *sanitizers, "-g1", "-O1", "-ffunction-sections", *DEFINES, *INCLUDES]
     sources = [str(source), *linked_sources(source)]
     objects = [str(tmp_path / f"{index}.o") for index in range(len(sources))]
-    commands = [[compiler, *flags, "-c", one, "-o", target] for one, target in zip(sources, objects, strict=True)]
+    commands = [
+        [compiler, *flags, "-c", one, "-o", target] for one, target in zip(sources, objects, strict=True)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(compile_with, commands))
-    linked = compile_with([compiler, *flags, *objects, "-Wl,--gc-sections", "-lm", "-lpthread", "-o", str(program)])
+    linked = compile_with(
+        [compiler, *flags, *objects, "-Wl,--gc-sections", "-lm", "-lpthread", "-o", str(program)]
+    )
     assert not any(command.returncode for command in (*built, linked)), "\n".join(
         command.stderr for command in (*built, linked)
     )

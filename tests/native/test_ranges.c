@@ -7,7 +7,8 @@ static uint64_t random_state = 1;
 
 static void test_random_partitions_divide_every_range_by_rank(void) {
     for (int round = 0; round < 200000; round++) {
-        const struct partition partition = {random_below(&random_state, 100), 1 + random_below(&random_state, 40),
+        const struct partition partition = {random_below(&random_state, 100),
+                                            1 + random_below(&random_state, 40),
                                             random_below(&random_state, 60)};
         CHECK(partition_is_valid(&partition));
         int64_t covered = 0;

@@ -256,7 +256,8 @@ static void test_gradients_refuse_every_illegal_transition(void) {
 }
 
 static void test_training_state_refuses_every_illegal_transition(void) {
-    static const struct machine machine = {put_training_state, move_training_state, training_state_now, USE_STATES};
+    static const struct machine machine = {put_training_state, move_training_state, training_state_now,
+                                           USE_STATES};
     /* IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS */
     static const char *const legal[] = {"xxxxx", "x....", "x..x.", "xxxx.", "x...."};
     check_table(&machine, legal);

@@ -1,8 +1,8 @@
 """One training run, recorded, for torch's FSDP1 or for fsdp_c; and the bitwise comparison of two records.
 
-Both implementations are built from the same seed and fed the same batches on the same ranks. Everything a user can see
-is recorded under a label (``step 3 grad blocks.0.up.weight``), so that the first difference names the moment and the
-parameter.
+Both implementations are built from the same seed and fed the same batches on the same ranks. Everything a
+user can see is recorded under a label (``step 3 grad blocks.0.up.weight``), so that the first difference
+names the moment and the parameter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ PRECISIONS: dict[str, MixedPrecision | None] = {
     "buffers_only_bf16": MixedPrecision(buffer_dtype=torch.bfloat16),
     "keep_low": MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
     "cast_inputs": MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True, cast_root_forward_inputs=False
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=True,
+        cast_root_forward_inputs=False,
     ),
 }
 
@@ -47,7 +50,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def implementation(name: str) -> type:
-    """The class to test. ``FSDP_C_PARITY_IMPL=torch`` compares torch with itself: it checks the tests, not fsdp_c."""
+    """The class to test. ``FSDP_C_PARITY_IMPL=torch`` compares torch with itself: it checks the tests, not
+    fsdp_c."""
     if name == "fsdp_c" and os.environ.get("FSDP_C_PARITY_IMPL") != "torch":
         from fsdp_c import FullyShardedDataParallel
 
@@ -91,7 +95,9 @@ class Run:
         arguments: dict[str, Any] = {
             "sharding_strategy": ShardingStrategy[self.point.strategy],
             "use_orig_params": self.point.use_orig_params,
-            "mixed_precision": replace(found) if (found := PRECISIONS[self.point.precision]) is not None else None,
+            "mixed_precision": replace(found)
+            if (found := PRECISIONS[self.point.precision]) is not None
+            else None,
             "device_id": device(),
         }
         return self.fsdp(module, **(arguments | changes))
@@ -153,7 +159,8 @@ class Run:
         self.record_grads(f"after backward {index}")
 
     def optimizer_step(self, set_to_none: bool = True) -> None:
-        """Step, zero the gradients, record. Gradients kept in low precision are cast first, as a user has to."""
+        """Step, zero the gradients, record. Gradients kept in low precision are cast first, as a user has
+        to."""
         for parameter in self.model.parameters():
             if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
                 low, parameter.grad = parameter.grad, None
@@ -236,7 +243,9 @@ def differences(expected: dict[str, Any], actual: dict[str, Any]) -> Iterator[st
 def assert_same_record(point: Point, expected: dict[str, Any], actual: dict[str, Any]) -> None:
     found = list(differences(expected, actual))
     shown = "\n  ".join(found[:SHOWN_DIFFERENCES])
-    assert not found, f"{point.id} on rank {dist.get_rank()}: {len(found)} of {len(expected)} records differ\n  {shown}"
+    assert not found, (
+        f"{point.id} on rank {dist.get_rank()}: {len(found)} of {len(expected)} records differ\n  {shown}"
+    )
 
 
 def assert_record_is_worth_comparing(trace: dict[str, Any]) -> None:
@@ -244,17 +253,21 @@ def assert_record_is_worth_comparing(trace: dict[str, Any]) -> None:
     gradients = [value for label, value in trace.items() if "gradient" in label and value is not None]
     assert any(bool((gradient != 0).any()) for gradient in gradients)
     ends = {
-        label.split(": parameter ")[1]: value for label, value in trace.items() if "after optimizer: parameter" in label
+        label.split(": parameter ")[1]: value
+        for label, value in trace.items()
+        if "after optimizer: parameter" in label
     }
-    starts = {label.split(": parameter ")[1]: value for label, value in trace.items() if "start: parameter" in label}
+    starts = {
+        label.split(": parameter ")[1]: value for label, value in trace.items() if "start: parameter" in label
+    }
     assert any(not same_bits(starts[name], ends[name]) for name in starts if starts[name].numel())
 
 
 def compare(point: Point, scenario: Scenario, rank: int, world_size: int) -> None:
     """Run the point with torch and with fsdp_c and require every record to be bitwise the same.
 
-    Where torch's FSDP1 has a race on the simulated GPU (edited gradients, units gathered by hand), its outcome is that
-    of the order in which it launches.
+    Where torch's FSDP1 has a race on the simulated GPU (edited gradients, units gathered by hand), its
+    outcome is that of the order in which it launches.
     """
     expected = record_run(point, scenario, "torch", rank, world_size)
     assert_record_is_worth_comparing(expected)

@@ -1,32 +1,36 @@
-"""Random training loops held to the plain, unsharded module: what FSDP must not change, whatever torch's FSDP1 does.
+"""Random training loops held to the plain, unsharded module: what FSDP must not change, whatever torch's
+FSDP1 does.
 
-``python -m tests.parity.plain_programs --seconds 60`` runs programs of fresh seeds on 2 ranks, shortens what fails and
-prints it as a literal, which ``--program`` runs again; ``--seed`` starts at a seed, ``--implementation torch`` asks
-torch's FSDP1.
+``python -m tests.parity.plain_programs --seconds 60`` runs programs of fresh seeds on 2 ranks, shortens what
+fails and prints it as a literal, which ``--program`` runs again; ``--seed`` starts at a seed,
+``--implementation torch`` asks torch's FSDP1.
 
-Every rank has the same data, in float64, so that averaged gradients are the plain ones. An action is run on the sharded
-and on the plain model; then what came out, parameters, gradients and optimizer states are compared. They are read from
-this rank's shards, which calls nothing of a step. Whether an action is legal is seen when it is run: one that is not
-does nothing, so that any part of a program is a program.
+Every rank has the same data, in float64, so that averaged gradients are the plain ones. An action is run on
+the sharded and on the plain model; then what came out, parameters, gradients and optimizer states are
+compared. They are read from this rank's shards, which calls nothing of a step. Whether an action is legal is
+seen when it is run: one that is not does nothing, so that any part of a program is a program.
 
 [Note: What the plain module does otherwise]
 What is documented as different is left out, or modelled where the comment names this note:
-- parameters that change between a forward and its backward (D-127): what such graphs would compute is not defined, so
-  their backward does not come;
-- gradients that no_sync keeps local stand beside reduced ones until a synced backward adds them (A-111, C-110): they
-  are compared after it, and optimizer, clipping and edits of gradients wait for it;
+- parameters that change between a forward and its backward (D-127): what such graphs would compute is not
+  defined, so their backward does not come;
+- gradients that no_sync keeps local stand beside reduced ones until a synced backward adds them (A-111,
+  C-110): they are compared after it, and optimizer, clipping and edits of gradients wait for it;
 - a parameter without a gradient in a unit that has one shows zeros (C-118);
 - a write through `.data` to parameters that are gathered leaves no trace (docs/reliability.md);
 - after an exception in a backward gradients are zeroed (docs/reliability.md, "An exception in a step");
 - a layer is called through its unit (D-128, parity 17), an inner unit once the root has run (D-002);
 - without use_orig_params a unit is frozen as a whole (C-011);
 - a module within a unit may show views between a forward and its backward (C-091), which `zero_grad()` and
-  `requires_grad_()` of that module do not see past, and a unit's do: what is not a unit is reached by its parameters;
-- with use_orig_params, where others of the unit are trained, a parameter that is frozen between a forward and its
-  backward adds what that brings to a gradient that it has, and one that is unfrozen there has none of a checkpoint;
-- a backward through a checkpoint may raise after such a change (CheckpointError): the program ends where the plain
-  module's does;
-- views are written to, or what the optimizer has: of both between two forwards of the root one is lost (C-091);
+  `requires_grad_()` of that module do not see past, and a unit's do: what is not a unit is reached by its
+  parameters;
+- with use_orig_params, where others of the unit are trained, a parameter that is frozen between a forward and
+  its backward adds what that brings to a gradient that it has, and one that is unfrozen there has none of a
+  checkpoint;
+- a backward through a checkpoint may raise after such a change (CheckpointError): the program ends where the
+  plain module's does;
+- views are written to, or what the optimizer has: of both between two forwards of the root one is lost
+  (C-091);
 - summoned gradients need use_orig_params (X-105);
 - clipping without any gradient returns fp32 (A-115).
 """
@@ -63,7 +67,8 @@ KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 RUN_TIMEOUT_S = 60.0
-# Errors in words, which torch's FSDP1 raises as well: such an action is left out on both sides, if it is on all ranks.
+# Errors in words, which torch's FSDP1 raises as well: such an action is left out on both sides, if it is on
+# all ranks.
 REFUSED = re.compile(
     "is not in the optimizer state of any rank"  # some parameters of a unit have a state, and others none (X-172)
 )
@@ -74,7 +79,9 @@ REFUSED = re.compile(
 def generate(seed: int, world_size: int = 2) -> Program:
     rng = random.Random(seed)
     orig = rng.random() < 0.5
-    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if world_size == 2 else ("HYBRID_SHARD", "FULL_SHARD")
+    strategies = (
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if world_size == 2 else ("HYBRID_SHARD", "FULL_SHARD")
+    )
     strategy = rng.choice(strategies)
     blocks = tuple(_block(rng, orig, strategy) for _ in range(rng.randint(1, 3)))
     return Program(
@@ -155,7 +162,8 @@ class Different(Exception):
 
 @functools.cache
 def _groups() -> dict[str, Any]:
-    """Of this process: those of HYBRID_SHARD over pairs of ranks, and one for the agreement on how an action ended."""
+    """Of this process: those of HYBRID_SHARD over pairs of ranks, and one for the agreement on how an action
+    ended."""
     world_size = dist.get_world_size()
     rank = dist.get_rank()
     pairs = [dist.new_group(list(range(first, first + 2))) for first in range(0, world_size, 2)]
@@ -165,7 +173,8 @@ def _groups() -> dict[str, Any]:
 
 @dataclass
 class Side(Run):
-    """The model of one side, with what a training loop has in its variables. Both sides keep the same books."""
+    """The model of one side, with what a training loop has in its variables. Both sides keep the same
+    books."""
 
     program: Program | None = None
     graphs: list[tuple[Tensor, bool]] = field(
@@ -178,7 +187,9 @@ class Side(Run):
     ran: bool = False  # the root has run
     viewed: bool = False  # modules may show views, for a backward
     wrote: str | None = None  # since: to these, or to what the optimizer has
-    own: dict[tuple[int, bool], list[nn.Parameter]] = field(default_factory=dict)  # of blocks, and of what is in them
+    own: dict[tuple[int, bool], list[nn.Parameter]] = field(
+        default_factory=dict
+    )  # of blocks, and of what is in them
     saved: Any = None
     saved_optimizer: Any = None
     draws: int = 0
@@ -249,7 +260,9 @@ class Side(Run):
         x = self.batch(*shape)
         self.stack.skip = () if skip is None or self.plan(skip).plan not in ("unit", "nested") else (skip,)
         self.model.train(training)
-        context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+        context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[
+            mode
+        ]
         try:
             with context():
                 out = module(x)
@@ -348,7 +361,11 @@ class Side(Run):
 
     def do_freeze(self, block: int, inner: bool, frozen: bool) -> None:
         plan = self.plan(block).plan
-        if self.graphs and self.point.use_orig_params and (self.graded if frozen else self.plan(block).checkpoint):
+        if (
+            self.graphs
+            and self.point.use_orig_params
+            and (self.graded if frozen else self.plan(block).checkpoint)
+        ):
             raise Illegal  # [Note: What the plain module does otherwise]
         if plan in (("nested", "inner") if inner else ("unit", "nested")):
             (self.blocks()[block].inner if inner else self.stack.blocks[block]).requires_grad_(not frozen)
@@ -361,7 +378,9 @@ class Side(Run):
     def do_summon(self, writeback: bool, recurse: bool, with_grads: bool) -> Any:
         with_grads = with_grads and self.point.use_orig_params and recurse and not self.local
         arguments = {"writeback": writeback, "recurse": recurse, "with_grads": with_grads}
-        with contextlib.nullcontext() if self.plain else self.fsdp.summon_full_params(self.model, **arguments):
+        with (
+            contextlib.nullcontext() if self.plain else self.fsdp.summon_full_params(self.model, **arguments)
+        ):
             found = {}
             for name, parameter in self.model.named_parameters():
                 if recurse:
@@ -406,7 +425,9 @@ class Side(Run):
             self.saved_optimizer = copy.deepcopy(self.optimizer.state_dict())
             return {}
         type_ = StateDictType[f"{kind}_STATE_DICT"]
-        config = {"optim_state_dict_config": FullOptimStateDictConfig(rank0_only=False)} if kind == "FULL" else {}
+        config = (
+            {"optim_state_dict_config": FullOptimStateDictConfig(rank0_only=False)} if kind == "FULL" else {}
+        )
         with self.fsdp.state_dict_type(self.model, type_, **config):
             self.saved_optimizer = kind, config, self.fsdp.optim_state_dict(self.model, self.optimizer)
         states = self.saved_optimizer[2]["state"]
@@ -526,7 +547,9 @@ def same(label: str, expected: Any, actual: Any) -> None:
     if not torch.allclose(expected, actual, equal_nan=True, **CLOSE):
         worst = int((expected - actual).abs().nan_to_num(nan=float("inf")).argmax())
         values = expected.flatten()[worst].item(), actual.flatten()[worst].item()
-        raise Different(f"{label}: plain {values[0]!r}, sharded {values[1]!r} at {worst} of {expected.numel()}")
+        raise Different(
+            f"{label}: plain {values[0]!r}, sharded {values[1]!r} at {worst} of {expected.numel()}"
+        )
 
 
 def _shown(value: Any) -> str:
@@ -551,13 +574,22 @@ def compare_states(sharded: Side, plain: Side) -> None:
             if grad is None and gradient is not None and id(part.flat) in with_gradients:
                 grad = torch.zeros_like(parameter)  # [Note: What the plain module does otherwise]
             same(f"gradient {part.name}", None if grad is None else mine(part, grad), gradient)
-        of_plain, of_sharded = plain.optimizer.state.get(parameter, {}), sharded.optimizer.state.get(holder, {})
+        of_plain, of_sharded = (
+            plain.optimizer.state.get(parameter, {}),
+            sharded.optimizer.state.get(holder, {}),
+        )
         for state in STATES:
             if of_plain.get(state) is not None:
-                same(f"state {state} {part.name}", mine(part, of_plain[state]), in_shard(part, of_sharded.get(state)))
+                same(
+                    f"state {state} {part.name}",
+                    mine(part, of_plain[state]),
+                    in_shard(part, of_sharded.get(state)),
+                )
 
 
-def compare_returned(sharded: dict[str, Any], plain: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
+def compare_returned(
+    sharded: dict[str, Any], plain: dict[str, Any], model: nn.Module, optimizer: Any
+) -> None:
     names = {name: value for name, value in model.state_dict().items()}
     states = {name: optimizer.state.get(value, {}) for name, value in model.named_parameters()}
     for label, value in sharded.items():
@@ -569,7 +601,9 @@ def compare_returned(sharded: dict[str, Any], plain: dict[str, Any], model: nn.M
             same(label, names[label.split()[1]], value)
         else:
             same(label, plain.get(label.replace("_fsdp_wrapped_module.", "")), value)
-    assert not [label for label in plain if label not in {one.replace("_fsdp_wrapped_module.", "") for one in sharded}]
+    assert not [
+        label for label in plain if label not in {one.replace("_fsdp_wrapped_module.", "") for one in sharded}
+    ]
 
 
 def _agreed(failure: str | None) -> str | None:
@@ -581,7 +615,9 @@ def _agreed(failure: str | None) -> str | None:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
 
-def run_program(rank: int, world_size: int, program: Program, implementation_name: str = "fsdp_c") -> str | None:
+def run_program(
+    rank: int, world_size: int, program: Program, implementation_name: str = "fsdp_c"
+) -> str | None:
     """Runs a program on both sides; returns what differs first, the same on all ranks, or None."""
     _groups()
     before = torch.get_default_dtype()
@@ -641,14 +677,16 @@ def run_programs(rank: int, world_size: int, seeds: list[int], **how: Any) -> tu
 
 
 def kind_of(failure: str) -> str:
-    """What must stay the same while a program is shortened: what differs or was raised, without numbers and names."""
+    """What must stay the same while a program is shortened: what differs or was raised, without numbers and
+    names."""
     text = failure.split(": ", 2)[2] if failure.startswith("action") else failure
     words = text.replace(":", "").split()
     return " ".join(words[:3]) if "raised" in words else words[0]
 
 
 def shortened(program: Program, fails: Callable[[Program], str | None]) -> tuple[Program, str]:
-    """A smaller program that fails in the same way: fewer actions (delta debugging), then plainer settings."""
+    """A smaller program that fails in the same way: fewer actions (delta debugging), then plainer
+    settings."""
     last = fails(program)
     assert last is not None
     kind = kind_of(last)
@@ -692,7 +730,9 @@ def shortened(program: Program, fails: Callable[[Program], str | None]) -> tuple
 def _without_last_block(program: Program) -> Program:
     last = len(program.blocks) - 1
     operations = tuple(
-        one for one in program.operations if last not in [v for k, v in one.arguments if k in ("block", "skip", "part")]
+        one
+        for one in program.operations
+        if last not in [v for k, v in one.arguments if k in ("block", "skip", "part")]
     )
     return replace(program, blocks=program.blocks[:last], operations=operations)
 

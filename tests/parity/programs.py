@@ -1,35 +1,41 @@
-"""Random programs: a small module, a wrap plan, a configuration and a sequence of operations, all from one seed.
+"""Random programs: a small module, a wrap plan, a configuration and a sequence of operations, all from one
+seed.
 
-A program is plain data: its repr is what a failure prints, and the same seed gives the same program everywhere. It is
-run by ``record_program`` for torch's FSDP1 or for fsdp_c, with everything a user can see recorded after each operation.
+A program is plain data: its repr is what a failure prints, and the same seed gives the same program
+everywhere. It is run by ``record_program`` for torch's FSDP1 or for fsdp_c, with everything a user can see
+recorded after each operation.
 
 [Note: What the generator leaves out]
-Where upstream is known to be wrong there is nothing to compare with; test_differences.py and test_parity.py show these
-cases. The generator leaves out
-- changes of parameters while upstream may still hold gathered ones (after a no_grad forward, a backward in no_sync, a
-  forward that raised): it would compute with the old values. A synced backward through all units comes first, which
-  frees everything;
-- local gradients (no_sync) that are dropped, clipped, saved or stepped on: upstream keeps them in several places until
-  the next synced backward;
-- a forward with gradients but no backward, so also one that raises, when parameters are cast: upstream loses the
-  gradients of the next step (parity 29);
+Where upstream is known to be wrong there is nothing to compare with; test_differences.py and test_parity.py
+show these cases. The generator leaves out
+- changes of parameters while upstream may still hold gathered ones (after a no_grad forward, a backward in
+  no_sync, a forward that raised): it would compute with the old values. A synced backward through all units
+  comes first, which frees everything;
+- local gradients (no_sync) that are dropped, clipped, saved or stepped on: upstream keeps them in several
+  places until the next synced backward;
+- a forward with gradients but no backward, so also one that raises, when parameters are cast: upstream loses
+  the gradients of the next step (parity 29);
 - keep_low_precision_grads: upstream fails to assign such gradients with use_orig_params;
 - two forwards before one backward through a reentrant checkpoint: upstream reads freed storage;
 - reentrant checkpoints around a part of a unit: upstream reduces and frees the unit after the first part;
-- channels-last weights with use_orig_params where nothing is sharded: upstream shows their gradients with the elements
-  in another order (parity 30);
-- backwards in no_sync with frozen parameters in a trained unit, with use_orig_params: upstream gives them gradients;
-- a synced backward that leaves out a unit with local gradients: upstream keeps them, unreduced, for the optimizer
-  (parity 29);
-- a forward that raises, and one that leaves out a unit that was prefetched, with use_orig_params where nothing is
+- channels-last weights with use_orig_params where nothing is sharded: upstream shows their gradients with the
+  elements in another order (parity 30);
+- backwards in no_sync with frozen parameters in a trained unit, with use_orig_params: upstream gives them
+  gradients;
+- a synced backward that leaves out a unit with local gradients: upstream keeps them, unreduced, for the
+  optimizer (parity 29);
+- a forward that raises, and one that leaves out a unit that was prefetched, with use_orig_params where
+  nothing is
   sharded: upstream does not put the parameters back (parity 32);
-- tied weights cast in no_sync, with use_orig_params where nothing is sharded: upstream assigns a gradient of another
-  dtype and raises;
+- tied weights cast in no_sync, with use_orig_params where nothing is sharded: upstream assigns a gradient of
+  another dtype and raises;
 - gradients of frozen parameters inside summon_full_params: upstream shows zeros, fsdp_c None;
-- the order of names in a state dict with tied weights: upstream moves the shared one behind the others of its module;
+- the order of names in a state dict with tied weights: upstream moves the shared one behind the others of its
+  module;
 - sharded state dicts of channels-last weights: upstream refuses to make them;
 - offloading on a CPU: upstream frees what it returns;
-- trained and frozen parameters in one unit without use_orig_params, and summoned gradients there: upstream refuses;
+- trained and frozen parameters in one unit without use_orig_params, and summoned gradients there: upstream
+  refuses;
 - first layers that are frozen: a reentrant checkpoint whose input needs no gradient computes none.
 """
 
@@ -64,7 +70,8 @@ PLANS = ("none", "unit", "unit", "nested", "inner")
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One block: its layers, what is wrapped (itself, its inner layer, both), what is frozen, and its checkpoint."""
+    """One block: its layers, what is wrapped (itself, its inner layer, both), what is frozen, and its
+    checkpoint."""
 
     kind: str
     hidden: int
@@ -98,9 +105,10 @@ class Program:
     def __str__(self) -> str:
         point = self.point
         lines = [
-            f"seed {self.seed}: {point.strategy}, use_orig_params={point.use_orig_params}, {point.precision}, "
-            f"{point.optimizer}, backward_prefetch={self.backward_prefetch}, forward_prefetch={self.forward_prefetch}, "
-            f"limit_all_gathers={self.limit_all_gathers}, width={self.width}, tied_head={self.tied_head}"
+            f"seed {self.seed}: {point.strategy}, use_orig_params={point.use_orig_params}, "
+            f"{point.precision}, {point.optimizer}, backward_prefetch={self.backward_prefetch}, "
+            f"forward_prefetch={self.forward_prefetch}, limit_all_gathers={self.limit_all_gathers}, "
+            f"width={self.width}, tied_head={self.tied_head}"
         ]
         lines += [f"  block {index}: {block}" for index, block in enumerate(self.blocks)]
         lines += [f"  {index}: {operation}" for index, operation in enumerate(self.operations, start=1)]
@@ -141,7 +149,9 @@ def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
         elif plan == "inner":
             frozen = "inner"
     kind = rng.choice(KINDS)
-    strategy = root_strategy if rng.random() < 0.8 else rng.choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    strategy = (
+        root_strategy if rng.random() < 0.8 else rng.choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    )
     if kind == "channels_last" and orig and "NO_SHARD" in (strategy, root_strategy):
         kind = "conv"
     mode = rng.choice((None, None, None, "reentrant", "nonreentrant"))
@@ -209,7 +219,9 @@ class _Sequence:
 
     def _train(self) -> None:
         self._emit(
-            "train", skip=() if self.local or self.gathered else self._skip(), scaled_by_rank=self.rng.random() < 0.3
+            "train",
+            skip=() if self.local or self.gathered else self._skip(),
+            scaled_by_rank=self.rng.random() < 0.3,
         )
         self.gathered = self.local = False
         self.gradients = True
@@ -257,7 +269,9 @@ class _Sequence:
     def _save(self) -> None:
         if self.local:
             self._train()
-        kinds = ("FULL",) if any(block.kind == "channels_last" for block in self.blocks) else ("FULL", "SHARDED")
+        kinds = (
+            ("FULL",) if any(block.kind == "channels_last" for block in self.blocks) else ("FULL", "SHARDED")
+        )
         self._emit("save", kind=self.rng.choice(kinds))
         self.saved = True
 
@@ -274,7 +288,9 @@ class _Sequence:
             self.gradients = False
         frozen = self.rng.random() < 0.6
         self.frozen = self.frozen or frozen
-        self._emit("freeze", block=self.rng.randrange(len(self.blocks)), inner=self.rng.random() < 0.5, frozen=frozen)
+        self._emit(
+            "freeze", block=self.rng.randrange(len(self.blocks)), inner=self.rng.random() < 0.5, frozen=frozen
+        )
 
     def _clip(self) -> None:
         self._settle(gradients=True)
@@ -296,7 +312,9 @@ class _Sequence:
     def _fail(self) -> None:
         self._settle()
         place = self.rng.choice(("forward", "backward", "backward"))
-        self._emit("fail", block=self.rng.randrange(len(self.blocks)), place=place, sync=self.rng.random() < 0.7)
+        self._emit(
+            "fail", block=self.rng.randrange(len(self.blocks)), place=place, sync=self.rng.random() < 0.7
+        )
         self._emit("zero_grad", set_to_none=True, by_model=False)
         self.gradients = False
 
@@ -497,7 +515,8 @@ class ProgramRun(Run):
         self.record_params("after load")
 
     def do_freeze(self, block: int, inner: bool, frozen: bool) -> None:
-        """Whole flat parameters, or the original ones, of a block or its inner layer; the root's stay trained."""
+        """Whole flat parameters, or the original ones, of a block or its inner layer; the root's stay
+        trained."""
         chosen = self.blocks()[block]
         for parameter in (chosen.inner if inner else chosen).parameters():
             parameter.requires_grad_(not frozen)
@@ -559,6 +578,9 @@ def _run_named(what: str, call: Callable[[], None]) -> None:
 
 
 def shortened(program: Program, kept: tuple[int, ...]) -> Program:
-    """The program with the operations of these numbers alone (all where there are none), to look for a smaller one."""
-    operations = tuple(one for index, one in enumerate(program.operations, start=1) if not kept or index in kept)
+    """The program with the operations of these numbers alone (all where there are none), to look for a
+    smaller one."""
+    operations = tuple(
+        one for index, one in enumerate(program.operations, start=1) if not kept or index in kept
+    )
     return replace(program, operations=operations)

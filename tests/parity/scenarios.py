@@ -64,7 +64,8 @@ def frozen_in_unit(run: Run) -> nn.Module:
 
 
 def nested_by_hand(run: Run) -> nn.Module:
-    """Units inside units: a block holds a unit of its own, one block is not wrapped, the root has what is left."""
+    """Units inside units: a block holds a unit of its own, one block is not wrapped, the root has what is
+    left."""
     model = net(run)
     model.blocks[0].up = run.wrap(model.blocks[0].up)
     model.blocks[0] = run.wrap(model.blocks[0])
@@ -103,7 +104,8 @@ def mixed_strategies(run: Run) -> nn.Module:
 
 
 def ignored_parameters(run: Run) -> nn.Module:
-    """An ignored module stays a plain one: its gradients are local, so it is frozen to keep the ranks equal."""
+    """An ignored module stays a plain one: its gradients are local, so it is frozen to keep the ranks
+    equal."""
     model = net(run)
     model.blocks[1].requires_grad_(False)
     return run.wrap(model, auto_wrap_policy=PER_BLOCK, ignored_modules=[model.blocks[1]])
@@ -370,11 +372,14 @@ NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params
     "checkpoint_wrapper_inside": Scenario(checkpoint_wrapper_inside, plain_step),
     "checkpoint_wrapper_around": Scenario(checkpoint_wrapper_around, no_sync_step),
     "policy_transformer": Scenario(
-        with_arguments(auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})),
+        with_arguments(
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+        ),
         plain_step,
     ),
     "policy_size": Scenario(
-        with_arguments(auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=30)), plain_step
+        with_arguments(auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=30)),
+        plain_step,
     ),
     "policy_lambda": Scenario(
         with_arguments(

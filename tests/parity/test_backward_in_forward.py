@@ -1,4 +1,5 @@
-"""A backward inside the forward of the root: bitwise as torch through inner units, refused through the root itself."""
+"""A backward inside the forward of the root: bitwise as torch through inner units, refused through the root
+itself."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from tests.simulated_gpu import races
 class Inside(nn.Module):
     """Two units and parameters of the root's own; ``step`` is what its forward does with them."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module], step: Callable[[Inside, Tensor], Tensor]) -> None:
+    def __init__(
+        self, wrap: Callable[[nn.Module], nn.Module], step: Callable[[Inside, Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.before, self.own = wrap(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
         self.first, self.second = wrap(nn.Linear(WIDTH, WIDTH)), wrap(nn.Linear(WIDTH, WIDTH))
@@ -59,14 +62,18 @@ def own_parameters(model: Inside, x: Tensor) -> Tensor:
     return model.second(x)
 
 
-STEPS = {step.__name__: step for step in (auxiliary_loss, unit_used_again, gradient_of_the_input, two_backwards)}
+STEPS = {
+    step.__name__: step for step in (auxiliary_loss, unit_used_again, gradient_of_the_input, two_backwards)
+}
 
 
 def build(which: str, step: Callable[[Inside, Tensor], Tensor], **arguments: Any) -> Any:
     torch.manual_seed(3)
     make = implementation(which)
     return make(
-        Inside(lambda module: make(module, device_id=device(), **arguments), step), device_id=device(), **arguments
+        Inside(lambda module: make(module, device_id=device(), **arguments), step),
+        device_id=device(),
+        **arguments,
     )
 
 
@@ -74,7 +81,9 @@ def batch(rank: int, index: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
 
 
-def trained(which: str, rank: int, step: Callable[[Inside, Tensor], Tensor], **arguments: Any) -> list[Tensor | None]:
+def trained(
+    which: str, rank: int, step: Callable[[Inside, Tensor], Tensor], **arguments: Any
+) -> list[Tensor | None]:
     """Outputs, gradients and parameters of three steps."""
     model = build(which, step, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,14 +122,18 @@ def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_th
 ) -> None:
     listed = {}
     for which in ("torch", "fsdp_c"):
-        model = build(which, gradient_of_the_input, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
+        model = build(
+            which, gradient_of_the_input, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True
+        )
         model(batch(rank, 0)).sum().backward()
         listed[which] = any(".first." in f".{name}" for name, _ in model.named_parameters())
     assert listed == {"torch": False, "fsdp_c": True}
 
 
 @on_ranks(2)
-def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(rank: int, world_size: int) -> None:
+def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(
+    rank: int, world_size: int
+) -> None:
     """Without a backward of the whole nothing that was gathered for the one inside goes stale."""
     model = build("fsdp_c", gradient_of_the_input, use_orig_params=True)
     for _ in range(2):

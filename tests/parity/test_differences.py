@@ -1,7 +1,8 @@
-"""Where fsdp_c differs from torch's FSDP1 on purpose: torch's result and ours, one test per row of the parity table.
+"""Where fsdp_c differs from torch's FSDP1 on purpose: torch's result and ours, one test per row of the parity
+table.
 
-Row numbers are those of "Refuse or be right". Where torch kills the process, the docstring says so and only our result
-is tested.
+Row numbers are those of "Refuse or be right". Where torch kills the process, the docstring says so and only
+our result is tested.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from tests.ranks import device, on_ranks
 from tests.simulated_gpu import races
 
 BOTH = ("torch", "fsdp_c")
-NO_ACCELERATOR = "Cannot access accelerator device|Found no NVIDIA driver"  # torch built for the CPU, or for CUDA
+NO_ACCELERATOR = (
+    "Cannot access accelerator device|Found no NVIDIA driver"  # torch built for the CPU, or for CUDA
+)
 
 
 def wrap(which: str, module: nn.Module, **arguments: Any) -> Any:
@@ -65,7 +68,9 @@ def full_gradients(model: Any) -> list[Tensor]:
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def plain_gradients(world_size: int, forwards: Callable[[nn.Module, int], Tensor], **options: Any) -> list[Tensor]:
+def plain_gradients(
+    world_size: int, forwards: Callable[[nn.Module, int], Tensor], **options: Any
+) -> list[Tensor]:
     """The gradients of the unsharded model, averaged over the batches of all ranks."""
     model = plain(**options)
     sum(forwards(model, rank) / world_size for rank in range(world_size)).backward()
@@ -101,13 +106,18 @@ def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int, w
 
 
 @on_ranks(2)
-def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(rank: int, world_size: int) -> None:
+def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(
+    rank: int, world_size: int
+) -> None:
     """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
     norms = {}
     for which in BOTH:
         model = wrap(which, nn.Linear(1, 1, bias=False))  # rank 1 holds none of its one element
         model(torch.full((1, 1), 3.0)).sum().backward()
-        norms[which] = [model.clip_grad_norm_(100.0, float("inf")).item(), model.clip_grad_norm_(100.0, 2.0).item()]
+        norms[which] = [
+            model.clip_grad_norm_(100.0, float("inf")).item(),
+            model.clip_grad_norm_(100.0, 2.0).item(),
+        ]
     assert norms == {"torch": [3.0, pytest.approx(18**0.5)], "fsdp_c": [3.0, 3.0]}
 
 
@@ -116,9 +126,12 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(rank:
 def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without offload."""
+    """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without
+    offload."""
     with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
-        model = per_block("torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
+        model = per_block(
+            "torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params
+        )
         model(batch(rank)).sum().backward()
     models = [
         per_block("torch", use_orig_params=use_orig_params),
@@ -133,7 +146,9 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, world_size: int, strategy: str) -> None:
+def test_row_4_evaluation_sees_the_optimizer_step_before_it(
+    rank: int, world_size: int, strategy: str
+) -> None:
     stale = {}
     for which in BOTH:
         model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy=strategy)
@@ -165,7 +180,9 @@ def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
 
 
 @on_ranks(2)
-def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(rank: int, world_size: int) -> None:
+def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(
+    rank: int, world_size: int
+) -> None:
     def losses(model: Any) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         seen = []
@@ -339,7 +356,8 @@ RETAINED: dict[str, str | None] = {
 @pytest.mark.parametrize("strategy", RETAINED)
 @on_ranks(2)
 def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str) -> None:
-    """Torch: freed storage is read, or, where nothing is freed, the second gradient is not reduced (parity 34)."""
+    """Torch: freed storage is read, or, where nothing is freed, the second gradient is not reduced (parity
+    34)."""
 
     def step(which: str) -> list[Tensor]:
         model = per_block(which, strategy=strategy)
@@ -360,7 +378,9 @@ def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
-def test_row_13_a_graph_can_be_walked_in_no_sync_and_then_reduced(rank: int, world_size: int, strategy: str) -> None:
+def test_row_13_a_graph_can_be_walked_in_no_sync_and_then_reduced(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Torch: freed storage, an assertion about `_saved_grad_shard`, or gradients that are not reduced."""
 
     def step(which: str) -> list[Tensor]:
@@ -444,7 +464,8 @@ def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("container", "type_of_torch"), [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)]
+    ("container", "type_of_torch"),
+    [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)],
 )
 @on_ranks(2)
 def test_row_15_outputs_are_returned_as_they_were(
@@ -501,10 +522,13 @@ def total_norm(gradients: list[Tensor | None]) -> float:
 
 @on_ranks(2)
 def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int, world_size: int) -> None:
-    """In torch the views of frozen parameters require grad too; under no_sync their gradients stay, and are clipped."""
+    """In torch the views of frozen parameters require grad too; under no_sync their gradients stay, and are
+    clipped."""
     trained, frozen = {}, {}
     for which in BOTH:
-        model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), strategy="NO_SHARD")
+        model = wrap(
+            which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), strategy="NO_SHARD"
+        )
         model.module[0].requires_grad_(False)
         with model.no_sync():
             model(batch(rank)).square().sum().backward()
@@ -526,7 +550,11 @@ def test_row_28_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without
     def trained(which: str) -> set[str]:
         model = frozen_start(which)
         model(batch(rank)).sum().backward()
-        with contextlib.nullcontext() if which == "plain" else type(model).summon_full_params(model, with_grads=True):
+        with (
+            contextlib.nullcontext()
+            if which == "plain"
+            else type(model).summon_full_params(model, with_grads=True)
+        ):
             named = model.named_parameters()
             return {name for name, parameter in named if parameter.grad is not None and parameter.grad.any()}
 
@@ -544,7 +572,9 @@ def adam_trained(which: str, rank: int, **arguments: Any) -> tuple[Any, torch.op
     return model, optimizer
 
 
-def whole_optim_state(model: Any, optimizer: torch.optim.Optimizer, offload: bool) -> dict[str, dict[str, Tensor]]:
+def whole_optim_state(
+    model: Any, optimizer: torch.optim.Optimizer, offload: bool
+) -> dict[str, dict[str, Tensor]]:
     config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=offload)
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
         return type(model).optim_state_dict(model, optimizer)["state"]
@@ -608,7 +638,8 @@ def optimizer_groups(model: Any) -> list[dict[str, Any]]:
 def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """In torch a tied name stands after its module's other parameters; so it does here without original parameters."""
+    """In torch a tied name stands after its module's other parameters; so it does here without original
+    parameters."""
     names = {
         which: list(per_block(which, net={"tied_head": True}, use_orig_params=use_orig_params).state_dict())
         for which in BOTH
@@ -634,8 +665,11 @@ def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int, world_size: int) -> None:
-    """Torch gathers float32 zeros among float64 gradients, and the process dies in the collective (SIGABRT)."""
+def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(
+    rank: int, world_size: int
+) -> None:
+    """Torch gathers float32 zeros among float64 gradients, and the process dies in the collective
+    (SIGABRT)."""
     model = wrap("fsdp_c", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double())
     model(batch(rank).double()).sum().backward()
     own = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
@@ -665,7 +699,9 @@ def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int, worl
             model.generate(batch(rank))
         messages[which] = str(found.value)
     assert "must be a matrix" in messages["torch"] and "must be a matrix" in messages["fsdp_c"]
-    assert ["Generator" in message and "register_forward_method" in message for message in messages.values()] == [
+    assert [
+        "Generator" in message and "register_forward_method" in message for message in messages.values()
+    ] == [
         False,
         True,
     ]
@@ -682,7 +718,10 @@ def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int, worl
         with torch.no_grad():
             outputs[which] = gradients_or_error(lambda model=model: [model(batch(rank))])
     assert outputs["torch"][0].abs().max() < 50  # lost
-    assert f"rank {rank}" in outputs["fsdp_c"] and "summon_full_params(module, writeback=True)" in outputs["fsdp_c"]
+    assert (
+        f"rank {rank}" in outputs["fsdp_c"]
+        and "summon_full_params(module, writeback=True)" in outputs["fsdp_c"]
+    )
 
 
 @on_ranks(2)
@@ -723,7 +762,8 @@ def test_new_data_of_a_flat_parameter_stays(rank: int, world_size: int) -> None:
 def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward(
     rank: int, world_size: int, strategy: str
 ) -> None:
-    """Torch runs the second recomputation on parameters that are sharded again, or does not reduce its gradients."""
+    """Torch runs the second recomputation on parameters that are sharded again, or does not reduce its
+    gradients."""
 
     def forwards(model: nn.Module, one: int) -> Tensor:
         return model(batch(one)).sum() + model(batch(one, 1)).sum()
@@ -808,7 +848,11 @@ def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_
     model(batch(rank)).sum().backward()
     before = [parameter.grad for parameter in parameters]
     loss = model(batch(rank)).sum()
-    unit = next(module for module in model.modules() if module is not model and hasattr(module, "_fsdp_wrapped_module"))
+    unit = next(
+        module
+        for module in model.modules()
+        if module is not model and hasattr(module, "_fsdp_wrapped_module")
+    )
     within = next(module for module in unit.module.modules() if module._parameters)
     with pytest.warns(UserWarning, match="grad attribute of a Tensor that is not a leaf"):
         within.zero_grad()
@@ -877,7 +921,8 @@ def test_row_42_a_frozen_parameter_keeps_its_gradient(rank: int, world_size: int
 
 @on_ranks(2)
 def test_row_45_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, world_size: int) -> None:
-    """Torch reduces and frees the unit after the gradients of the first part, whose neighbours are still to come."""
+    """Torch reduces and frees the unit after the gradients of the first part, whose neighbours are still to
+    come."""
 
     def step(which: str) -> list[Tensor]:
         model = wrap(which, plain(around="reentrant"))  # the blocks, all in one unit
@@ -922,7 +967,9 @@ def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
 def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int, world_size: int) -> None:
     def sliced() -> nn.Linear:
         layer = nn.Linear(WIDTH, WIDTH)
-        layer.weight = nn.Parameter(torch.arange(3.0 * WIDTH * WIDTH).view(WIDTH, 3 * WIDTH)[:, WIDTH : 2 * WIDTH])
+        layer.weight = nn.Parameter(
+            torch.arange(3.0 * WIDTH * WIDTH).view(WIDTH, 3 * WIDTH)[:, WIDTH : 2 * WIDTH]
+        )
         nn.init.ones_(layer.bias)
         return layer
 
@@ -952,7 +999,9 @@ class CalledWithOthers(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional_call(self.layer, {"weight": 2 * self.layer.weight, "bias": 1 + self.layer.bias}, (x,))
+        return functional_call(
+            self.layer, {"weight": 2 * self.layer.weight, "bias": 1 + self.layer.bias}, (x,)
+        )
 
 
 @on_ranks(2)
@@ -1021,7 +1070,9 @@ def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(
         together([model(batch(0)) for model in wrapped("torch")])
     races.forget()
     models = wrapped("fsdp_c")
-    with pytest.raises(RuntimeError, match=f"rank {rank}, unit Shared: a backward has come .* around both roots"):
+    with pytest.raises(
+        RuntimeError, match=f"rank {rank}, unit Shared: a backward has come .* around both roots"
+    ):
         together([model(batch(0)) for model in models])
     assert_close(in_turn(models), expected)
 
@@ -1073,12 +1124,15 @@ def test_row_70_compiled_autograd_is_refused_in_words(rank: int, world_size: int
     assert_close(losses(model, contextlib.nullcontext), expected)
 
 
-# ----------------------------------------------------------------- other rows of the tables of docs/migrating.md
+# ----------------------------------------------------------------- other rows of the tables of
+# docs/migrating.md
 
 
 def filled(model: Any) -> dict[str, Tensor]:
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return model.state_dict() | {name: torch.full_like(one, 0.05) for name, one in plain().named_parameters()}
+        return model.state_dict() | {
+            name: torch.full_like(one, 0.05) for name, one in plain().named_parameters()
+        }
 
 
 def twentieths() -> Net:
@@ -1099,7 +1153,8 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 def test_load_state_dict_with_assign_loads_and_goes_on_training(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
-    """Torch goes on with what was there; under NO_SHARD with use_orig_params the optimizer trains nothing any more."""
+    """Torch goes on with what was there; under NO_SHARD with use_orig_params the optimizer trains nothing any
+    more."""
 
     def losses(model: Any, load: Callable[[], Any]) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -1153,7 +1208,10 @@ def test_a_refused_set_state_dict_type_changes_no_unit(rank: int, world_size: in
         with pytest.raises(AssertionError, match="same state_dict_type"):
             fsdp.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
         types[which] = [unit._state_dict_type.name.split("_")[0] for unit in fsdp.fsdp_modules(model)]
-    assert types == {"torch": ["LOCAL", "LOCAL", "SHARDED", "FULL"], "fsdp_c": ["FULL", "FULL", "SHARDED", "FULL"]}
+    assert types == {
+        "torch": ["LOCAL", "LOCAL", "SHARDED", "FULL"],
+        "fsdp_c": ["FULL", "FULL", "SHARDED", "FULL"],
+    }
 
 
 @both_views

@@ -1,7 +1,8 @@
-"""FSDP_USE_FULL_PREC_IN_EVAL=1: under mixed precision a unit in eval mode gathers and computes in full precision.
+"""FSDP_USE_FULL_PREC_IN_EVAL=1: under mixed precision a unit in eval mode gathers and computes in full
+precision.
 
-Bitwise against torch where torch is right (D-021, D-023, D-123), and against the plain model where torch computes with
-a copy that it gathered before the optimizer's step.
+Bitwise against torch where torch is right (D-021, D-023, D-123), and against the plain model where torch
+computes with a copy that it gathered before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def full_precision_in_eval() -> Iterator[None]:
 def interleaved_step(run: Run) -> None:
     """Evaluate, differentiate in eval mode, train on top of those gradients.
 
-    The backward comes before the optimizer's step, and frees what torch would otherwise keep gathered beyond it.
+    The backward comes before the optimizer's step, and frees what torch would otherwise keep gathered beyond
+    it.
     """
     run.model.eval()
     with torch.no_grad():
@@ -49,7 +51,8 @@ def interleaved_step(run: Run) -> None:
 
 
 def one_block_in_eval_step(run: Run) -> None:
-    """Modes differ inside the tree, and so do the precisions of neighbours. The root gets full-precision input."""
+    """Modes differ inside the tree, and so do the precisions of neighbours. The root gets full-precision
+    input."""
     run.model.train()
     run.model.blocks[1].eval()
     loss = run.loss(run.model(run.batch().float()))
@@ -62,7 +65,9 @@ def one_block_in_eval_step(run: Run) -> None:
 def grid() -> Iterator[Point]:
     for strategy in STRATEGIES:
         for orig in (True, False):
-            for precision in sorted(PRECISIONS.keys() - {"cast_inputs"}):  # there the inputs are in low precision
+            for precision in sorted(
+                PRECISIONS.keys() - {"cast_inputs"}
+            ):  # there the inputs are in low precision
                 yield Point("interleaved", strategy, orig, precision, "sgd")
     for orig in (True, False):
         for name in ("root_without_parameters", "prefetch_forward"):
@@ -183,8 +188,11 @@ def test_backward_is_in_the_precision_of_its_forward(
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @on_ranks(2)
-def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either order."""
+def test_gradients_of_both_precisions_accumulate_in_no_sync(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either
+    order."""
     x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     for modes in ((True, False), (False, True)):
         found = []

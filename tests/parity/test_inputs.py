@@ -22,7 +22,9 @@ class Greedy(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 2)
 
-    def forward(self, batch: dict[str, Any], filled: list[Any], empty: list[Any], nested: tuple[Any, ...]) -> Tensor:
+    def forward(
+        self, batch: dict[str, Any], filled: list[Any], empty: list[Any], nested: tuple[Any, ...]
+    ) -> Tensor:
         batch.pop("labels")
         for one in (filled, empty, nested[0], nested[1]["inner"]):
             one.append("seen")

@@ -1,8 +1,10 @@
-"""fsdp_c equals torch's FSDP1 bitwise: losses, parameters, buffers, gradients after every backward, full state dicts.
+"""fsdp_c equals torch's FSDP1 bitwise: losses, parameters, buffers, gradients after every backward, full
+state dicts.
 
-One test per point of the grid; its id is scenario, strategy, orig or flat (use_orig_params), precision, optimizer. Both
-implementations run in the same body on the same two ranks, so ``-k`` picks points and a failure names one. Points at
-which torch itself raises are listed in REFUSALS, and a test shows that it still does.
+One test per point of the grid; its id is scenario, strategy, orig or flat (use_orig_params), precision,
+optimizer. Both implementations run in the same body on the same two ranks, so ``-k`` picks points and a
+failure names one. Points at which torch itself raises are listed in REFUSALS, and a test shows that it still
+does.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ REFUSALS = (
 
 
 def torch_loses_gradients(point: Point) -> bool:
-    """After a forward without backward, torch's post-backward hook stands on a node that the next forward does not use
-    when parameters are cast: gradients are neither reduced nor handed over. Shown and answered by the last two tests.
+    """After a forward without backward, torch's post-backward hook stands on a node that the next forward
+    does not use when parameters are cast: gradients are neither reduced nor handed over. Shown and answered
+    by the last two tests.
     """
     return point.scenario == "forward_without_backward" and point.precision == "bf16_reduce_fp32"
 
@@ -78,7 +81,9 @@ def grid() -> Iterable[Point]:
 
 POINTS = list(grid())
 COMPARED = [
-    pytest.param(point, id=point.id) for point in POINTS if not refusal(point) and not torch_loses_gradients(point)
+    pytest.param(point, id=point.id)
+    for point in POINTS
+    if not refusal(point) and not torch_loses_gradients(point)
 ]
 REFUSED = [pytest.param(point, id=point.id) for point in POINTS if refusal(point)]
 
@@ -101,7 +106,9 @@ THROWN_AWAY = Point("forward_without_backward", precision="bf16_reduce_fp32")
 
 
 @on_ranks(2)
-def test_torch_loses_all_gradients_after_a_forward_without_backward_in_bf16(rank: int, world_size: int) -> None:
+def test_torch_loses_all_gradients_after_a_forward_without_backward_in_bf16(
+    rank: int, world_size: int
+) -> None:
     trace = record_run(THROWN_AWAY, SCENARIOS[THROWN_AWAY.scenario], "torch", rank, world_size)
     gradients = [value for label, value in trace.items() if "gradient" in label]
     assert gradients and all(gradient is None for gradient in gradients)

@@ -1,4 +1,5 @@
-"""Random training loops give what the plain module gives; tests/parity/plain_programs.py says how to run more."""
+"""Random training loops give what the plain module gives; tests/parity/plain_programs.py says how to run
+more."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ BATCHES = [tuple(range(first, first + 25)) for first in range(0, 75, 25)]
 
 @pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"seeds {seeds[0]} to {seeds[-1]}")
 @on_ranks(2, timeout_s=120.0)
-def test_random_training_loops_equal_the_plain_module(rank: int, world_size: int, seeds: tuple[int, ...]) -> None:
+def test_random_training_loops_equal_the_plain_module(
+    rank: int, world_size: int, seeds: tuple[int, ...]
+) -> None:
     for seed in seeds:
         program = generate(seed)
         failure = run_program(rank, world_size, program)

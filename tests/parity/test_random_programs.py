@@ -1,8 +1,9 @@
-"""Random programs give bitwise the same losses, gradients, parameters and state dicts with torch's FSDP1 and fsdp_c.
+"""Random programs give bitwise the same losses, gradients, parameters and state dicts with torch's FSDP1 and
+fsdp_c.
 
-``FSDP_C_RANDOM_PROGRAMS=500`` runs that many programs instead of 60. A failure prints the seed and the program:
-``FSDP_C_RANDOM_SEED=17`` runs that one alone, and ``FSDP_C_RANDOM_KEEP=1,2,5`` only these operations of it, which is
-how to look for a smaller program that fails.
+``FSDP_C_RANDOM_PROGRAMS=500`` runs that many programs instead of 60. A failure prints the seed and the
+program: ``FSDP_C_RANDOM_SEED=17`` runs that one alone, and ``FSDP_C_RANDOM_KEEP=1,2,5`` only these operations
+of it, which is how to look for a smaller program that fails.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def _moment(difference: str) -> int:
 @pytest.mark.parametrize("kept", [KEPT], ids=[""])
 @pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"seeds {seeds[0]} to {seeds[-1]}")
 @on_ranks(2, timeout_s=120.0)
-def test_random_programs_equal_torch(rank: int, world_size: int, seeds: tuple[int, ...], kept: tuple[int, ...]) -> None:
+def test_random_programs_equal_torch(
+    rank: int, world_size: int, seeds: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
     for seed in seeds:
         compare_program(shortened(generate(seed), kept), rank, world_size)
 
@@ -69,8 +72,17 @@ def test_programs_use_every_operation_and_configuration() -> None:
         "freeze", "edit", "raise_in_forward", "fail",
     }  # fmt: skip
     assert {program.point.strategy for program in programs} == {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"}
-    assert {plan.checkpoint for program in programs for plan in program.blocks} == {None, "reentrant", "nonreentrant"}
-    assert {plan.plan for program in programs for plan in program.blocks} == {"none", "unit", "nested", "inner"}
+    assert {plan.checkpoint for program in programs for plan in program.blocks} == {
+        None,
+        "reentrant",
+        "nonreentrant",
+    }
+    assert {plan.plan for program in programs for plan in program.blocks} == {
+        "none",
+        "unit",
+        "nested",
+        "inner",
+    }
 
 
 def test_a_seed_gives_one_program() -> None:

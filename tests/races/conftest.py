@@ -13,7 +13,8 @@ from tests import simulated_gpu
 
 @pytest.fixture
 def one_of_four_ranks() -> Iterator[None]:
-    """This process is one rank of four, the others are imagined; what a test has left on a device is over after it."""
+    """This process is one rank of four, the others are imagined; what a test has left on a device is over
+    after it."""
     assert simulated_gpu.is_on()
     from tests.races.programs import one_of_four
 

@@ -1,7 +1,8 @@
-"""Programs in which the order on streams matters, each run in this process as one of four ranks on the simulated GPU.
+"""Programs in which the order on streams matters, each run in this process as one of four ranks on the
+simulated GPU.
 
-The others are not there: what a collective brings is this rank's own part again. The detector needs accesses, no
-numbers.
+The others are not there: what a collective brings is this rank's own part again. The detector needs accesses,
+no numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def one_of_four() -> Iterator[None]:
         torch.set_default_device(ranks.device())
         dist.init_process_group(f"cuda:{BACKEND}", rank=0, world_size=WORLD_SIZE, store=FakeStore())
         dist.all_reduce(torch.ones(1), async_op=True).wait()  # the group has its stream
-        _last_streams.update({priority: torch.cuda.Stream(priority=priority).stream_id for priority in (0, -1)})
+        _last_streams.update(
+            {priority: torch.cuda.Stream(priority=priority).stream_id for priority in (0, -1)}
+        )
         gc.collect()
         gc.freeze()  # programs collect garbage, and there is much else to go through
         try:
@@ -92,7 +95,8 @@ def step_under_two_streams(trainer: Trainer) -> None:
 
 
 def add_up_under_two_streams(trainer: Trainer) -> None:
-    """A backward through two forwards under streams of their own; what the first packs with is of one of them."""
+    """A backward through two forwards under streams of their own; what the first packs with is of one of
+    them."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     for _ in range(2):
         losses = []
@@ -134,7 +138,8 @@ def after(first: torch.cuda.Stream, then: torch.cuda.Stream) -> Iterator[None]:
 
 
 def take_freed_memory(trainer: Trainer) -> None:
-    """The script takes and drops memory between units, of all sizes: what is freed is soon somebody else's."""
+    """The script takes and drops memory between units, of all sizes: what is freed is soon somebody
+    else's."""
 
     def take(*_: Any) -> None:
         for numel in (64, 256, 1024):
@@ -175,7 +180,8 @@ def step_under_streams_that_end(trainer: Trainer) -> None:
 
 
 def step_under_streams_that_are_destroyed(trainer: Trainer) -> None:
-    """The driver has the script's own streams in torch's places, each for one step and a look at the model."""
+    """The driver has the script's own streams in torch's places, each for one step and a look at the
+    model."""
     driver = device_library()
     for _ in range(3):
         handle = ctypes.c_void_p()
@@ -201,7 +207,8 @@ def step_in_a_pool(trainer: Trainer) -> None:
 
 
 def write_after_a_refusal(trainer: Trainer) -> None:
-    """What the gather would have read is being made while the script changes the parameters that it is made of."""
+    """What the gather would have read is being made while the script changes the parameters that it is made
+    of."""
     trainer.step()
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patched, pytest.raises(Refused):
@@ -219,7 +226,10 @@ OWN: dict[str, tuple[Body, dict[str, Any]]] = {
     "two streams, two forwards": (add_up_under_two_streams, {"limit_all_gathers": False}),
     "two streams, bf16": (step_under_two_streams, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "two streams, evaluate": (evaluate_under_two_streams, {"limit_all_gathers": False}),
-    "streams that end, bf16": (step_under_streams_that_end, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "streams that end, bf16": (
+        step_under_streams_that_end,
+        {"limit_all_gathers": False, "mixed_precision": BF16},
+    ),
     "streams that are destroyed": (step_under_streams_that_are_destroyed, {"limit_all_gathers": False}),
     "streams that are destroyed, bf16": (
         step_under_streams_that_are_destroyed,
@@ -306,7 +316,8 @@ def run(name: str, drop: int | None = None) -> Run:
 
 @contextmanager
 def _begun() -> Iterator[None]:
-    """The device is through with all before, and with this afterwards. Garbage is collected where programs do so."""
+    """The device is through with all before, and with this afterwards. Garbage is collected where programs do
+    so."""
     import simulated_gpu
 
     _clean_up()
@@ -337,7 +348,8 @@ def _named_order(order: list[tuple[str, int, dict[int, int]]], names: dict[int, 
         if agent not in all_names:
             all_names[agent] = f"compute {len(all_names) - len(names)}"
     return [
-        Step(what, all_names[at], {all_names[one]: count for one, count in after.items()}) for what, at, after in order
+        Step(what, all_names[at], {all_names[one]: count for one, count in after.items()})
+        for what, at, after in order
     ]
 
 
@@ -356,7 +368,8 @@ def _mesh() -> Any:
 
 
 def _go_back_to_the_first_streams() -> None:
-    """torch hands out 32 of each priority in turn: a program has the same ones each time, and none of the group's."""
+    """torch hands out 32 of each priority in turn: a program has the same ones each time, and none of the
+    group's."""
     for priority, last in _last_streams.items():
         while torch.cuda.Stream(priority=priority).stream_id != last:
             pass
@@ -374,7 +387,8 @@ ROLES = ("pre-unshard", "unshard", "post-backward", "all-reduce")
 
 @contextmanager
 def _named_streams() -> Iterator[dict[int, str]]:
-    """The roles of the streams that roots make, which is in the order of the roles, by agent of the device."""
+    """The roles of the streams that roots make, which is in the order of the roles, by agent of the
+    device."""
     names: dict[int, str] = {}
 
     class Stream(torch.cuda.Stream):

@@ -1,4 +1,5 @@
-"""What each wait of the runtime is worth on the simulated GPU: left out in turn, in programs in which order matters.
+"""What each wait of the runtime is worth on the simulated GPU: left out in turn, in programs in which order
+matters.
 
 python -m tests.simulated_gpu -m tests.races.report [--markdown FILE] [--jobs N] [--every N] [PROGRAM ...]
 """
@@ -78,10 +79,14 @@ def markdown(all_found: list[Found], every: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("programs", nargs="*")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="one wait in N, always the same ones")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="one wait in N, always the same ones"
+    )
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")

@@ -41,7 +41,11 @@ class Trainer:
         for index in arguments.pop("optional", []):
             optional(whole.blocks[index])
         for index in hybrid:
-            inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
+            inner = {
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+                "device_mesh": mesh,
+                "use_orig_params": True,
+            }
             whole.blocks[index] = FSDP(whole.blocks[index], device_id=device(), **inner)
         self.model = FSDP(
             whole,
@@ -224,7 +228,11 @@ def refusing(collective: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 
 def refuse_collectives(trainer: Trainer) -> None:
-    for name, after in (("all_gather_into_tensor", 2), ("all_gather_into_tensor", 5), ("reduce_scatter_tensor", 1)):
+    for name, after in (
+        ("all_gather_into_tensor", 2),
+        ("all_gather_into_tensor", 5),
+        ("reduce_scatter_tensor", 1),
+    ):
         trainer.step()
         with pytest.MonkeyPatch.context() as patched, pytest.raises(Refused):
             patched.setattr(dist, name, refusing(getattr(dist, name), after))
@@ -273,7 +281,8 @@ def replace(module: Any) -> None:
 
 
 def step_twice_in_backward(trainer: Trainer) -> None:
-    """Reentrant checkpoints end a unit's backward once for each forward: it is gathered again after its step."""
+    """Reentrant checkpoints end a unit's backward once for each forward: it is gathered again after its
+    step."""
     _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
     for _ in range(STEPS):
         (trainer.forward() + trainer.forward()).backward()
@@ -381,7 +390,10 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
         plain,
         {"cpu_offload": CPUOffload(True), "strategy": "SHARD_GRAD_OP", "mixed_precision": BF16},
     ),
-    "offload, NO_SHARD": (plain, {"cpu_offload": CPUOffload(True), "strategy": "NO_SHARD", "use_orig_params": False}),
+    "offload, NO_SHARD": (
+        plain,
+        {"cpu_offload": CPUOffload(True), "strategy": "NO_SHARD", "use_orig_params": False},
+    ),
     "offload, write after evaluating": (
         write_after_evaluating,
         {"cpu_offload": CPUOffload(True), "use_orig_params": False, "limit_all_gathers": False},
@@ -394,7 +406,10 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "step in backward": (step_in_backward, {"limit_all_gathers": False}),
     "segments": (accumulate, {"segments": True, "limit_all_gathers": False}),
     "segments, flat": (plain, {"segments": True, "use_orig_params": False, "forward_prefetch": True}),
-    "segments, offload": (accumulate, {"segments": True, "cpu_offload": CPUOffload(True), "limit_all_gathers": False}),
+    "segments, offload": (
+        accumulate,
+        {"segments": True, "cpu_offload": CPUOffload(True), "limit_all_gathers": False},
+    ),
     "segments, SHARD_GRAD_OP": (accumulate, {"segments": True, "strategy": "SHARD_GRAD_OP"}),
     "segments, look at parameters": (look_at_parameters, {"segments": True, "limit_all_gathers": False}),
     "segments, raise in backward": (raise_in_backward, {"segments": True, "limit_all_gathers": False}),

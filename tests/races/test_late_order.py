@@ -40,7 +40,9 @@ def late(streams: str) -> Iterator[None]:
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_training_is_the_same(rank: int, world_size: int, name: str, streams: str) -> None:
     with over("nccl") as options:
-        assert_parity(rank, name, late(streams), no_sync=name == "FULL_SHARD", checkpoint=False, options=options)
+        assert_parity(
+            rank, name, late(streams), no_sync=name == "FULL_SHARD", checkpoint=False, options=options
+        )
 
 
 @pytest.mark.parametrize("streams", STREAMS)

@@ -13,7 +13,9 @@ from tests import simulated_gpu
 from tests.models import WIDTH
 
 pytestmark = [
-    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"),
+    pytest.mark.skipif(
+        not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+    ),
     pytest.mark.usefixtures("one_of_four_ranks"),
 ]
 
@@ -21,7 +23,15 @@ if simulated_gpu.is_on():
     from tests.races.scenarios import SCENARIOS, STEPS, Trainer, plain, raising_in
 
 
-POOLED = ["FULL_SHARD", "SHARD_GRAD_OP", "bf16", "prefetch after", "no prefetch", "forward prefetch", "evaluate"]
+POOLED = [
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "bf16",
+    "prefetch after",
+    "no prefetch",
+    "forward prefetch",
+    "evaluate",
+]
 
 
 @pytest.mark.parametrize("name", POOLED)
@@ -62,7 +72,8 @@ def test_a_step_takes_no_memory_that_the_first_did_not_take(name: str) -> None:
 
 
 class FullPool:
-    """Refuses to grow a storage for the first time, or ``always``; the second try is the one beside the pool."""
+    """Refuses to grow a storage for the first time, or ``always``; the second try is the one beside the
+    pool."""
 
     def __init__(self, always: bool) -> None:
         self.resize, self.always, self.refused = torch.UntypedStorage.resize_, always, 0
@@ -79,7 +90,8 @@ class FullPool:
 
 @pytest.mark.parametrize("always", [False, True])
 def test_what_a_full_pool_refuses_is_taken_beside_it(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There torch's allocator gives back what others have freed; a device that is full all the same says so."""
+    """There torch's allocator gives back what others have freed; a device that is full all the same says
+    so."""
     pool = FullPool(always)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes: pool(storage, nbytes))
     with pytest.raises(torch.OutOfMemoryError) if always else contextlib.nullcontext():

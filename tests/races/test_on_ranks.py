@@ -1,4 +1,5 @@
-"""Programs on real ranks of the simulated GPU, whose harness looks for races and memory that is given back early."""
+"""Programs on real ranks of the simulated GPU, whose harness looks for races and memory that is given back
+early."""
 
 from __future__ import annotations
 
@@ -72,4 +73,7 @@ def test_offload_gives_the_same_numbers(rank: int, world_size: int, strategy: st
         return [param.detach().cpu() for param in trainer.model.parameters()]
 
     with on_gpu() as group:
-        assert all(torch.equal(one, other) for one, other in zip(train(group, True), train(group, False), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(train(group, True), train(group, False), strict=True)
+        )

@@ -16,7 +16,9 @@ from tests.models import WIDTH
 from tests.simulated_gpu import races
 
 pytestmark = [
-    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"),
+    pytest.mark.skipif(
+        not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+    ),
     pytest.mark.usefixtures("one_of_four_ranks"),
 ]
 
@@ -29,11 +31,15 @@ def step(trainer: Any) -> None:
     trainer.forward().backward()
 
 
-@pytest.mark.parametrize("kind", [("compute", "unshard"), ("post-backward", "compute"), ("compute", "post-backward")])
+@pytest.mark.parametrize(
+    "kind", [("compute", "unshard"), ("post-backward", "compute"), ("compute", "post-backward")]
+)
 def test_a_wait_that_is_left_out_is_found(kind: tuple[str, str]) -> None:
     whole = run("no limit")
     of_kind = [nth for nth, wait in enumerate(whole.waits) if wait.kind == kind]
-    found = [run("no limit", drop=nth).reports - whole.reports for nth in of_kind[-2:]]  # the pool has other last ones
+    found = [
+        run("no limit", drop=nth).reports - whole.reports for nth in of_kind[-2:]
+    ]  # the pool has other last ones
     assert any(line.startswith("race") for lines in found for line in lines)
 
 
@@ -114,7 +120,9 @@ def test_parameters_that_another_stream_reads_in_order_are_no_fault() -> None:
             step(trainer)
 
 
-def test_a_gpu_that_the_kernels_have_no_code_for_runs_operators_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_that_the_kernels_have_no_code_for_runs_operators_of_torch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kernels = ctypes.CDLL(os.environ["FSDP_C_CUDA_KERNELS"])
     expected, trainer = Trainer(0), Trainer(0)
     torch.manual_seed(5)

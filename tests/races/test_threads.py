@@ -1,4 +1,5 @@
-"""On a GPU autograd has a thread of its own, which lets go of a backward that has raised when it comes to it."""
+"""On a GPU autograd has a thread of its own, which lets go of a backward that has raised when it comes to
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import torch
 from tests import simulated_gpu
 
 pytestmark = [
-    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"),
+    pytest.mark.skipif(
+        not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+    ),
     pytest.mark.usefixtures("one_of_four_ranks"),
 ]
 

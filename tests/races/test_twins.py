@@ -1,7 +1,8 @@
-"""The rows of ``benchmarks.timeline --standard`` as tiny models that compute, on real ranks of the simulated GPU.
+"""The rows of ``benchmarks.timeline --standard`` as tiny models that compute, on real ranks of the simulated
+GPU.
 
-Each is wrapped as its row is, over ranks that stand for the row's nodes, and gives the bits of torch's FSDP1 there. The
-harness of the ranks looks for races and for memory that is given back early.
+Each is wrapped as its row is, over ranks that stand for the row's nodes, and gives the bits of torch's FSDP1
+there. The harness of the ranks looks for races and for memory that is given back early.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ def train(row: Row, rank: int) -> list[Tensor]:
     with GPU:
         model: Any = timeline_models.Llama(shape, shape.sequence)
     for name in ("cosine", "sine"):
-        getattr(model, name).copy_(torch.linspace(-1, 1, getattr(model, name).numel()).view_as(getattr(model, name)))
+        getattr(model, name).copy_(
+            torch.linspace(-1, 1, getattr(model, name).numel()).view_as(getattr(model, name))
+        )
     with within_nodes(row):
         model = timeline_models.fsdp1(row, model, process_group=groups_of(row))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -126,7 +129,9 @@ def assert_same_bits(rank: int, settings: dict[str, Any]) -> None:
         races.forget()
         actual = train(row_of(settings), rank)
     assert len(expected) == len(actual) > 10 * STEPS
-    assert all(one.isfinite().all() and torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+    assert all(
+        one.isfinite().all() and torch.equal(one, other) for one, other in zip(expected, actual, strict=True)
+    )
     losses = actual[:: len(actual) // STEPS]
     assert len({loss.item() for loss in losses}) == STEPS
 

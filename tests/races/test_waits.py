@@ -1,6 +1,8 @@
-"""Each wait of the runtime is left out in turn: it is missed, or others say the same, or it stands there with a reason.
+"""Each wait of the runtime is left out in turn: it is missed, or others say the same, or it stands there with
+a reason.
 
-A part of the waits, always the same ones, unless FSDP_C_EXHAUSTIVE=1 says all of them (make test-simulated-gpu).
+A part of the waits, always the same ones, unless FSDP_C_EXHAUSTIVE=1 says all of them (make
+test-simulated-gpu).
 """
 
 from __future__ import annotations

@@ -44,37 +44,46 @@ CHOSEN = [
 ]
 
 SHOWN = (
-    "what is reduced is the sum of no_sync, whose memory .grad shows: it is given back later than that of other sums"
+    "what is reduced is the sum of no_sync, whose memory .grad shows: it is given back later than that "
+    "of other sums"
 )
 NOT_WRITTEN = (
-    "a step begins in which nothing was written or given back since the one before, under no_sync for instance"
+    "a step begins in which nothing was written or given back since the one before, under no_sync for "
+    "instance"
 )
 IN_PLACE = (
-    "a gradient that is not sharded is reduced in place: no memory is given back, and the last unit's wait would do"
+    "a gradient that is not sharded is reduced in place: no memory is given back, and the last unit's "
+    "wait would do"
 )
 
 GIVEN_BACK = (
-    "memory of streams that the script computed under may have been used and given back under another one: they wait "
-    "for it at the end of a backward, also where none of theirs was"
+    "memory of streams that the script computed under may have been used and given back under another one: "
+    "they wait for it at the end of a backward, also where none of theirs was"
 )
 FOLLOWED = (
-    "the stream that the script computes under now comes after the one before, whatever is read of what that has made"
+    "the stream that the script computes under now comes after the one before, whatever is read of what "
+    "that has made"
 )
 MADE_BEFORE = (
-    "what is gathered is cast or uploaded on the stream before, which has waited for the same: this wait is for shards "
-    "that are gathered as they are, and for memory"
+    "what is gathered is cast or uploaded on the stream before, which has waited for the same: this wait is "
+    "for shards that are gathered as they are, and for memory"
 )
-UPLOADED = "uploads begin with the step, as casts of a shard on the device must; the host has waited for what it wrote"
+UPLOADED = (
+    "uploads begin with the step, as casts of a shard on the device must; the host has waited for what "
+    "it wrote"
+)
 
 PACKED = (
-    "gradients are given back to the stream that the script computed under once they are packed, also where it takes "
-    "no memory under it again"
+    "gradients are given back to the stream that the script computed under once they are packed, also where "
+    "it takes no memory under it again"
 )
 LAST = (
-    "what is given back last in a backward is written next by the last reduction's input, which is packed after the "
-    "computation, or in the next step, whose gathers wait for the computation themselves"
+    "what is given back last in a backward is written next by the last reduction's input, which is packed "
+    "after the computation, or in the next step, whose gathers wait for the computation themselves"
 )
-WRITTEN_BACK = "each unit whose shard was written back waits for that by itself: the wait of the first of them would do"
+WRITTEN_BACK = (
+    "each unit whose shard was written back waits for that by itself: the wait of the first of them would do"
+)
 
 # By program: what waits that order something, and whose absence nothing shows there, are for.
 REASONS: dict[str, dict[Kind, str]] = {
@@ -93,11 +102,20 @@ REASONS: dict[str, dict[Kind, str]] = {
         ("unshard", "compute"): MADE_BEFORE,
         ("pre-unshard", "compute"): NOT_WRITTEN,
     },
-    "look at parameters, bf16": {("pre-unshard", "compute"): WRITTEN_BACK, ("unshard", "compute"): MADE_BEFORE},
+    "look at parameters, bf16": {
+        ("pre-unshard", "compute"): WRITTEN_BACK,
+        ("unshard", "compute"): MADE_BEFORE,
+    },
     "raise in backward": {("unshard", "compute"): NOT_WRITTEN},
     "offload, gradients read": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
-    "offload, write after evaluating": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
-    "offload, no limit, forward prefetch": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
+    "offload, write after evaluating": {
+        ("pre-unshard", "compute"): UPLOADED,
+        ("unshard", "compute"): MADE_BEFORE,
+    },
+    "offload, no limit, forward prefetch": {
+        ("pre-unshard", "compute"): UPLOADED,
+        ("unshard", "compute"): MADE_BEFORE,
+    },
     "NO_SHARD": {("compute", "post-backward"): IN_PLACE},
     "raise in backward, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
     "offload, NO_SHARD": {
@@ -115,7 +133,9 @@ LIMITER = "the limiter bounds how much is gathered at a time; streams are in ord
 def reasons_of(program: str, waits: Iterable[Wait]) -> dict[Kind, str]:
     limited = PROGRAMS[program][1].get("limit_all_gathers", True)
     reasons = {("host", "compute"): LIMITER} if limited else {}
-    if any(wait.kind == ("post-backward", "unshard") for wait in waits):  # the last reduction's input is of the pool
+    if any(
+        wait.kind == ("post-backward", "unshard") for wait in waits
+    ):  # the last reduction's input is of the pool
         reasons["unshard", "compute"] = LAST
     return reasons | REASONS.get(program, {})
 
@@ -150,7 +170,9 @@ def look(program: str, stride: int = 1) -> Found:
         without = run(program, drop=nth)
         if without.reports - whole.reports:
             found.caught.append(wait)
-        elif without.order == whole.order or any(run(program, drop=nth).order == run(program).order for _ in range(4)):
+        elif without.order == whole.order or any(
+            run(program, drop=nth).order == run(program).order for _ in range(4)
+        ):
             found.implied.append(wait)  # autograd's thread may be late in some runs, and order them otherwise
         else:
             found.spare.append(wait)

@@ -1,7 +1,7 @@
 """torch's own CUDA build on a GPU that is not there: docs/real_cuda.md is about it.
 
-``python -m tests.real_cuda ARGUMENTS OF PYTHON`` runs its Python, in an environment of its own; ``environment()`` is
-what a process of it needs.
+``python -m tests.real_cuda ARGUMENTS OF PYTHON`` runs its Python, in an environment of its own;
+``environment()`` is what a process of it needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs the Python of a CUDA build of torch without a GPU: ``python -m tests.real_cuda -m pytest tests/cuda``.
 
-``FAKE_CUDA_TORCH`` is the version of torch, 2.13.0 unless it says another. Without arguments its environment and the
-libraries are made, as far as they are stale, and nothing is run.
+``FAKE_CUDA_TORCH`` is the version of torch, 2.13.0 unless it says another. Without arguments its environment
+and the libraries are made, as far as they are stale, and nothing is run.
 """
 
 from __future__ import annotations

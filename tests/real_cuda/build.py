@@ -1,8 +1,8 @@
 """The environment with a CUDA build of torch, and the libraries that stand under it, in build/real_cuda.
 
-libcuda.so.1, libcudart.so.13, libnvidia-ml.so.1 and libnccl.so.2 are what torch finds in place of those of these names,
-liboperators.so puts operators that compute on the host's memory into torch, and _cuda.so is fsdp_c's kernels as nvcc
-made them, over libfsdp_kernels.so, which runs what they launch.
+libcuda.so.1, libcudart.so.13, libnvidia-ml.so.1 and libnccl.so.2 are what torch finds in place of those of
+these names, liboperators.so puts operators that compute on the host's memory into torch, and _cuda.so is
+fsdp_c's kernels as nvcc made them, over libfsdp_kernels.so, which runs what they launch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ RUNTIME, DRIVER, MANAGEMENT, NCCL = "libcudart.so.13", "libcuda.so.1", "libnvidi
 
 DEVICE_FLAGS = ["-std=c++20", "-O2", *STRICT]
 TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
-KERNEL_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", *STRICT, "-Wno-unknown-pragmas"]
+KERNEL_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    *STRICT,
+    "-Wno-unknown-pragmas",
+]
 
 
 class Build:
@@ -51,7 +58,9 @@ class Build:
         with one_at_a_time(FOLDER):
             self.make_environment()
             self.folder.mkdir(exist_ok=True)
-            build([*self.device_libraries(), self.operators()], f"what stands under torch {self.version.spec}")
+            build(
+                [*self.device_libraries(), self.operators()], f"what stands under torch {self.version.spec}"
+            )
             self.make_kernels()
 
     def make_environment(self) -> None:
@@ -87,7 +96,9 @@ class Build:
 
     def operators(self) -> Library:
         headers = self.torch / "include"
-        including_torch = including(headers, headers / "torch/csrc/api/include", cuda_include(), self.toolkit_headers())
+        including_torch = including(
+            headers, headers / "torch/csrc/api/include", cuda_include(), self.toolkit_headers()
+        )
         of_torch = (f"-L{self.torch / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10")
         flags = [*TORCH_FLAGS, *including_torch, f"-I{SIMULATED}"]
         sources = ("operators", "held_operator", "cpu_tensors")
@@ -103,7 +114,9 @@ class Build:
         objects = self.folder / "cuda"
         settings = {"FSDP_C_CUDA": "1", "FSDP_C_CUDA_ARCHS": "90"}
         command = [str(self.version.python), "setup.py", "-q", "build_cuda", "--build-temp", str(objects)]
-        folder = self.folder / "static"  # linked as in a wheel, with a runtime of its own, which wants a real driver
+        folder = (
+            self.folder / "static"
+        )  # linked as in a wheel, with a runtime of its own, which wants a real driver
         subprocess.run([*command, "--folder", str(folder)], cwd=ROOT, env=os.environ | settings, check=True)
         made = sorted(objects.glob("*.o"))
         emulated = Library(
@@ -118,7 +131,8 @@ class Build:
         """The kernels of one object, from their source, under the names by which the object launches them."""
         source = KERNELS / f"{made.stem}.cu"
         entries = (
-            f'EMULATED("{mangled}", {str(barriers).lower()}, {name})' for mangled, name, barriers in kernels_of(made)
+            f'EMULATED("{mangled}", {str(barriers).lower()}, {name})'
+            for mangled, name, barriers in kernels_of(made)
         )
         lines = [f'#include "{source}"', f'#include "{DEVICE}/kernels.h"', *entries, ""]
         wrapper = self.folder / f"emulated_{made.stem}.cpp"
@@ -144,9 +158,14 @@ def cuda_include() -> Path:
 
 
 def kernels_of(made: Path) -> Iterator[tuple[str, str, bool]]:
-    """(mangled name, name without its parameters, whether it has barriers) of the kernels that an object launches."""
-    text = "".join(path.read_text() for pattern in ("*.cu", "cuda_*.h") for path in sorted(KERNELS.glob(pattern)))
-    launched = {name: bool(barriers) for barriers, name in re.findall(r"\bENQUEUE(_WITH_BARRIERS)?\(\(?(\w+)", text)}
+    """(mangled name, name without its parameters, whether it has barriers) of the kernels that an object
+    launches."""
+    text = "".join(
+        path.read_text() for pattern in ("*.cu", "cuda_*.h") for path in sorted(KERNELS.glob(pattern))
+    )
+    launched = {
+        name: bool(barriers) for barriers, name in re.findall(r"\bENQUEUE(_WITH_BARRIERS)?\(\(?(\w+)", text)
+    }
     mangled = sorted(set(re.findall(rb"\b_Z\w+", made.read_bytes())))
     names = output("c++filt", input=b"\n".join(mangled).decode()).splitlines()
     for one, name in zip(mangled, names, strict=True):

@@ -1,4 +1,5 @@
-"""These tests are about torch's CUDA build on a GPU that is not there: they run on it, and are skipped elsewhere."""
+"""These tests are about torch's CUDA build on a GPU that is not there: they run on it, and are skipped
+elsewhere."""
 
 from __future__ import annotations
 
@@ -14,4 +15,6 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and not real_cuda.is_on():
-            item.add_marker(pytest.mark.skip(reason="this process has no CUDA build of torch: make test-cuda-build"))
+            item.add_marker(
+                pytest.mark.skip(reason="this process has no CUDA build of torch: make test-cuda-build")
+            )

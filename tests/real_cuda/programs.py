@@ -1,4 +1,5 @@
-"""Programs of ranks on torch's CUDA build, and what starts them: processes of their own, as settings are read once.
+"""Programs of ranks on torch's CUDA build, and what starts them: processes of their own, as settings are read
+once.
 
 ``python -m tests.real_cuda.programs NAME`` is one rank.
 """
@@ -36,7 +37,12 @@ def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: st
         command = [sys.executable, "-m", "tests.real_cuda.programs", name]
         processes.append(
             subprocess.Popen(
-                command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
         )
     deadline = time.monotonic() + timeout_s
@@ -169,7 +175,8 @@ def used_nbytes() -> int:
 
 
 def no_memory() -> None:
-    """Allocations of a step find no memory in turn: it is said, nothing is kept, and the next step is as before."""
+    """Allocations of a step find no memory in turn: it is said, nothing is kept, and the next step is as
+    before."""
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp as fsdp1
@@ -199,7 +206,9 @@ def no_memory() -> None:
         assert same(step(model, batch), expected)
         assert used_nbytes() == before, (options, used_nbytes() - before)
         count = torch.tensor(driver.fake_cuda_refuse(-1), device="cuda")
-        dist.all_reduce(count, dist.ReduceOp.MIN)  # a rank without a part of some parameter copies fewer gradients
+        dist.all_reduce(
+            count, dist.ReduceOp.MIN
+        )  # a rank without a part of some parameter copies fewer gradients
         numbers, said = range(0, int(count), int(os.environ["EVERY"])), 0
         del count
         for number in numbers:
@@ -292,4 +301,6 @@ def ends_amid_work() -> None:
 
 
 if __name__ == "__main__":
-    {one.__name__: one for one in (both, nan, no_memory, one_goes_wrong, one_aborts, ends_amid_work)}[sys.argv[1]]()
+    {one.__name__: one for one in (both, nan, no_memory, one_goes_wrong, one_aborts, ends_amid_work)}[
+        sys.argv[1]
+    ]()

@@ -1,4 +1,5 @@
-"""torch's own caching allocator, in its settings: fsdp_c trains to FSDP1's bits, and plan's peak is what is taken."""
+"""torch's own caching allocator, in its settings: fsdp_c trains to FSDP1's bits, and plan's peak is what is
+taken."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ PLANS = {  # how tests/real_cuda/unit_trees.py compares, of how many seeds, and 
 
 
 @pytest.mark.parametrize(("how", "seeds", "settings"), PLANS.values(), ids=PLANS.keys())
-def test_the_planned_peak_is_what_is_taken_over_random_trees(how: str, seeds: int, settings: dict[str, str]) -> None:
+def test_the_planned_peak_is_what_is_taken_over_random_trees(
+    how: str, seeds: int, settings: dict[str, str]
+) -> None:
     command = [sys.executable, "-m", "tests.real_cuda.unit_trees", "0", str(seeds), how]
     environment = os.environ | {"FAKE_NCCL_ALONE": "1"} | settings
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -1,4 +1,5 @@
-"""fsdp_c over the real ProcessGroupNCCL: FSDP1's bits in all its settings, and a rank that is lost is said."""
+"""fsdp_c over the real ProcessGroupNCCL: FSDP1's bits in all its settings, and a rank that is lost is
+said."""
 
 from __future__ import annotations
 
@@ -48,4 +49,6 @@ def test_a_rank_whose_collective_is_lost_ends_the_others(what: int) -> None:
     for status, said in run("one_goes_wrong", DISTURB=str(what), TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30"):
         assert "one step" in said
         assert status != 0 and "all steps" not in said, said[-3000:]
-        assert "timed out" in said or "timeout" in said.lower() or "remote process exited" in said, said[-3000:]
+        assert "timed out" in said or "timeout" in said.lower() or "remote process exited" in said, said[
+            -3000:
+        ]

@@ -1,12 +1,16 @@
-"""The random trees of tests/simulated_gpu/unit_trees.py under torch's own allocator: plan's peak beside the pool's.
+"""The random trees of tests/simulated_gpu/unit_trees.py under torch's own allocator: plan's peak beside the
+pool's.
 
-python -m tests.real_cuda.unit_trees FIRST LAST [HOW], with FAKE_NCCL_ALONE=1. Prints a line for each seed that differs,
-and at the end how many trees there were, and how much their pools had reserved, in percent of what was planned. HOW:
+python -m tests.real_cuda.unit_trees FIRST LAST [HOW], with FAKE_NCCL_ALONE=1. Prints a line for each seed
+that differs, and at the end how many trees there were, and how much their pools had reserved, in percent of
+what was planned. HOW:
 
 pool      what fsdp_c's pool holds is planned to the block: the usual one
 nested    the same amid a pool of the script's own, which has none of it
-no pool   with an allocator that has no pools, what the process holds is bytes of tensors: trees whose parameters are
-          frozen but for one element in a root around them, so that nothing else is of their size; no casts, no uploads
+no pool   with an allocator that has no pools, what the process holds is bytes of tensors: trees whose
+parameters are
+          frozen but for one element in a root around them, so that nothing else is of their size; no casts,
+          no uploads
 """
 
 from __future__ import annotations
@@ -95,7 +99,10 @@ def main_without_pool(first: int, last: int) -> None:
     trees = differ = 0
     for seed in range(first, last):
         case = unit_trees.Case(seed)
-        if any(unit.settings["mixed_precision"] or unit.settings["cpu_offload"].offload_params for unit in units(case)):
+        if any(
+            unit.settings["mixed_precision"] or unit.settings["cpu_offload"].offload_params
+            for unit in units(case)
+        ):
             continue
         settings = case.root.requires_grad_(False).settings
         case.root = unit_trees.Node([torch.nn.Parameter(torch.empty(1))], [case.root], settings)
@@ -134,7 +141,10 @@ def main(first: int, last: int, measured: Any) -> None:
         del case, model
         gc.collect()
         torch.cuda.empty_cache()
-    print({"trees": trees, "differ": differ, "reserved": round(100 * reserved_nbytes / planned_nbytes)}, flush=True)
+    print(
+        {"trees": trees, "differ": differ, "reserved": round(100 * reserved_nbytes / planned_nbytes)},
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A simulated GPU under a torch that was built for the CPU, as device "cuda": docs/simulated_gpu.md is about it.
+"""A simulated GPU under a torch that was built for the CPU, as device "cuda": docs/simulated_gpu.md is about
+it.
 
-``python -m tests.simulated_gpu ARGUMENTS OF PYTHON`` runs Python on it; ``environment()`` is what a process needs.
+``python -m tests.simulated_gpu ARGUMENTS OF PYTHON`` runs Python on it; ``environment()`` is what a process
+needs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ PROCESS = Path(__file__).resolve().parent / "process"
 
 
 def environment(devices: int = 2) -> dict[str, str]:
-    """What to add to the environment of a Python process, built if it is stale: the device is there before torch is.
+    """What to add to the environment of a Python process, built if it is stale: the device is there before
+    torch is.
 
     Child processes inherit it.
     """

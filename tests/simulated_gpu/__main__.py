@@ -1,4 +1,5 @@
-"""Runs Python on the simulated GPU: ``python -m tests.simulated_gpu -m pytest tests/cuda``, or ``... script.py``.
+"""Runs Python on the simulated GPU: ``python -m tests.simulated_gpu -m pytest tests/cuda``, or ``...
+script.py``.
 
 Without arguments it is built, if it is stale, and nothing is run.
 """

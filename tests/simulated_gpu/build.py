@@ -30,8 +30,20 @@ TORCH_SOURCES = (
 DEVICE_FLAGS = ["-std=c++20", "-O1", *STRICT]
 # NDEBUG as torch was built: what its headers assert would be another layout.
 TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
-TORCH_FLAGS += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
-KERNEL_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", *STRICT, "-Wno-unknown-pragmas"]
+TORCH_FLAGS += [
+    "-DTORCH_EXTENSION_NAME=_C",
+    "-DTORCH_API_INCLUDE_EXTENSION_H",
+    "-DUSE_DISTRIBUTED",
+    "-DUSE_C10D_GLOO",
+]
+KERNEL_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    *STRICT,
+    "-Wno-unknown-pragmas",
+]
 KERNEL_FLAGS += ["-DCUDA_THREADS=32"]
 
 
@@ -60,7 +72,11 @@ def device_library() -> Library:
 
 def torch_library() -> Library:
     torch = torch_folder()
-    includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    includes = [
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
     flags = [*TORCH_FLAGS, *(word for path in includes for word in ("-isystem", str(path)))]
     of_torch = (
         f"-L{torch / 'lib'}",
@@ -75,7 +91,8 @@ def torch_library() -> Library:
 
 
 def kernel_library() -> Library:
-    """fsdp_c's .cu files, whose table is known inside by another name, under the table that says what they touch."""
+    """fsdp_c's .cu files, whose table is known inside by another name, under the table that says what they
+    touch."""
     emulation = ROOT / "tests" / "native" / "cuda_emulation.h"
     flags = [*KERNEL_FLAGS, f"-I{ROOT / 'csrc'}", f"-I{DEVICE}", "-include", str(emulation), "-x", "c++"]
     renamed = [*flags, "-Dfsdp_c_cuda_kernels=emulated_kernels"]

@@ -1,7 +1,7 @@
 """The rank tests that cannot run with ``--device cuda``, each with its reason.
 
-They are those of the simulated GPU; torch's CUDA build (tests/real_cuda) runs some of them. A test of the list is run
-all the same, and one that passes there fails: it does not belong here any more.
+They are those of the simulated GPU; torch's CUDA build (tests/real_cuda) runs some of them. A test of the
+list is run all the same, and one that passes there fails: it does not belong here any more.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def none_found() -> Iterator[None]:
 
 
 def forget() -> None:
-    """What was found so far is not ours: torch's FSDP1 has races (NO_SHARD with CPU offload, gathers by hand).
+    """What was found so far is not ours: torch's FSDP1 has races (NO_SHARD with CPU offload, gathers by
+    hand).
 
     Nor is what others will do with the memory that it leaves.
     """

@@ -1,4 +1,5 @@
-"""What ``plan`` says that a step holds is what torch's allocator then shows, to the block: over random trees."""
+"""What ``plan`` says that a step holds is what torch's allocator then shows, to the block: over random
+trees."""
 
 from __future__ import annotations
 
@@ -15,9 +16,12 @@ TREES = 80
 
 
 def test_the_planned_peak_is_the_allocator_s_over_random_trees() -> None:
-    """Nested, frozen, of several strategies and dtypes, with deeper prefetch, offloaded, accumulated under no_sync."""
+    """Nested, frozen, of several strategies and dtypes, with deeper prefetch, offloaded, accumulated under
+    no_sync."""
     command = [sys.executable, "-m", "tests.simulated_gpu.unit_trees", "0", str(TREES)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | timeline.environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | timeline.environment()
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *differences, last = done.stdout.splitlines()
     assert differences == []

@@ -1,4 +1,5 @@
-"""What the simulated GPU promises: the rules of devices, streams, memory, random numbers and groups of torch.cuda."""
+"""What the simulated GPU promises: the rules of devices, streams, memory, random numbers and groups of
+torch.cuda."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_tensors_of_the_cpu_and_of_the_gpu_do_not_mix() -> None:
         torch.ones(3, device=GPU) + torch.ones(3)
     with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cuda:1"):
         torch.ones(3, device=GPU) + torch.ones(3, device="cuda:1")
-    assert torch.equal(torch.ones(3, device=GPU) + torch.tensor(2.0), torch.full((3,), 3.0, device=GPU))  # a number
+    assert torch.equal(
+        torch.ones(3, device=GPU) + torch.tensor(2.0), torch.full((3,), 3.0, device=GPU)
+    )  # a number
 
 
 def test_fresh_and_freed_memory_is_full_of_nan() -> None:
@@ -117,7 +120,9 @@ def test_recurrent_modules_compute_as_on_the_cpu(kind: type[nn.RNNBase], bias: b
         module.zero_grad()
         output, state = module(given)
         (output.square().sum() + sum(each.sum() for each in state)).backward()
-        results.append([each.detach().cpu() for each in (output, given.grad, *(p.grad for p in module.parameters()))])
+        results.append(
+            [each.detach().cpu() for each in (output, given.grad, *(p.grad for p in module.parameters()))]
+        )
     for of_cpu, of_gpu in zip(*results, strict=True):
         torch.testing.assert_close(of_cpu, of_gpu)
 
@@ -149,8 +154,9 @@ def test_storages_are_made_and_resized_on_the_device() -> None:
 
 
 def test_a_process_ends_without_a_word() -> None:
-    """Autograd's thread of the device gets its turn after the backward: where the interpreter has ended before, torch's
-    engine ends the process (std::terminate), on any device and without fsdp_c, which on one core is most times."""
+    """Autograd's thread of the device gets its turn after the backward: where the interpreter has ended
+    before, torch's engine ends the process (std::terminate), on any device and without fsdp_c, which on one
+    core is most times."""
     code = (
         "import fsdp_c, time, torch; kept = torch.nn.Linear(3, 3).cuda(); "
         "kept(torch.ones(1, 3).cuda()).sum().backward(); time.sleep(0.5)"

@@ -25,7 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_more_is_requested_than_by_torch(shape: str) -> None:
-    """What is allocated is a little more: the allocator leaves a rest of less than 1 MiB to a block that is larger."""
+    """What is allocated is a little more: the allocator leaves a rest of less than 1 MiB to a block that is
+    larger."""
     fsdp1, fsdp2, ours = (in_a_process(Row(name, "0.4B", **SHAPES[shape])) for name in IMPLEMENTATIONS)
     assert ours.requested_MiB <= min(fsdp1.requested_MiB, fsdp2.requested_MiB)
     assert ours.between_MiB <= min(fsdp1.between_MiB, fsdp2.between_MiB)
@@ -75,7 +76,9 @@ start = torch.cuda.memory_allocated()
 def run(program: str, **variables: str) -> None:
     code = PARTS + program + "\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
     environment = os.environ | timeline.environment() | variables
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -93,7 +96,8 @@ assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [
 
 
 def test_what_is_gathered_outside_of_a_step_is_not_kept_for_steps() -> None:
-    """Whole parameters in fp32 are shown under the script's stream; the pool is of another one, and has no room."""
+    """Whole parameters in fp32 are shown under the script's stream; the pool is of another one, and has no
+    room."""
     run("""
 torch.cuda.empty_cache()
 before = torch.cuda.memory_reserved()
@@ -155,7 +159,8 @@ def inputs():
 
 
 def test_the_last_reduction_reads_memory_of_the_pool_which_is_idle_then() -> None:
-    """Of four layers in bf16, reduced in fp32, the first alone comes last in backward: it finds the room of two."""
+    """Of four layers in bf16, reduced in fp32, the first alone comes last in backward: it finds the room of
+    two."""
     run(
         INPUTS
         + """

@@ -1,7 +1,8 @@
 """The model of time, held to programs whose times are computed by hand.
 
-Each program runs in a process that computes nothing and stands for 8 ranks, with costs of round numbers: the device
-moves 1000 bytes and does 1000 floating-point operations in a us, a gather takes 10 us and one more for 100 bytes.
+Each program runs in a process that computes nothing and stands for 8 ranks, with costs of round numbers: the
+device moves 1000 bytes and does 1000 floating-point operations in a us, a gather takes 10 us and one more for
+100 bytes.
 """
 
 from __future__ import annotations
@@ -103,7 +104,14 @@ def test_collectives_take_what_the_wire_says() -> None:
         times["across"] = s.time
     """)
     assert times == pytest.approx(
-        {"gather": 0, "scatter": 0, "reduce": 0, "two nodes": 1000 + 32_000, "a node": 170, "across": 1000 + 8_000},
+        {
+            "gather": 0,
+            "scatter": 0,
+            "reduce": 0,
+            "two nodes": 1000 + 32_000,
+            "a node": 170,
+            "across": 1000 + 8_000,
+        },
         abs=0.02,
     )
 
@@ -173,7 +181,12 @@ def test_a_slow_host_is_what_short_kernels_wait_for() -> None:
         times["the host waits"], times["late without the wait"] = s.time, s.host_bound
     """)
     assert times == pytest.approx(
-        {"three kernels": 3 * 5 + 2, "late": 5 + 3 + 3, "the host waits": 5 + 200 + 5 + 2, "late without the wait": 10}
+        {
+            "three kernels": 3 * 5 + 2,
+            "late": 5 + 3 + 3,
+            "the host waits": 5 + 200 + 5 + 2,
+            "late without the wait": 10,
+        }
     )
 
 
@@ -221,7 +234,8 @@ def test_memory_of_real_shapes_takes_no_bytes() -> None:
         times["MiB"] = torch.cuda.max_memory_allocated() / 2**20
         times["of the process"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
     """)
-    # The block, the weight, the input, and the weight's gradient once the output is gone; biases are below one.
+    # The block, the weight, the input, and the weight's gradient once the output is gone; biases are below
+    # one.
     assert 512 + 256 + 128 + 256 <= times["MiB"] < 512 + 256 + 128 + 256 + 1
     assert times["of the process"] < 256
 
@@ -244,7 +258,10 @@ TRAINED = """
 
 
 def test_a_run_of_shapes_alone_takes_the_time_of_one_that_computes() -> None:
-    shapes, computed = run(TRAINED), run(TRAINED, {"SIMULATED_GPU_SHAPES": "0", "SIMULATED_GPU_TIMELINE": "1"})
+    shapes, computed = (
+        run(TRAINED),
+        run(TRAINED, {"SIMULATED_GPU_SHAPES": "0", "SIMULATED_GPU_TIMELINE": "1"}),
+    )
     assert len(shapes) > 20
     assert list(shapes) == list(computed)
     assert all(computed[name] == pytest.approx(shapes[name]) for name in shapes)

@@ -1,7 +1,8 @@
 """What a step took on the simulated GPU, by the model of time in device/timeline.h, and where the time went.
 
-``with step() as taken:`` measures from the host's time at the begin to when all streams are through. It takes a process
-with SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1: ``environment()``. All times are in microseconds.
+``with step() as taken:`` measures from the host's time at the begin to when all streams are through. It takes
+a process with SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1: ``environment()``. All times are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Interval = tuple[float, float]
 
 
 def environment(memory_gib: float = 80) -> dict[str, str]:
-    """What to add to the environment of a process that computes nothing and stands for all ranks on one device."""
+    """What to add to the environment of a process that computes nothing and stands for all ranks on one
+    device."""
     return simulated_gpu.environment(1) | {
         "SIMULATED_GPU_SHAPES": "1",
         "SIMULATED_GPU_RACES": "0",
@@ -53,7 +55,8 @@ def host_is_free() -> None:
 
 
 def set_wire(between_nodes: bool, us_by_nbytes: Sequence[tuple[float, float]]) -> None:
-    """How long an all-gather takes by the bytes that each rank has in the end; straight between the given sizes."""
+    """How long an all-gather takes by the bytes that each rank has in the end; straight between the given
+    sizes."""
     native().set_wire(between_nodes, us_by_nbytes)
 
 
@@ -183,15 +186,19 @@ class Step:
 
     @property
     def host_bound(self) -> float:
-        """All that the default stream waited for is over, but the host, which waits for nothing, launches late."""
+        """All that the default stream waited for is over, but the host, which waits for nothing, launches
+        late."""
         late = union([(max(s.ready, s.before, self.begin), s.begin) for s in self.main])
         return total(late) - total(common(late, busy(self.of(HOST_WAITS))))
 
     @property
     def contended(self) -> float:
-        """Side streams use the memory while the default stream does what is bound by it: they do not slow down here."""
+        """Side streams use the memory while the default stream does what is bound by it: they do not slow
+        down here."""
         products = ("mm", "attention")
-        by_memory = [s for s in self.main if s.kind == COMPUTE and not any(name in s.name for name in products)]
+        by_memory = [
+            s for s in self.main if s.kind == COMPUTE and not any(name in s.name for name in products)
+        ]
         beside = [s for s in self.spans if s.stream > 0 and s.kind == COMPUTE]
         return total(common(busy(by_memory), busy(beside)))
 
@@ -204,7 +211,9 @@ class Step:
             if span.ready > free_from:
                 held = [(free_from, span.ready)]
                 sums[span.name, causes.of(span)] += total(held) - total(common(held, left_out))
-            late = [(max(span.ready, free_from), span.begin)] if span.begin > max(span.ready, free_from) else []
+            late = (
+                [(max(span.ready, free_from), span.begin)] if span.begin > max(span.ready, free_from) else []
+            )
             waiting = total(common(late, host_waits))
             sums[span.name, "the host, which waits for the device"] += waiting
             sums[span.name, "the host"] += total(late) - waiting
@@ -234,9 +243,20 @@ class Step:
             for row in sorted({span.stream for span in self.spans})
         ]
         for span in self.spans:
-            arguments = {"asked": span.asked - self.begin, "ready": span.ready - self.begin, "waited for": span.cause}
-            place = {"pid": 0, "tid": span.stream, "ts": span.begin - self.begin, "dur": span.end - span.begin}
-            events.append({"ph": "X", "name": span.name, **place, "args": {"serial": span.serial, **arguments}})
+            arguments = {
+                "asked": span.asked - self.begin,
+                "ready": span.ready - self.begin,
+                "waited for": span.cause,
+            }
+            place = {
+                "pid": 0,
+                "tid": span.stream,
+                "ts": span.begin - self.begin,
+                "dur": span.end - span.begin,
+            }
+            events.append(
+                {"ph": "X", "name": span.name, **place, "args": {"serial": span.serial, **arguments}}
+            )
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
@@ -245,15 +265,24 @@ def name_of_row(row: int) -> str:
 
 
 def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until: float | None = None) -> None:
-    """The streams of each step, one step above the other, by the same time from its begin; needs matplotlib."""
+    """The streams of each step, one step above the other, by the same time from its begin; needs
+    matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = {COMPUTE: "#4c72b0", COPY: "#8c8c8c", GATHER: "#55a868", SCATTER: "#c44e52", OTHER_COLLECTIVE: "#8172b2"}
+    colours = {
+        COMPUTE: "#4c72b0",
+        COPY: "#8c8c8c",
+        GATHER: "#55a868",
+        SCATTER: "#c44e52",
+        OTHER_COLLECTIVE: "#8172b2",
+    }
     names = {COMPUTE: "kernel", GATHER: "all-gather", SCATTER: "reduce-scatter", HOST_WAITS: "the host waits"}
-    all_rows = {name: sorted({span.stream for span in one.spans}, reverse=True) for name, one in steps.items()}
+    all_rows = {
+        name: sorted({span.stream for span in one.spans}, reverse=True) for name, one in steps.items()
+    }
     heights = [len(rows) + 1 for rows in all_rows.values()]
     figure, axes = pyplot.subplots(
         len(steps), squeeze=False, figsize=(14, 0.32 * sum(heights) + 0.8), height_ratios=heights, sharex=True
@@ -264,7 +293,9 @@ def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until:
             for row in rows:
                 bars = [(s.begin - one.begin, s.end - s.begin) for s in one.of(kind) if s.stream == row]
                 bars = [(begin / 1e3, length / 1e3) for begin, length in bars]
-                axis.broken_barh(bars, (rows.index(row) - 0.4, 0.8), facecolors=colours.get(kind, "#dddd55"), lw=0)
+                axis.broken_barh(
+                    bars, (rows.index(row) - 0.4, 0.8), facecolors=colours.get(kind, "#dddd55"), lw=0
+                )
         axis.set_yticks(range(len(rows)), [name_of_row(row) for row in rows], fontsize=7)
         axis.set_title(f"{name}: {one.time / 1e3:.1f} ms", fontsize=9, loc="left")
         axis.axvline(one.time / 1e3, color="black", lw=0.8)
@@ -296,8 +327,12 @@ class Block:
 class Memory:
     """What was in use on the device, from one moment to another."""
 
-    changes: list[tuple[int, Block, bool]] = field(default_factory=list)  # the address, and whether it is taken
-    segments: dict[int, Block] = field(default_factory=dict)  # by their addresses: what is reserved at the end
+    changes: list[tuple[int, Block, bool]] = field(
+        default_factory=list
+    )  # the address, and whether it is taken
+    segments: dict[int, Block] = field(
+        default_factory=dict
+    )  # by their addresses: what is reserved at the end
 
     @property
     def in_use(self) -> Counter[Block]:
@@ -315,7 +350,9 @@ class Memory:
         idle = {start: segment.nbytes for start, segment in self.segments.items()}
         for address, block in self._follow()[1].items():
             idle[starts[bisect_right(starts, address) - 1]] -= block.nbytes
-        return Counter(replace(self.segments[start], nbytes=nbytes) for start, nbytes in idle.items() if nbytes)
+        return Counter(
+            replace(self.segments[start], nbytes=nbytes) for start, nbytes in idle.items() if nbytes
+        )
 
     def _follow(self) -> tuple[dict[int, Block], dict[int, Block]]:
         """What is used, by address: at the end, and at the peak."""

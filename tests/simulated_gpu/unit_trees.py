@@ -1,7 +1,9 @@
-"""Random trees of units: the peak of unsharded parameters that fsdp_c plans, beside the one that the allocator shows.
+"""Random trees of units: the peak of unsharded parameters that fsdp_c plans, beside the one that the
+allocator shows.
 
-python -m tests.simulated_gpu.unit_trees FIRST LAST, in a process that computes nothing (``timeline.environment()``).
-Prints a line for each seed that differs, and at the end how many trees of what kind there were.
+python -m tests.simulated_gpu.unit_trees FIRST LAST, in a process that computes nothing
+(``timeline.environment()``). Prints a line for each seed that differs, and at the end how many trees of what
+kind there were.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from fsdp_c.wrap import CustomPolicy
 from tests.simulated_gpu.timeline import Memory, memory
 
 WORLD_SIZE = 4
-PREFETCHES = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
+PREFETCHES = (
+    None,
+    BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.BACKWARD_POST,
+)
 STRATEGIES = (ShardingStrategy.FULL_SHARD,) * 3 + (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
@@ -56,8 +63,11 @@ def settings_of_unit(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def tree(draw: random.Random, depth: int, common: dict[str, Any], frozen: float, mixed: bool, further: float) -> Node:
-    """``frozen``, ``further``: how likely a unit is, or has segments. ``mixed``: each has settings of its own."""
+def tree(
+    draw: random.Random, depth: int, common: dict[str, Any], frozen: float, mixed: bool, further: float
+) -> Node:
+    """``frozen``, ``further``: how likely a unit is, or has segments. ``mixed``: each has settings of its
+    own."""
     least = 2 if depth > 1 else 0
     count = draw.randint(least, 3) if depth else 0
     inner = [tree(draw, depth - 1, common, frozen, mixed, further) for _ in range(count)]
@@ -92,14 +102,25 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         """Of FullyShardedDataParallel and of plan, which call the strategy otherwise."""
-        policy = CustomPolicy(lambda module: isinstance(module, Node) and module is not self.root and module.settings)
-        arguments = {**self.root.settings, "auto_wrap_policy": policy, "use_orig_params": self.use_orig_params}
+        policy = CustomPolicy(
+            lambda module: isinstance(module, Node) and module is not self.root and module.settings
+        )
+        arguments = {
+            **self.root.settings,
+            "auto_wrap_policy": policy,
+            "use_orig_params": self.use_orig_params,
+        }
         return {name: value for name, value in arguments.items() if name != "sharding_strategy"}
 
     def plan(self) -> fsdp_c.Summary:
         strategy = self.root.settings["sharding_strategy"]
         return fsdp_c.plan(
-            self.root, world_size=WORLD_SIZE, strategy=strategy, device_type="cuda", **self.arguments(), **self.limits
+            self.root,
+            world_size=WORLD_SIZE,
+            strategy=strategy,
+            device_type="cuda",
+            **self.arguments(),
+            **self.limits,
         )
 
     def wrap(self) -> FSDP:

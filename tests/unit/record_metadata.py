@@ -2,9 +2,9 @@
 
     python record_metadata.py [--torch] [--values N] [--protocol N]
 
-With ``--torch`` the classes are those of the torch that is installed, else stand-ins of the same names and attributes.
-``--values``: how many ``TensorProperties`` has, 5 until torch 2.14 and 6 since. What was printed is recorded in
-recorded_metadata.json.
+With ``--torch`` the classes are those of the torch that is installed, else stand-ins of the same names and
+attributes. ``--values``: how many ``TensorProperties`` has, 5 until torch 2.14 and 6 since. What was printed
+is recorded in recorded_metadata.json.
 """
 
 import argparse
@@ -67,14 +67,18 @@ def stand_ins(count: int) -> None:
     plain(metadata, "BytesStorageMetadata")
     plain(metadata, "MetadataIndex", "fqn", "offset", "index")
     plain(metadata, "StorageMeta", "checkpoint_id", "save_id", "load_id", "modules")
-    plain(metadata, "Metadata", "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+    plain(
+        metadata, "Metadata", "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"
+    )
     plain(sys.modules[FILESYSTEM], "_StorageInfo", "relative_path", "offset", "length")
 
 
 def made() -> object:
     metadata, torch = sys.modules[METADATA], sys.modules["torch"]
     chunk = metadata.ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 3)))
-    weight = metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size((2, 3)), [chunk])
+    weight = metadata.TensorStorageMetadata(
+        metadata.TensorProperties(torch.float32), torch.Size((2, 3)), [chunk]
+    )
     info = sys.modules[FILESYSTEM]._StorageInfo
     return metadata.Metadata(
         {"model.weight": weight, "note": metadata.BytesStorageMetadata()},

@@ -47,7 +47,9 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 @pytest.fixture(scope="module", autouse=True)
 def fake_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):  # upstream pins, which takes an accelerator
+    with mock.patch.object(
+        Tensor, "pin_memory", lambda tensor: tensor
+    ):  # upstream pins, which takes an accelerator
         yield
     dist.destroy_process_group()
 
@@ -108,7 +110,9 @@ def test_everything_that_torch_has_is_there_or_says_what_to_use(name: str, use_o
                 ("FlatParamHandle", (their_unit._handle, our_unit._handle)),
                 ("FullyShardedDataParallel", (their_unit, our_unit)),
             ):
-                missing = lacking(*pair) - {"_zero_scalar"}  # by which torch's functions are known, and refused
+                missing = lacking(*pair) - {
+                    "_zero_scalar"
+                }  # by which torch's functions are known, and refused
                 assert missing - set(REASONS[owner]) == set()
                 for one in missing:
                     with pytest.raises(AttributeError, match=rf"{one}': .{{20}}"):
@@ -150,7 +154,10 @@ STORAGES = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded"
 def storages(flat_param: Any) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
     """Size, dtype and whether there is memory, of what exists."""
     found = {name: getattr(flat_param, name) for name in STORAGES if hasattr(flat_param, name)}
-    return {name: (tensor.size(), tensor.dtype, tensor.untyped_storage().size() > 0) for name, tensor in found.items()}
+    return {
+        name: (tensor.size(), tensor.dtype, tensor.untyped_storage().size() > 0)
+        for name, tensor in found.items()
+    }
 
 
 class Look(nn.Module):
@@ -227,7 +234,9 @@ def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> N
     """C-031, C-032, C-033, C-035, C-070."""
     theirs, ours = (build(fsdp, use_orig_params, "plain")._handle for fsdp in (Upstream, FSDP))
     assert ours._get_flat_param_offsets() == theirs._get_flat_param_offsets()
-    assert {type(module) for module in ours._get_modules()} == {type(module) for module in theirs._get_modules()}
+    assert {type(module) for module in ours._get_modules()} == {
+        type(module) for module in theirs._get_modules()
+    }
     numel = ours.flat_param._unpadded_unsharded_size.numel()
     for first in range(numel):
         for last in range(first, numel):
@@ -239,7 +248,9 @@ def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> N
     for size in (1, 4, 7, 9):
         for rank in range(4):
             tensor = torch.arange(float(size))
-            (our_shard, our_padding), (shard, padding) = (one._get_shard(tensor, rank, 4) for one in (ours, theirs))
+            (our_shard, our_padding), (shard, padding) = (
+                one._get_shard(tensor, rank, 4) for one in (ours, theirs)
+            )
             assert torch.equal(our_shard, shard) and our_padding == padding
             assert ours._get_sharded_size(tensor, rank, 4) == theirs._get_sharded_size(tensor, rank, 4)
 

@@ -1,4 +1,5 @@
-"""Arguments of the wrong type, and modules that cannot be wrapped: what to do stands in each error, nothing is changed.
+"""Arguments of the wrong type, and modules that cannot be wrapped: what to do stands in each error, nothing
+is changed.
 
 The rows of the list of errors are in test_errors.py; here is what users do beside them.
 """
@@ -43,11 +44,16 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         TypeError,
         "instance ShardingStrategy.FULL_SHARD",
     ),
-    "precision": (lambda: {"mixed_precision": torch.bfloat16}, TypeError, "pass for instance MixedPrecision\\("),
+    "precision": (
+        lambda: {"mixed_precision": torch.bfloat16},
+        TypeError,
+        "pass for instance MixedPrecision\\(",
+    ),
     "dtype": (
         lambda: {"mixed_precision": MixedPrecision(param_dtype="bfloat16")},
         TypeError,
-        "MixedPrecision.param_dtype must be a dtype or None, not str 'bfloat16': pass for instance torch.bfloat16",
+        "MixedPrecision.param_dtype must be a dtype or None, not str 'bfloat16': pass for instance "
+        "torch.bfloat16",
     ),
     "integers": (
         lambda: {"mixed_precision": MixedPrecision(reduce_dtype=torch.int32)},
@@ -59,7 +65,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         TypeError,
         "not bool True: .*CPUOffload\\(offload_params",
     ),
-    "prefetch": (lambda: {"backward_prefetch": "pre"}, TypeError, "pass for instance BackwardPrefetch.BACKWARD_PRE"),
+    "prefetch": (
+        lambda: {"backward_prefetch": "pre"},
+        TypeError,
+        "pass for instance BackwardPrefetch.BACKWARD_PRE",
+    ),
     "policy": (
         lambda: {"auto_wrap_policy": {nn.Linear}},
         TypeError,
@@ -67,7 +77,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
     ),
     "class as policy": (lambda: {"auto_wrap_policy": nn.Linear}, TypeError, "not Linear: .*ModuleWrapPolicy"),
     "group": (lambda: {"process_group": "gloo"}, TypeError, "not str 'gloo': pass for instance .*new_group"),
-    "pair": (lambda: {"process_group": (dist.group.WORLD, 3)}, TypeError, "not int 3: pass for instance .*new_group"),
+    "pair": (
+        lambda: {"process_group": (dist.group.WORLD, 3)},
+        TypeError,
+        "not int 3: pass for instance .*new_group",
+    ),
     "foreign group": (
         lambda: {"process_group": dist.new_group([0, 2])},
         ValueError,
@@ -83,13 +97,33 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         TypeError,
         "limit_all_gathers must be True or False, not NoneType None",
     ),
-    "number for a switch": (lambda: {"forward_prefetch": 2}, TypeError, "forward_prefetch must be .* not int 2"),
-    "initialisation": (lambda: {"param_init_fn": 3}, ValueError, "Expected 3 to be callable but got <class 'int'>"),
+    "number for a switch": (
+        lambda: {"forward_prefetch": 2},
+        TypeError,
+        "forward_prefetch must be .* not int 2",
+    ),
+    "initialisation": (
+        lambda: {"param_init_fn": 3},
+        ValueError,
+        "Expected 3 to be callable but got <class 'int'>",
+    ),
     "another CPU": (lambda: {"device_id": "cpu:9"}, ValueError, "device_id=cpu:9 on rank 1 .* one CPU"),
     "mesh": (lambda: {"device_mesh": "cpu"}, TypeError, "not str 'cpu': pass for instance init_device_mesh"),
-    "device": (lambda: {"device_id": [0]}, TypeError, "device_id .* not list \\[0\\]: pass for instance torch.device"),
-    "device name": (lambda: {"device_id": "gpu"}, RuntimeError, "'gpu' on rank 1 names no device here.*leave it out"),
-    "device of no backend": (lambda: {"device_id": torch.device("meta")}, AttributeError, "pass another device"),
+    "device": (
+        lambda: {"device_id": [0]},
+        TypeError,
+        "device_id .* not list \\[0\\]: pass for instance torch.device",
+    ),
+    "device name": (
+        lambda: {"device_id": "gpu"},
+        RuntimeError,
+        "'gpu' on rank 1 names no device here.*leave it out",
+    ),
+    "device of no backend": (
+        lambda: {"device_id": torch.device("meta")},
+        AttributeError,
+        "pass another device",
+    ),
 }
 
 
@@ -115,13 +149,21 @@ def sharded_by_torch() -> nn.Module:
 MODULES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "list": (lambda: [layer()], TypeError, "expected an nn.Module but got list: pass the module itself"),
     "class": (lambda: nn.Linear, TypeError, r"got the class Linear: pass an instance, Linear\(\)"),
-    "FSDP2": (sharded_by_torch, ValueError, "'0' is already sharded by torch's own FSDP .*from the plain module"),
+    "FSDP2": (
+        sharded_by_torch,
+        ValueError,
+        "'0' is already sharded by torch's own FSDP .*from the plain module",
+    ),
     "complex": (
         lambda: nn.Linear(3, 3, dtype=torch.complex64),
         ValueError,
         "complex dtype tensors: weight is torch.complex64. Pass it in ignored_states",
     ),
-    "uninitialised": (lambda: nn.LazyLinear(3), ValueError, "'weight' of LazyLinear .*`forward` with a dummy batch"),
+    "uninitialised": (
+        lambda: nn.LazyLinear(3),
+        ValueError,
+        "'weight' of LazyLinear .*`forward` with a dummy batch",
+    ),
 }
 
 
@@ -147,7 +189,9 @@ def test_wrapping_a_unit_again_warns_and_holds_what_it_held(use_orig_params: boo
 def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
     assert not dist.is_initialized()
     net = layer()
-    with pytest.raises(ValueError, match=r"init_process_group\(\) before wrapping, in a script started with torchrun"):
+    with pytest.raises(
+        ValueError, match=r"init_process_group\(\) before wrapping, in a script started with torchrun"
+    ):
         FSDP(net)
     assert type(net.weight) is nn.Parameter
 
@@ -162,14 +206,20 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "expected an nn.Module but got list",
     ),
-    "units of a list": (lambda: FSDP.fsdp_modules([FSDP(layer())]), TypeError, "expected an nn.Module but got list"),
+    "units of a list": (
+        lambda: FSDP.fsdp_modules([FSDP(layer())]),
+        TypeError,
+        "expected an nn.Module but got list",
+    ),
     "kind of state dict": (
         lambda: FSDP.set_state_dict_type(FSDP(layer()), "FULL_STATE_DICT"),
         TypeError,
         "not str 'FULL_STATE_DICT': pass for instance StateDictType.FULL_STATE_DICT",
     ),
     "kind of its configuration": (
-        lambda: FSDP.set_state_dict_type(FSDP(layer()), StateDictType.FULL_STATE_DICT, StateDictType.FULL_STATE_DICT),
+        lambda: FSDP.set_state_dict_type(
+            FSDP(layer()), StateDictType.FULL_STATE_DICT, StateDictType.FULL_STATE_DICT
+        ),
         RuntimeError,
         r"pass FullStateDictConfig\(",
     ),
@@ -242,7 +292,9 @@ def test_what_is_assigned_after_wrapping_is_found_by_the_next_forward(
         backward_through(model)
     before = model.module.second.weight
     assign(model.module)
-    with pytest.raises(RuntimeError, match="rank 1, unit Heads: something else was assigned to second.weight after .*"):
+    with pytest.raises(
+        RuntimeError, match="rank 1, unit Heads: something else was assigned to second.weight after .*"
+    ):
         backward_through(model)
     assert model.training_state.name == "IDLE"
     model.module.second._parameters.pop("weight", None)
@@ -266,10 +318,17 @@ def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed() -> None:
 def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
     module = Heads()
     module.second = torch.jit.script(layer())
-    with pytest.raises(RuntimeError, match="methods or parameters of a script module: second.weight is one's. Wrap"):
+    with pytest.raises(
+        RuntimeError, match="methods or parameters of a script module: second.weight is one's. Wrap"
+    ):
         FSDP(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     assert [name for name, _ in module.named_parameters()][::2] == ["first.weight", "second.weight"]
-    FSDP(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params, ignored_modules=[module.second])
+    FSDP(
+        module,
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+        ignored_modules=[module.second],
+    )
 
 
 @pytest.mark.parametrize("way", ["overwrite", "swap"])
@@ -281,7 +340,9 @@ def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, 
     set_flag = getattr(torch.__future__, f"set_{way}_module_params_on_conversion")
     set_flag(True)
     try:
-        with pytest.raises(RuntimeError, match=f"rank 1, unit Heads: torch.__future__.set_{way}_module_params_on_.*"):
+        with pytest.raises(
+            RuntimeError, match=f"rank 1, unit Heads: torch.__future__.set_{way}_module_params_on_.*"
+        ):
             nn.Sequential(model).to(torch.bfloat16)
     finally:
         set_flag(False)
@@ -325,7 +386,9 @@ def test_switches_of_summon_full_params_are_truth_values(arguments: dict[str, An
     ],
 )
 @pytest.mark.usefixtures("fake_ranks")
-def test_norms_that_are_none_are_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_norms_that_are_none_are_refused(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
     """With torch they divide by zero, turn gradients around or make them NaN (parity 82)."""
     model = FSDP(layer())
     with pytest.raises(error, match=message):
@@ -345,7 +408,9 @@ def test_norms_that_are_none_are_refused(arguments: tuple[Any, ...], error: type
     ],
 )
 @pytest.mark.usefixtures("fake_ranks")
-def test_settings_of_the_scaler_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_settings_of_the_scaler_are_checked(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         ShardedGradScaler(**({"device": "cpu"} | arguments))
 
@@ -372,9 +437,13 @@ def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> N
     for optimizer in (other,) if use_orig_params else (before, other):
         for refused in (
             lambda optimizer=optimizer: FSDP.optim_state_dict(model, optimizer),
-            lambda optimizer=optimizer: FSDP.optim_state_dict_to_load(model, optimizer, optimizer.state_dict()),
+            lambda optimizer=optimizer: FSDP.optim_state_dict_to_load(
+                model, optimizer, optimizer.state_dict()
+            ),
         ):
-            with pytest.raises(KeyError, match=r"not the model's, of shapes \[\(3, 3\), \(3,\)\]: make the opt"):
+            with pytest.raises(
+                KeyError, match=r"not the model's, of shapes \[\(3, 3\), \(3,\)\]: make the opt"
+            ):
                 refused()
 
 
@@ -383,9 +452,13 @@ def test_what_is_no_state_dict_or_optimizer_is_refused() -> None:
     model = FSDP(layer())
     optimizer = torch.optim.Adam(model.parameters())
     for nothing in (None, [1]):
-        with pytest.raises(TypeError, match=f"expected an optimizer's state dict but got {type(nothing).__name__}"):
+        with pytest.raises(
+            TypeError, match=f"expected an optimizer's state dict but got {type(nothing).__name__}"
+        ):
             FSDP.optim_state_dict_to_load(model, optimizer, nothing)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected an optimizer but got str: pass the one over model.parameters"):
+    with pytest.raises(
+        TypeError, match="expected an optimizer but got str: pass the one over model.parameters"
+    ):
         optim_state(model, "adam")  # type: ignore[arg-type]
 
 
@@ -396,7 +469,9 @@ def test_numbers_that_are_converted_by_a_load_are_told_once(dtype: torch.dtype) 
     values = {name: torch.ones(tensor.shape, dtype=dtype) for name, tensor in layer().state_dict().items()}
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        model.load_state_dict({f"{index}.{name}": value for index in range(2) for name, value in values.items()})
+        model.load_state_dict(
+            {f"{index}.{name}": value for index in range(2) for name, value in values.items()}
+        )
     told = [str(one.message) for one in record if "integers or complex" in str(one.message)]
     assert len(told) == 1 and "['1.weight', '1.bias', '0.weight', '0.bias']" in told[0]
     assert model._handle.local_shard[0] == 1

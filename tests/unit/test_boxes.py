@@ -18,7 +18,9 @@ def flat_indices(shape, box):
     return index.flatten().tolist()
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (5, 1), (2, 2, 2, 3), (3, 1, 4), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (5, 1), (2, 2, 2, 3), (3, 1, 4), (1, 1, 1)]
+)
 def test_boxes_hold_each_element_of_every_range_in_order(shape):
     numel = math.prod(shape)
     most = max(2 * len(shape) - 1, 1)

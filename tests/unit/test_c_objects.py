@@ -10,8 +10,18 @@ import pytest
 
 from fsdp_c import _C
 
-ARGUMENTS: tuple[tuple[Any, ...], ...] = ((), (None,), (0,), ([],), (None, None), (len, (), {}), (None, None, None))
-HANDLE = sorted(name for name in vars(_C.Handle) if callable(vars(_C.Handle)[name]) and not name.startswith("__"))
+ARGUMENTS: tuple[tuple[Any, ...], ...] = (
+    (),
+    (None,),
+    (0,),
+    ([],),
+    (None, None),
+    (len, (), {}),
+    (None, None, None),
+)
+HANDLE = sorted(
+    name for name in vars(_C.Handle) if callable(vars(_C.Handle)[name]) and not name.startswith("__")
+)
 UNIT = ["forward", "register_post_backward_hook", "register_pre_backward_hooks", "set_summoning"]
 NOT_INITIALISED = "was not initialised: call its __init__ first"
 

@@ -1,4 +1,5 @@
-"""python -m fsdp_c.checkpoint: every format into every other, differences, errors, and memory of one tensor."""
+"""python -m fsdp_c.checkpoint: every format into every other, differences, errors, and memory of one
+tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    model = nn.Sequential(
+        nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     (model[1](model[0](torch.randn(4, 7))).square().sum() + model[2].weight.square().sum()).backward()
     optimizer.step()
@@ -123,8 +126,18 @@ def test_safetensors_are_those_of_the_library(saved: Path, tmp_path: Path) -> No
     library = pytest.importorskip("safetensors.torch")
     run("convert", saved, tmp_path / "model.safetensors")
     assert_same(library.load_file(tmp_path / "model.safetensors"), trained()[0].state_dict())
-    dtypes = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.uint16]
-    tensors = {str(dtype): torch.tensor([[1, 0, 1]]).to(dtype) for dtype in dtypes} | {"empty": torch.zeros(0, 2)}
+    dtypes = [
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float64,
+        torch.uint16,
+    ]
+    tensors = {str(dtype): torch.tensor([[1, 0, 1]]).to(dtype) for dtype in dtypes} | {
+        "empty": torch.zeros(0, 2)
+    }
     library.save_file(tensors, tmp_path / "theirs.safetensors")
     for key, value in contents(tmp_path / "theirs.safetensors").items():
         assert value.dtype == tensors[key].dtype and value.tolist() == tensors[key].tolist()
@@ -132,10 +145,14 @@ def test_safetensors_are_those_of_the_library(saved: Path, tmp_path: Path) -> No
     assert library.load_file(tmp_path / "again.safetensors").keys() == tensors.keys()
 
 
-def test_a_folder_of_dcps_hugging_face_writer_is_read_and_its_reader_reads_ours(saved: Path, tmp_path: Path) -> None:
+def test_a_folder_of_dcps_hugging_face_writer_is_read_and_its_reader_reads_ours(
+    saved: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("safetensors")
     state = {name: value.contiguous() for name, value in trained()[0].state_dict().items() if value.dim()}
-    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path / "hf"), fqn_to_index_mapping=dict.fromkeys(state, 1))
+    writer = dcp.HuggingFaceStorageWriter(
+        path=str(tmp_path / "hf"), fqn_to_index_mapping=dict.fromkeys(state, 1)
+    )
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert_same(contents(tmp_path / "hf"), state)
     (tmp_path / "ours").mkdir()
@@ -205,7 +222,10 @@ def test_a_hugging_face_folder_is_held_to_its_index(kind: str, tmp_path: Path, c
     torch.save({"l4.w": torch.ones(2)}, folder / "other")
     cases = [
         ({**files, "l4.w": last.name}, f"{last}: l4.w is missing, which"),
-        ({key: name for key, name in files.items() if key != "l3.w"} | {"l9.w": last.name}, f"{last}: l9.w is missing"),
+        (
+            {key: name for key, name in files.items() if key != "l3.w"} | {"l9.w": last.name},
+            f"{last}: l9.w is missing",
+        ),
         ({**files, "l1.w": last.name, "x": files["l1.w"]}, f"{last}: l1.w is missing"),
         ({**files, "l4.w": "nowhere." + kind}, f"{folder / ('nowhere.' + kind)}: missing: "),
         ({**files, "l4.w": "../" + last.name}, "leads out of the folder"),
@@ -226,7 +246,9 @@ def test_a_hugging_face_folder_is_held_to_its_index(kind: str, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_file_with_tensors_that_the_index_does_not_name_is_refused(kind: str, tmp_path: Path, capsys) -> None:
+def test_a_file_with_tensors_that_the_index_does_not_name_is_refused(
+    kind: str, tmp_path: Path, capsys
+) -> None:
     files = hugging_face(tmp_path / "hf", kind)
     torch.save({"l3.w": torch.ones(2), "l4.w": torch.ones(2)}, tmp_path / "more.pt")
     run("convert", tmp_path / "more.pt", tmp_path / f"more.{kind}")
@@ -292,7 +314,9 @@ def test_a_failed_conversion_leaves_nothing(saved: Path, tmp_path: Path, capsys)
 # ----------------------------------------------------------------- inspect, verify, diff
 
 
-def test_inspect_lists_names_shapes_dtypes_and_values(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_names_shapes_dtypes_and_values(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("inspect", saved)
     shown = capsys.readouterr().out
     assert "written by fsdp_c, with checksums" in shown
@@ -300,7 +324,10 @@ def test_inspect_lists_names_shapes_dtypes_and_values(saved: Path, capsys: pytes
     run("inspect", saved, "--select", "extra", "--values")
     assert "extra.step    3" in capsys.readouterr().out
     run("inspect", saved, "--json")
-    assert json.loads(capsys.readouterr().out)["entries"]["model.0.bias"] == {"dtype": "float32", "shape": [5]}
+    assert json.loads(capsys.readouterr().out)["entries"]["model.0.bias"] == {
+        "dtype": "float32",
+        "shape": [5],
+    }
 
 
 def test_verify_says_what_is_damaged(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,9 +343,16 @@ def test_verify_says_what_is_damaged(saved: Path, tmp_path: Path, capsys: pytest
     assert "is damaged: its checksum does not match" in capsys.readouterr().out
 
 
-def test_diff_tells_values_shapes_dtypes_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_tells_values_shapes_dtypes_and_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = {"same": torch.tensor([1.0, float("nan")]), "a": torch.zeros(4), "b": torch.zeros(2, 3), "n": 1}
-    other = {"same": base["same"].clone(), "a": torch.tensor([0, 0.25, 0, -0.5]), "b": torch.zeros(3, 2), "n": 2}
+    other = {
+        "same": base["same"].clone(),
+        "a": torch.tensor([0, 0.25, 0, -0.5]),
+        "b": torch.zeros(3, 2),
+        "n": 2,
+    }
     torch.save(base | {"left": torch.ones(1), "d": torch.ones(2)}, tmp_path / "1.pt")
     torch.save(other | {"d": torch.ones(2).half()}, tmp_path / "2.pt")
     run("diff", tmp_path / "1.pt", tmp_path / "1.pt")
@@ -353,7 +387,10 @@ def test_diff_tells_values_shapes_dtypes_and_names(tmp_path: Path, capsys: pytes
         (["inspect", "."], ".pt: not a file of torch.save"),
         (["inspect", "empty"], "empty: not a checkpoint: it has no .metadata file"),
         (["inspect", "{saved}/.metadata"], "name the folder"),
-        (["inspect", "{saved}", "--select", "weights"], "nothing is named weights; there is extra, model, optim"),
+        (
+            ["inspect", "{saved}", "--select", "weights"],
+            "nothing is named weights; there is extra, model, optim",
+        ),
         (["inspect", "text.pt"], "text.pt: cannot be read"),
         (["inspect", "list.pt"], "holds list, not a state dict"),
         (["convert", "{saved}", "x.pt", "--ranks", "2"], "a torch file is one file"),
@@ -454,9 +491,17 @@ print("peak", (peak - before) / nbytes)
 
 @pytest.mark.timeout(200)
 def test_memory_is_a_few_times_the_largest_tensor_whatever_the_total(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MALLOC_TRIM_THRESHOLD_": "100000"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "MALLOC_TRIM_THRESHOLD_": "100000",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=180, env=environment
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     peak = float(done.stdout.split("peak ")[1])

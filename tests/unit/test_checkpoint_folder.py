@@ -1,4 +1,5 @@
-"""A checkpoint's folder beside others: what else is in it, who else writes to it, who reads meanwhile, torch's own."""
+"""A checkpoint's folder beside others: what else is in it, who else writes to it, who reads meanwhile,
+torch's own."""
 
 from __future__ import annotations
 
@@ -139,7 +140,9 @@ def test_mode_owner_and_group_stay(tmp_path: Path) -> None:
     assert stat.S_IMODE(after.st_mode) == 0o2750
 
 
-def test_a_link_and_the_folder_one_is_in_are_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_and_the_folder_one_is_in_are_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     save(tmp_path / "link", 1)
@@ -271,7 +274,9 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = listed(tmp_path)
     for name in ("write_file", "checksums_content"):
-        with mock.patch(f"fsdp_c.checkpoint.storage.{name}", side_effect=OSError(28, "No space left on device")):
+        with mock.patch(
+            f"fsdp_c.checkpoint.storage.{name}", side_effect=OSError(28, "No space left on device")
+        ):
             with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
                 save(tmp_path, 2)
         assert listed(tmp_path) == before
@@ -283,7 +288,10 @@ def test_data_of_a_damaged_checkpoint_stay_until_the_new_one_is_there(tmp_path: 
     (data,) = tmp_path.glob("fsdp_c-data-*")
     for damaged in (content[: len(content) // 2], content.replace(data.name[-3:].encode(), b"fff")):
         (tmp_path / ".metadata").write_bytes(damaged)
-        with mock.patch("fsdp_c.checkpoint.storage.write_file", side_effect=OSError), pytest.raises(CheckpointError):
+        with (
+            mock.patch("fsdp_c.checkpoint.storage.write_file", side_effect=OSError),
+            pytest.raises(CheckpointError),
+        ):
             save(tmp_path, 2)
         assert data.is_dir()
     (tmp_path / ".metadata").write_bytes(content)
@@ -313,7 +321,9 @@ def test_a_damaged_name_makes_no_checkpoint_torchs(tmp_path: Path) -> None:
     content = (path / ".metadata").read_bytes()
     assert content.count(b"piece") == 1
     (path / ".metadata").write_bytes(content.replace(b"piece", b"pjece"))
-    with pytest.raises(CheckpointError, match=r"\.metadata: damaged, or not written by DCP \(.* has {'pjece'}"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata: damaged, or not written by DCP \(.* has {'pjece'}"
+    ):
         metadata.read_checkpoint(path)
 
 
@@ -340,7 +350,9 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
     with folder.new_folder(path) as temporary:
         (temporary / "__0_0.distcp").write_bytes(b"of the first")
         before = listed(tmp_path)
-        with pytest.raises(CheckpointError, match=f"ckpt: process {os.getpid()} on {os.uname().nodename} is saving"):
+        with pytest.raises(
+            CheckpointError, match=f"ckpt: process {os.getpid()} on {os.uname().nodename} is saving"
+        ):
             save(path, 2)
         save(tmp_path / "source", 3)
         assert cli.main(["convert", str(tmp_path / "source"), str(path), "--overwrite"]) == 2
@@ -448,7 +460,9 @@ def test_a_load_whose_checkpoint_is_replaced_begins_anew(at: str, exists: bool, 
     reading = once(lambda: save(path, 5), saving.read_layout)
     checked = mock.patch.object(saving, "checked_layout", side_effect=saving.checked_layout)
     with mock.patch.object(saving, "read_layout", reading), checked as each:
-        assert loaded(path) == 5 and each.call_count == 2  # the other's .metadata are compared with checksums, too
+        assert (
+            loaded(path) == 5 and each.call_count == 2
+        )  # the other's .metadata are compared with checksums, too
     reading = once(lambda: save(path, 6), layout_file._identity)
     with mock.patch.object(layout_file, "_identity", reading):
         assert loaded(path) == 6

@@ -100,7 +100,9 @@ def test_metadata_are_not_executed(where: str, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.serialization.load"])
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.serialization.load"]
+)
 def test_only_names_of_dcp_are_known(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     torch_checkpoint(path)
@@ -211,7 +213,9 @@ def test_values_are_checked(change: Callable[[Metadata], None], reason: str, tmp
     refused(path, reason)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps([]), pickle.dumps({"a": 1})])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps([]), pickle.dumps({"a": 1})]
+)
 def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     torch_checkpoint(path)
@@ -282,7 +286,13 @@ def test_right_checksums_make_no_metadata_trusted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"{}", b"[]", b"\xff", b'{"format": "other", "version": 1, "algorithm": "crc32", "files": {}}', b"[" * 100000],
+    [
+        b"{}",
+        b"[]",
+        b"\xff",
+        b'{"format": "other", "version": 1, "algorithm": "crc32", "files": {}}',
+        b"[" * 100000,
+    ],
 )
 def test_bad_checksum_files_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
@@ -362,7 +372,9 @@ def test_integers_are_passed_over_many_at_once() -> None:
     ):
         content = pickle.dumps(value, protocol=3)
         alone = [content[start] for start, _, is_fixed in pickles._runs(content) if not is_fixed]
-        assert alone.count(ord(pickle.LONG1)) == sum(isinstance(each, int) and each >= 2**63 for each in value)
+        assert alone.count(ord(pickle.LONG1)) == sum(
+            isinstance(each, int) and each >= 2**63 for each in value
+        )
         reader = pickle.Unpickler(io.BytesIO(pickles.with_marked_tuples(content)))
         reader.persistent_load = list  # type: ignore[assignment]  # it is given what becomes a tuple
         assert reader.load() == [list(each) if isinstance(each, tuple) else each for each in value]
@@ -370,7 +382,10 @@ def test_integers_are_passed_over_many_at_once() -> None:
 
 def test_ordinary_pickles_pass(tmp_path: Path) -> None:
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        value = {f"key{i}": (i, [i] * (i % 7), -i, 2**40 * i, 0.5, None, True, b"x" * i, "y" * 300) for i in range(600)}
+        value = {
+            f"key{i}": (i, [i] * (i % 7), -i, 2**40 * i, 0.5, None, True, b"x" * i, "y" * 300)
+            for i in range(600)
+        }
         check_pickle(pickle.dumps(value, protocol))
 
 
@@ -393,7 +408,9 @@ def test_compressed_data_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "compressed data" in capsys.readouterr().err
 
 
-def test_a_tensor_of_more_elements_than_its_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tensor_of_more_elements_than_its_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"a": torch.zeros(1).expand(2**40)}, tmp_path / "model.pt")
     assert cli.main(["inspect", str(tmp_path / "model.pt")]) == 2
     assert "a is sparse or quantized, or has more elements than the file" in capsys.readouterr().err
@@ -401,14 +418,22 @@ def test_a_tensor_of_more_elements_than_its_file_is_refused(tmp_path: Path, caps
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stride", [0, 1])
-def test_a_tensor_within_a_value_has_as_many_elements_as_are_there(stride: int, tmp_path: Path, capsys) -> None:
-    content = archive_of(b"\x80\x02}X\1\0\0\0v" + tensor_of(2**28, stride) + b"\x85s.", **{"data/0": bytes(4)})
+def test_a_tensor_within_a_value_has_as_many_elements_as_are_there(
+    stride: int, tmp_path: Path, capsys
+) -> None:
+    content = archive_of(
+        b"\x80\x02}X\1\0\0\0v" + tensor_of(2**28, stride) + b"\x85s.", **{"data/0": bytes(4)}
+    )
     with_object(tmp_path / "dcp", content)
     (tmp_path / "one.pt").write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, file in (("one.pt", "one.pt"), ("dcp", "dcp/__1_0.distcp: note")):
         path = str(tmp_path / name)
-        for command in (["inspect", "--values", path], ["convert", path, str(tmp_path / "x.pt")], ["diff", path, path]):
+        for command in (
+            ["inspect", "--values", path],
+            ["convert", path, str(tmp_path / "x.pt")],
+            ["diff", path, path],
+        ):
             assert cli.main(command) == 2, command
             assert capsys.readouterr().err.startswith(f"error: {tmp_path / file}")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
@@ -468,7 +493,11 @@ def test_old_files_hold_what_they_say(no_code: None, tmp_path: Path, capsys) -> 
     assert torch.equal(source.read("a"), torch.ones(4)) and torch.equal(source.read("b")[0], torch.ones(1))
     for kind, content in forgeries.items():
         path.write_bytes(content)
-        for command in (["inspect", str(path)], ["verify", str(path)], ["convert", str(path), str(tmp_path / "o.pt")]):
+        for command in (
+            ["inspect", str(path)],
+            ["verify", str(path)],
+            ["convert", str(path), str(tmp_path / "o.pt")],
+        ):
             assert cli.main(command) == 2, (kind, command)
             assert capsys.readouterr().err.startswith(f"error: {path}: "), kind
     assert os.listdir(tmp_path) == ["old.pt"]
@@ -552,7 +581,9 @@ def test_the_code_of_torchscript_does_not_run(no_code: None, tmp_path: Path, cap
             assert cli.main(command) == (1 if command == ["verify", str(tmp_path / "dcp")] else 2), command
             said = "".join(capsys.readouterr())
             assert str(tmp_path / file) in said and "TorchScript archive, which holds code" in said, command
-    with pytest.raises(CheckpointError, match="__1_0.distcp: note cannot be read .it is a TorchScript archive"):
+    with pytest.raises(
+        CheckpointError, match="__1_0.distcp: note cannot be read .it is a TorchScript archive"
+    ):
         read_nested(read_checkpoint(tmp_path / "dcp"), "note")
     assert not marker.exists() and not (tmp_path / "out.pt").exists()
 
@@ -634,7 +665,9 @@ NEVER_ENDS = {
     "an array of a size, by another call": archive_of(
         b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nctorch\nTensor\nJ\xff\xff\xff\x7f\x85}tR."
     ),
-    "an array of numpy's number": archive_of(b"\x80\x02cbuiltins\nbytearray\n" + number_of_numpy(2**30) + b"\x85R."),
+    "an array of numpy's number": archive_of(
+        b"\x80\x02cbuiltins\nbytearray\n" + number_of_numpy(2**30) + b"\x85R."
+    ),
     "an array of a tensor": archive_of(
         b"\x80\x02cbuiltins\nbytearray\n" + tensor_of(1, 1) + b"\x85R.", **{"data/0": b"\xff\xff\xff\x7f"}
     ),
@@ -665,7 +698,11 @@ def test_values_of_archives_that_never_end_are_refused(kind: str, tmp_path: Path
     (tmp_path / "ranks" / "rank0.pt").write_bytes(content)
     for name, file in (("one.pt", "one.pt"), ("ranks", "ranks/rank0.pt"), ("dcp", "dcp/__1_0.distcp: note")):
         path = str(tmp_path / name)
-        for command in (["inspect", "--values", path], ["convert", path, str(tmp_path / "x.pt")], ["diff", path, path]):
+        for command in (
+            ["inspect", "--values", path],
+            ["convert", path, str(tmp_path / "x.pt")],
+            ["diff", path, path],
+        ):
             assert cli.main(command) == 2, command
             said = capsys.readouterr().err
             assert said.startswith(f"error: {tmp_path / file}") and re.search(WHY_NOT, said), said
@@ -695,7 +732,13 @@ def test_what_people_save_is_not_too_much() -> None:
     shared = [1] * 1000
     for value in (
         {"groups": [group] * 500, "rng": random.Random(0).getstate(), (1, 2): 3, "set": {(1, 2), "x"}},
-        {"bytes": b"x" * 1000, "array": bytearray(b"abc"), "none": None, "big": 2**70, "many": list(range(3000))},
+        {
+            "bytes": b"x" * 1000,
+            "array": bytearray(b"abc"),
+            "none": None,
+            "big": 2**70,
+            "many": list(range(3000)),
+        },
         [shared] * 10,
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(50))).state_dict(),
     ):
@@ -716,7 +759,9 @@ def zip_records(records: dict[str, bytes]) -> tuple[bytes, list[tuple[bytes, int
     for name, data in records.items():
         listed.append((f"archive/{name}".encode(), zlib.crc32(data), len(data), len(body)))
         where = listed[-1][0]
-        body += struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, 0, 0, 33, *listed[-1][1:3], len(data), len(where), 0)
+        body += struct.pack(
+            "<IHHHHHIIIHH", 0x04034B50, 20, 0, 0, 0, 33, *listed[-1][1:3], len(data), len(where), 0
+        )
         body += where + data
     return body, listed
 
@@ -724,7 +769,25 @@ def zip_records(records: dict[str, bytes]) -> tuple[bytes, list[tuple[bytes, int
 def zip_directory(listed: list[tuple[bytes, int, int, int]], method: int = 0, times: int = 1) -> bytes:
     entries = b""
     for name, crc32, nbytes, at in listed:
-        fields = (0x02014B50, 20, 20, 0, method, 0, 33, crc32, nbytes, nbytes * times, len(name), 0, 0, 0, 0, 0, at)
+        fields = (
+            0x02014B50,
+            20,
+            20,
+            0,
+            method,
+            0,
+            33,
+            crc32,
+            nbytes,
+            nbytes * times,
+            len(name),
+            0,
+            0,
+            0,
+            0,
+            0,
+            at,
+        )
         entries += struct.pack("<IHHHHHHIIIHHHHHII", *fields) + name
     return entries
 
@@ -734,7 +797,9 @@ def zip_end(count: int, nbytes: int, at: int, comment: int = 0) -> bytes:
 
 
 def odd_archives() -> dict[str, bytes]:
-    body, listed = zip_records({"data.pkl": pickle.dumps({"a": 1}, 2), "version": b"3\n", "data/0": bytes(64)})
+    body, listed = zip_records(
+        {"data.pkl": pickle.dumps({"a": 1}, 2), "version": b"3\n", "data/0": bytes(64)}
+    )
     sound = zip_directory(listed)
     claims = zip_directory(listed, times=2**20)
     shifted = [(*each[:3], each[3] + 1) for each in listed]
@@ -848,7 +913,9 @@ def test_names_and_values_command_no_terminal(tmp_path: Path, capsys) -> None:
     name, value = "a\x1b[2Jb\u202ec\nd", "\x1b]0;owned\x07"
     torch.save({name: torch.ones(2), "v": value, "w": (value,)}, tmp_path / "1.pt")
     torch.save({name: torch.zeros(2), "v": [value]}, tmp_path / "2.pt")
-    safetensors_file(tmp_path / "m.safetensors", {name: {"dtype": "F33", "shape": [], "data_offsets": [0, 0]}})
+    safetensors_file(
+        tmp_path / "m.safetensors", {name: {"dtype": "F33", "shape": [], "data_offsets": [0, 0]}}
+    )
     one, two = str(tmp_path / "1.pt"), str(tmp_path / "2.pt")
     commands = [["inspect", "--values", one], ["inspect", "--json", one], ["verify", one], ["diff", one, two]]
     commands += [["inspect", "--select", name, one], ["inspect", str(tmp_path / "m.safetensors")]]
@@ -856,13 +923,18 @@ def test_names_and_values_command_no_terminal(tmp_path: Path, capsys) -> None:
     for command in commands:
         cli.main(command)
         shown = "".join(capsys.readouterr())
-        assert shown and all(each.isprintable() for line in shown.split("\n") for each in line), (command, shown)
+        assert shown and all(each.isprintable() for line in shown.split("\n") for each in line), (
+            command,
+            shown,
+        )
     cli.main(["inspect", one])
     assert "a\\x1b[2Jb\\u202ec\\nd  float32 [2]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [RecursionError("too deep"), MemoryError(), RuntimeError("no\nmemory")])
-def test_an_error_of_python_or_torch_is_one_line_and_status_2(error: Exception, monkeypatch, tmp_path, capsys) -> None:
+def test_an_error_of_python_or_torch_is_one_line_and_status_2(
+    error: Exception, monkeypatch, tmp_path, capsys
+) -> None:
     torch.save({"a": (1,)}, tmp_path / "1.pt")
 
     def fail(*args: object) -> None:
@@ -877,7 +949,10 @@ def test_an_error_of_python_or_torch_is_one_line_and_status_2(error: Exception, 
 def test_deep_values_are_shown_or_one_line(tmp_path: Path, capsys) -> None:
     with_object(tmp_path / "dcp", archive_of(b"\x80\x02" + b"]" * 900 + b"a" * 899 + b"."))
     for command in ("inspect --values dcp", "diff dcp dcp", "convert dcp out.pt", "convert dcp out"):
-        words = [word if "-" in word or at == 0 else str(tmp_path / word) for at, word in enumerate(command.split())]
+        words = [
+            word if "-" in word or at == 0 else str(tmp_path / word)
+            for at, word in enumerate(command.split())
+        ]
         assert cli.main(words) in (0, 2), command
         assert capsys.readouterr().err.count("\n") <= 1
 
@@ -910,7 +985,11 @@ def two(first: list[int], second: list[int]) -> dict[str, Any]:
             3,
             "a is F6_E2M3, which torch has no dtype for",
         ),
-        ({"a": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, 3, "half a byte at the end of each row"),
+        (
+            {"a": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}},
+            3,
+            "half a byte at the end of each row",
+        ),
         ({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}, 4, "the dtype 'F33' is not known"),
     ],
 )
@@ -933,7 +1012,9 @@ def test_small_floats_of_safetensors_are_read_and_written(name: str, tmp_path: P
     assert tensor.view(torch.uint8).tolist() == [[0x01, 0x23], [0x45, 0x67]]
     for target in ("again.safetensors", "full.pt", "dcp"):
         assert cli.main(["convert", str(path), str(tmp_path / target)]) == 0
-        select = ["--select", "model"] if target == "dcp" else []  # where convert puts what comes from safetensors
+        select = (
+            ["--select", "model"] if target == "dcp" else []
+        )  # where convert puts what comes from safetensors
         assert cli.main(["diff", str(tmp_path / target), str(path), *select]) == 0
     again = (tmp_path / "again.safetensors").read_bytes()
     assert json.loads(again[8 : 8 + int.from_bytes(again[:8], "little")])["a"] == header["a"]
@@ -942,7 +1023,15 @@ def test_small_floats_of_safetensors_are_read_and_written(name: str, tmp_path: P
 @pytest.fixture(scope="module")
 def fuzzed() -> str:
     """A few of the trials of tests/fuzz/checkpoint.py, under its limits of time and memory."""
-    command = [sys.executable, "-m", "tests.fuzz.checkpoint", "--seed", "1", "--count", str(150 * len(SUBJECTS))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz.checkpoint",
+        "--seed",
+        "1",
+        "--count",
+        str(150 * len(SUBJECTS)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -137,7 +137,9 @@ in_either_layout = pytest.mark.parametrize("in_place", [False, True])
 
 
 @in_either_layout
-def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_verify(in_place, tmp_path, capsys) -> None:
+def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_verify(
+    in_place, tmp_path, capsys
+) -> None:
     path, work = tmp_path / "ckpt", tmp_path / "work"
     path.mkdir() if in_place else None
     save(path, 7)
@@ -192,7 +194,9 @@ def test_the_error_names_file_and_parameter(tmp_path: Path) -> None:
 
 def test_a_temporary_folder_is_no_checkpoint_and_is_cleaned_up_by_the_next_save(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
-    with mock.patch("fsdp_c.checkpoint.storage.write_file", side_effect=OSError(28, "No space left on device")):
+    with mock.patch(
+        "fsdp_c.checkpoint.storage.write_file", side_effect=OSError(28, "No space left on device")
+    ):
         with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
             save(path, 1)
     assert list(tmp_path.iterdir()) == []
@@ -208,7 +212,8 @@ def test_a_temporary_folder_is_no_checkpoint_and_is_cleaned_up_by_the_next_save(
 
 
 def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
-    """Whatever a published name leads to is on the disk before the rename, and the old data go once it is, too."""
+    """Whatever a published name leads to is on the disk before the rename, and the old data go once it is,
+    too."""
     path = tmp_path / "ckpt"
     done: list[tuple[str, str]] = []
     rename, unlink = os.rename, os.unlink
@@ -224,7 +229,11 @@ def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
         done.append(("unlink", Path(target).name))
         unlink(target, **others)
 
-    patches = mock.patch("os.fsync", noted), mock.patch("os.rename", renamed), mock.patch("os.unlink", unlinked)
+    patches = (
+        mock.patch("os.fsync", noted),
+        mock.patch("os.rename", renamed),
+        mock.patch("os.unlink", unlinked),
+    )
     with patches[0], patches[1], patches[2]:
         save(path, 1)
         first, done[:] = done[:], []
@@ -232,7 +241,13 @@ def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
     files = [("fsync", name) for name in ("__0_0.distcp", "fsdp_c.layout", ".metadata", "checksums.json")]
     beside = [("fsync", ".ckpt.saving"), ("rename", "ckpt"), ("fsync", tmp_path.name.split("-")[0])]
     assert first == [*files, *beside, ("unlink", ".ckpt.saving.lock")]
-    within = [("fsync", "replaced"), ("fsync", "fsdp_c"), ("fsync", "ckpt"), ("rename", ".metadata"), ("fsync", "ckpt")]
+    within = [
+        ("fsync", "replaced"),
+        ("fsync", "fsdp_c"),
+        ("fsync", "ckpt"),
+        ("rename", ".metadata"),
+        ("fsync", "ckpt"),
+    ]
     assert done[:9] == [*files, *within]
     assert {what for what, _ in done[9:]} == {"unlink"} and {name for _, name in done[9:]} == {
         "__0_0.distcp",
@@ -244,7 +259,9 @@ def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
 
 
 @in_either_layout
-def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there(in_place, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there(
+    in_place, tmp_path: Path
+) -> None:
     path = tmp_path / "ckpt"
     if in_place:
         save(path, 1)
@@ -254,7 +271,10 @@ def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there
             if not in_place or b"fsdp_c-data-" in (path / ".metadata").read_bytes():
                 raise OSError(5, "Input/output error")
 
-    with mock.patch("os.fsync", failing), pytest.warns(UserWarning, match=f"{path}: saved and in its place.*output"):
+    with (
+        mock.patch("os.fsync", failing),
+        pytest.warns(UserWarning, match=f"{path}: saved and in its place.*output"),
+    ):
         save(path, 2)
     assert loaded_version(path) == 2
     assert not in_place or (path / "__0_0.distcp").exists()  # the old data stay: the old name may come back

@@ -109,13 +109,17 @@ def from_metadata(path: Path, warning: bool) -> float:
     ):
         warnings.simplefilter("always")
         checkpoint.load(model, optimizer, path)
-    assert [f"{LAYOUT}: damaged, or of another checkpoint" in str(each.message) for each in said] == [True] * warning
+    assert [f"{LAYOUT}: damaged, or of another checkpoint" in str(each.message) for each in said] == [
+        True
+    ] * warning
     (value,) = {value for param in model.parameters() for value in param.unique().tolist()}
     return value
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_metadata_are_read_in_place_of_one_that_is_damaged(in_place: bool, tmp_path: Path, capsys: Any) -> None:
+def test_metadata_are_read_in_place_of_one_that_is_damaged(
+    in_place: bool, tmp_path: Path, capsys: Any
+) -> None:
     path = tmp_path / "ckpt"
     path.mkdir() if in_place else None
     saved(path)
@@ -222,7 +226,9 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda header: header.update(groups=header["groups"][:-1]), "in no group"),
     ],
 )
-def test_its_values_are_checked(change: Callable[[dict[str, Any]], None], reason: str, tmp_path: Path) -> None:
+def test_its_values_are_checked(
+    change: Callable[[dict[str, Any]], None], reason: str, tmp_path: Path
+) -> None:
     path = saved(tmp_path / "ckpt")
     rewrite(path, lambda header: None)
     assert loaded(path) == 3
@@ -241,7 +247,9 @@ def test_records_lead_nowhere_else(tmp_path: Path) -> None:
         work = tmp_path / f"{at}{value}"
         shutil.copytree(path, work)
         rewrite(
-            work, lambda header: None, lambda rest, at=at, n=number: rest[:at] + n + rest[len(rest) + at + len(n) :]
+            work,
+            lambda header: None,
+            lambda rest, at=at, n=number: rest[:at] + n + rest[len(rest) + at + len(n) :],
         )
         with pytest.raises(CheckpointError, match="ends at .*: torn|is nowhere"):
             for entry in layout_file.read_layout(work).entries.values():

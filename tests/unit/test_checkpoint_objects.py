@@ -1,4 +1,5 @@
-"""What stands in a checkpoint besides tensors: saved and read equal, or refused before anything is replaced."""
+"""What stands in a checkpoint besides tensors: saved and read equal, or refused before anything is
+replaced."""
 
 from __future__ import annotations
 
@@ -206,7 +207,11 @@ def same(one: Any, other: Any) -> bool:
         own = pickle.loads(pickle.dumps(one))  # numpy makes the bytes' order the machine's
         return type(other) is np.ndarray and own.dtype == other.dtype and own.tobytes() == other.tobytes()
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return (type(one) is type(other) or isinstance(one, np.number)) and (
@@ -269,7 +274,9 @@ def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):
     with torch.serialization.safe_globals([Point]):
         checkpoint.save(own, None, tmp_path / "a", extra={"point": Point(1, 2.0)})
         assert checkpoint.load(own, None, tmp_path / "a") == {"point": Point(1, 2.0)}
-    before = {name: value.clone() for name, value in own.state_dict().items() if isinstance(value, torch.Tensor)}
+    before = {
+        name: value.clone() for name, value in own.state_dict().items() if isinstance(value, torch.Tensor)
+    }
     other, _ = model()
     with torch.no_grad():
         other[0].weight.zero_()
@@ -290,13 +297,17 @@ NO_ARRAYS = {
 def test_a_tensor_that_is_no_array_of_numbers_is_refused_by_name(kind, tmp_path):
     with pytest.raises(NotImplementedError, match=r"extra\.list\.0: a sparse, nested or quantized tensor"):
         checkpoint.save(*model(), tmp_path / "a", extra={"list": [NO_ARRAYS[kind]]})
-    with pytest.raises(NotImplementedError, match=r"0\._extra_state\.a: a sparse, nested or quantized tensor"):
+    with pytest.raises(
+        NotImplementedError, match=r"0\._extra_state\.a: a sparse, nested or quantized tensor"
+    ):
         checkpoint.save(*model({"a": NO_ARRAYS[kind]}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tensor_within_a_value_that_has_fewer_elements_than_it_says_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="extra.a: tuple cannot be saved .*: a tensor of more elements than are"):
+    with pytest.raises(
+        CheckpointError, match="extra.a: tuple cannot be saved .*: a tensor of more elements than are"
+    ):
         checkpoint.save(*model(), tmp_path / "a", extra={"a": (torch.ones(1).expand(3),)})
     checkpoint.save(*model(), tmp_path / "a", extra={"a": torch.ones(1).expand(3)})
     assert torch.equal(checkpoint.load(*model(), tmp_path / "a")["a"], torch.ones(3))
@@ -342,7 +353,9 @@ def called(name: str, *args: Any, state: Any = None) -> bytes:
     return b"\x80\x02c" + name.replace(":", "\n").encode() + b"\n" + arguments + b"R" + built + b"."
 
 
-@pytest.mark.parametrize("name", ["os:system", "posix:system", "builtins:eval", "builtins:open", "builtins:exec"])
+@pytest.mark.parametrize(
+    "name", ["os:system", "posix:system", "builtins:eval", "builtins:open", "builtins:exec"]
+)
 def test_nothing_else_is_called(name):
     with mock.patch("os.system", side_effect=AssertionError("called")), pytest.raises(pickle.UnpicklingError):
         objects.load(archive(called(name, "echo")))

@@ -140,7 +140,10 @@ def random_boxes(shape: tuple[int, ...], rng: random.Random) -> list[Any]:
         cut = rng.randrange(sizes[dim] + 1)
         first = (*sizes[:dim], cut, *sizes[dim + 1 :])
         second = (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])
-        boxes[at : at + 1] = [(offsets, first), ((*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :]), second)]
+        boxes[at : at + 1] = [
+            (offsets, first),
+            ((*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :]), second),
+        ]
     for _ in range(rng.choice([0, 0, 1, 2])):
         at = rng.randrange(len(boxes))
         sizes = boxes[at][1]

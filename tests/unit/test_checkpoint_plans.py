@@ -1,4 +1,5 @@
-"""What ranks tell each other in a save, and what the first one of them makes of it: for any number of ranks."""
+"""What ranks tell each other in a save, and what the first one of them makes of it: for any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
         )
         paths: dict[Held | None, list[Any]] = {None: [("optim", "param_groups", 0, "lr")]}
         for layer in range(layers):
-            for (name, shape), (inside, _, numel, start) in zip(SHAPES.items(), layout.shard_ranges(), strict=True):
+            for (name, shape), (inside, _, numel, start) in zip(
+                SHAPES.items(), layout.shard_ranges(), strict=True
+            ):
                 if inside and numel:
                     for kind in ("model", "state"):
                         paths.setdefault(of_range(shape, start, numel), []).append((kind, f"{layer}.{name}"))
@@ -82,7 +85,9 @@ def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int,
         assert box.offsets == tuple(index.offset) and box.numel * 4 == info.piece[1]
         found[index.fqn] = found.get(index.fqn, 0) + box.numel
     assert found == {
-        key: math.prod(entry.size) for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")
+        key: math.prod(entry.size)
+        for key, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "size")
     }
     assert len(found) == 3 * 3 * len(SHAPES)
     for key, entry in metadata.state_dict_metadata.items():
@@ -118,7 +123,10 @@ def test_replicas_share_the_work() -> None:
         ([None, of_range((4, 4), 0, 16)], "a tensor on some ranks"),
         ([of_range((4, 4), 0, 8), of_range((4, 4), 8, 8)._replace(order=(1, 0))], "different orders"),
         ([of_range((4, 4), 0, 8)._replace(sizes=(2, 4))], "8 of 16 elements"),
-        ([of_range((4, 4), 0, 8)._replace(sizes=(2, 4), offsets=(at, 0)) for at in (0, 1)], "some of them twice"),
+        (
+            [of_range((4, 4), 0, 8)._replace(sizes=(2, 4), offsets=(at, 0)) for at in (0, 1)],
+            "some of them twice",
+        ),
     ],
 )
 def test_what_ranks_do_not_hold_together_is_refused_by_name(parts: list[Held | None], reason: str) -> None:

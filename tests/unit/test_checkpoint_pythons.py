@@ -108,9 +108,13 @@ SIZE = b"ctorch\nSize\n"
         b"ctorch.distributed.checkpoint.metadata\nMetadata\nS'TORCH_CONTIGUOUS_FORMAT'\n",
     ],
 )
-def test_getattr_gives_members_of_enums_and_nothing_else(module: bytes, arguments: bytes, tmp_path: Path) -> None:
+def test_getattr_gives_members_of_enums_and_nothing_else(
+    module: bytes, arguments: bytes, tmp_path: Path
+) -> None:
     path = written(tmp_path / "ckpt", b"c" + module + b"\ngetattr\n(" + arguments + b"tR.")
-    with pytest.raises(CheckpointError, match=f"{path / METADATA}: damaged, or not written by DCP .it names .*getattr"):
+    with pytest.raises(
+        CheckpointError, match=f"{path / METADATA}: damaged, or not written by DCP .it names .*getattr"
+    ):
         read_checkpoint(path)
 
 

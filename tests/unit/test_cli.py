@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
 def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdp_c", *arguments]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 BAD = {
@@ -42,7 +44,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_arguments_end_with_their_reason_and_status_2(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_end_with_their_reason_and_status_2(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, reason = BAD[what]
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
@@ -135,10 +139,15 @@ def test_a_checkout_without_the_extension_says_what_to_do(tmp_path: Path) -> Non
         f"sys.path.insert(0, {str(tmp_path)!r}); import fsdp_c"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert f"fsdp_c is imported from {tmp_path}/fsdp_c, where its extension module is not built: run" in result.stderr
+    assert (
+        f"fsdp_c is imported from {tmp_path}/fsdp_c, where its extension module is not built: run"
+        in result.stderr
+    )
 
 
 def test_submodules_are_there_without_an_import_of_their_own() -> None:
-    program = "import fsdp_c; fsdp_c.checkpoint.save, fsdp_c.optim.FlatAdamW, fsdp_c.debug.checksum; fsdp_c.nothing"
+    program = (
+        "import fsdp_c; fsdp_c.checkpoint.save, fsdp_c.optim.FlatAdamW, fsdp_c.debug.checksum; fsdp_c.nothing"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.stderr.splitlines()[-1] == "AttributeError: module 'fsdp_c' has no attribute 'nothing'"

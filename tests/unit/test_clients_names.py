@@ -1,7 +1,8 @@
-"""Names, attributes and import paths that libraries use of torch's FSDP1: section 8 of the surface, and the contract.
+"""Names, attributes and import paths that libraries use of torch's FSDP1: section 8 of the surface, and the
+contract.
 
-Each path under torch.distributed.fsdp that a library imports from has its counterpart under fsdp_c; the functions that
-stay torch's own work on our units.
+Each path under torch.distributed.fsdp that a library imports from has its counterpart under fsdp_c; the
+functions that stay torch's own work on our units.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ _fsdp_extensions: FSDPExtensions _set_fsdp_extensions _ext_pre_flatten_transform
     _ext_chunk_tensor _ext_chunk_dtensor _ext_pre_load_state_dict_transform _ext_all_gather_dtensor
 """
 PATHS = {
-    path: names.split() for path, _, names in (line.partition(": ") for line in re.split(r"\n(?! )", NAMES.strip()))
+    path: names.split()
+    for path, _, names in (line.partition(": ") for line in re.split(r"\n(?! )", NAMES.strip()))
 }
 OURS = {"FullyShardedDataParallel", "FlatParameter", "FlatParamHandle", "ShardedGradScaler"}
 OURS |= {"ParamInfo", "SharedParamInfo", "FlatParamShardMetadata"}
@@ -105,7 +107,9 @@ OURS |= {"ParamInfo", "SharedParamInfo", "FlatParamShardMetadata"}
 def test_path_has_the_names_that_torch_has_there(module: str) -> None:
     """H-002, H-013 to H-015, H-021, H-022, H-025."""
     suffix = "" if module == "package" else f".{module}"
-    ours, theirs = (importlib.import_module(package + suffix) for package in ("fsdp_c", "torch.distributed.fsdp"))
+    ours, theirs = (
+        importlib.import_module(package + suffix) for package in ("fsdp_c", "torch.distributed.fsdp")
+    )
     for name in PATHS[module]:
         found, known = getattr(ours, name), getattr(theirs, name)
         if name in OURS:
@@ -177,10 +181,17 @@ def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
 
 def test_wrap_helpers_build_units_and_checkpoints() -> None:
     """H-014, H-015."""
-    wrap_linear = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear))
+    wrap_linear = functools.partial(
+        lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
+    )
     either = functools.partial(_or_policy, policies=[wrap_linear, ModuleWrapPolicy({nn.Sequential})])
     module, wrapped_numel = _recursive_wrap(
-        Net(), auto_wrap_policy=either, wrapper_cls=FSDP, ignored_modules=set(), ignored_params=set(), device_id=CPU
+        Net(),
+        auto_wrap_policy=either,
+        wrapper_cls=FSDP,
+        ignored_modules=set(),
+        ignored_params=set(),
+        device_id=CPU,
     )
     assert wrapped_numel == 36
     assert [isinstance(module.get_submodule(name), FSDP) for name in ("first", "second")] == [True, True]
@@ -203,11 +214,15 @@ def test_unit_has_the_attributes_that_libraries_read() -> None:
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD and model.process_group.size() == 4
     assert model._state_dict_type.name == "FULL_STATE_DICT" and model._device_mesh is None
     assert model.training_state is TrainingState.IDLE and model._is_root is None and model.check_is_root()
-    assert model._use_orig_params and model._has_params and model.mixed_precision.buffer_dtype is torch.bfloat16
+    assert (
+        model._use_orig_params and model._has_params and model.mixed_precision.buffer_dtype is torch.bfloat16
+    )
     assert model._all_fsdp_states == [model, model.second]
     assert model._all_handles == [model._handle, model.second._handle]
     assert model._handle._sharding_strategy is HandleShardingStrategy.FULL_SHARD
-    assert all(module._is_fsdp_managed_module and module._fsdp_use_orig_params for module in model.module.modules())
+    assert all(
+        module._is_fsdp_managed_module and module._fsdp_use_orig_params for module in model.module.modules()
+    )
     model._assert_state(TrainingState.IDLE)
     with pytest.raises(ValueError, match="expected to be in states"):
         model._assert_state(TrainingState.FORWARD_BACKWARD)
@@ -227,8 +242,12 @@ def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> Non
 @both_views
 def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
     """A-071. Its ``_use_training_state`` has no counterpart: the states are written by C alone."""
-    model = nested(use_orig_params=use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    assert model._mixed_precision_enabled_for_buffers() and not nested()._mixed_precision_enabled_for_buffers()
+    model = nested(
+        use_orig_params=use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
+    )
+    assert (
+        model._mixed_precision_enabled_for_buffers() and not nested()._mixed_precision_enabled_for_buffers()
+    )
     assert not model._low_precision_hook_enabled()
     model.register_comm_hook(None, bf16_compress_hook)
     assert model._low_precision_hook_enabled()
@@ -299,7 +318,8 @@ def handle_of(module: nn.Module, **arguments: Any) -> FlatParamHandle:
 
 
 def test_handle_is_built_directly() -> None:
-    """The contract beyond the rows; H-017: the unsharded flat parameter of audiocraft is there once it is sharded."""
+    """The contract beyond the rows; H-017: the unsharded flat parameter of audiocraft is there once it is
+    sharded."""
     handle = handle_of(nn.Linear(3, 5))
     handle.shard()
     assert handle.flat_param.numel() == 6 and handle._fqns_in_shard == ["weight"]
@@ -309,10 +329,16 @@ def test_handle_is_built_directly() -> None:
 @pytest.mark.parametrize("aligned_numel", [0, 4, 8])
 def test_tensors_are_flattened_as_torch_does(aligned_numel: int) -> None:
     """C-016."""
-    tensors = [torch.randn(3, 5), torch.randn(1), torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)]
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(1),
+        torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last),
+    ]
     handle = handle_of(nn.Linear(3, 5))
     flat = handle.flatten_tensors(tensors, aligned_numel)
-    expected = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(3, 5), device_id=CPU, use_orig_params=True)
+    expected = torch.distributed.fsdp.FullyShardedDataParallel(
+        nn.Linear(3, 5), device_id=CPU, use_orig_params=True
+    )
     assert torch.equal(flat, expected._handle.flatten_tensors(tensors, aligned_numel))
     param = handle.flatten_tensors_into_flat_param(tensors, aligned_numel, requires_grad=False)
     assert param._is_flat_param and not param.requires_grad and torch.equal(param, flat)

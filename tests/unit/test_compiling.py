@@ -1,4 +1,5 @@
-"""torch._dynamo takes a second to import: it comes with torch.compile alone, and knows of units made before."""
+"""torch._dynamo takes a second to import: it comes with torch.compile alone, and knows of units made
+before."""
 
 import subprocess
 import sys

@@ -66,7 +66,9 @@ def test_package_exports_the_names_of_torch_fsdp1() -> None:
 
 
 def test_constructor_has_the_signature_of_torch() -> None:
-    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (FSDP, torch_fsdp.FullyShardedDataParallel))
+    ours, theirs = (
+        inspect.signature(cls.__init__).parameters for cls in (FSDP, torch_fsdp.FullyShardedDataParallel)
+    )
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
@@ -84,17 +86,25 @@ def test_constructor_has_the_signature_of_torch() -> None:
     ],
 )
 def test_method_has_the_signature_of_torch(method: str) -> None:
-    ours, theirs = (inspect.signature(getattr(cls, method)) for cls in (FSDP, torch_fsdp.FullyShardedDataParallel))
+    ours, theirs = (
+        inspect.signature(getattr(cls, method)) for cls in (FSDP, torch_fsdp.FullyShardedDataParallel)
+    )
     assert [(p.name, p.default) for p in ours.parameters.values()] == [
         (p.name, p.default) for p in theirs.parameters.values()
     ]
 
 
 def test_unit_is_its_own_state_to_clients_of_torch() -> None:
-    from torch.distributed.fsdp._common_utils import _FSDPState, _get_module_fsdp_state_if_fully_sharded_module
+    from torch.distributed.fsdp._common_utils import (
+        _FSDPState,
+        _get_module_fsdp_state_if_fully_sharded_module,
+    )
 
     model = FSDP(Net())
-    assert [kind for kind in FSDP.__mro__ if not kind.__module__.startswith("fsdp_c.")][:2] == [nn.Module, _FSDPState]
+    assert [kind for kind in FSDP.__mro__ if not kind.__module__.startswith("fsdp_c.")][:2] == [
+        nn.Module,
+        _FSDPState,
+    ]
     assert _get_module_fsdp_state_if_fully_sharded_module(model) is model
 
 
@@ -187,7 +197,11 @@ def test_pair_of_groups_is_refused_by_a_plain_strategy() -> None:
 def test_hybrid_strategy_takes_a_pair_of_groups(strategy: ShardingStrategy) -> None:
     shard, replicate = dist.new_group([0, 1]), dist.new_group([1, 3])
     model = FSDP(Net(), process_group=(shard, replicate), sharding_strategy=strategy)
-    assert (model.process_group, model._inter_node_pg, model.sharding_strategy) == (shard, replicate, strategy)
+    assert (model.process_group, model._inter_node_pg, model.sharding_strategy) == (
+        shard,
+        replicate,
+        strategy,
+    )
     assert model._gradient_predivide_factor * model._gradient_postdivide_factor == WORLD_SIZE
 
 
@@ -244,12 +258,16 @@ def test_no_shard_on_one_rank_does_not_warn() -> None:
         FSDP(Net(), process_group=dist.new_group([RANK]), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
-@pytest.mark.parametrize(("size", "factor"), [(1, 1), (2, 2), (4, 2), (6, 4), (8, 4), (9, 2), (64, 8), (512, 32)])
+@pytest.mark.parametrize(
+    ("size", "factor"), [(1, 1), (2, 2), (4, 2), (6, 4), (8, 4), (9, 2), (64, 8), (512, 32)]
+)
 def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:
     from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
     assert (
-        fsdp_c.sharding.flat_param.predivide_factor(size) == factor == DefaultState._get_gradient_predivide_factor(size)
+        fsdp_c.sharding.flat_param.predivide_factor(size)
+        == factor
+        == DefaultState._get_gradient_predivide_factor(size)
     )
 
 
@@ -332,11 +350,15 @@ def test_scalar_parameter_is_refused_and_named() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_parameter_shared_by_two_units_is_refused_and_both_names_given(use_orig_params: bool) -> None:  # parity 33
+def test_parameter_shared_by_two_units_is_refused_and_both_names_given(
+    use_orig_params: bool,
+) -> None:  # parity 33
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     net[1].weight = net[0][0].weight
     net[0] = FSDP(net[0], use_orig_params=use_orig_params)
-    with pytest.raises(ValueError, match=r"'1.weight' of Sequential is the same parameter as '0.weight' of Sequential"):
+    with pytest.raises(
+        ValueError, match=r"'1.weight' of Sequential is the same parameter as '0.weight' of Sequential"
+    ):
         FSDP(net, use_orig_params=use_orig_params)
 
 
@@ -384,7 +406,10 @@ def test_unit_without_parameters_has_no_handle() -> None:
 
 def test_flat_parameters_are_named_after_the_unit() -> None:
     names = [name for name, _ in nested().named_parameters()]
-    assert names == ["_fsdp_wrapped_module._flat_param", "_fsdp_wrapped_module.second._fsdp_wrapped_module._flat_param"]
+    assert names == [
+        "_fsdp_wrapped_module._flat_param",
+        "_fsdp_wrapped_module.second._fsdp_wrapped_module._flat_param",
+    ]
 
 
 def test_original_parameters_keep_their_names_behind_the_wrappers() -> None:

@@ -1,4 +1,5 @@
-"""The pages say what is there: ids that are cited are explained, and files, functions and links that are named exist.
+"""The pages say what is there: ids that are cited are explained, and files, functions and links that are
+named exist.
 
 Each check takes a tree and returns its violations, so that planted ones show that it can fail.
 """
@@ -45,7 +46,9 @@ def pages(root: Path) -> list[Path]:
 
 
 def ids_in(text: str, listed: Iterable[str]) -> set[str]:
-    """The ids in a text: all that are listed from one ``to`` another, and a row of parity where a test is named so."""
+    """The ids in a text: all that are listed from one ``to`` another, and a row of parity where a test is
+    named so."""
+    text = re.sub(r"\s*\n\s*[*#]?\s*", " ", text)
     found = set(re.findall(rf"\b{ID}\b", text))
     for first, last in re.findall(r"\b([A-Z]-\d{3}) to ([A-Z]-\d{3})\b", text):
         found.update(one for one in listed if first <= one <= last)
@@ -67,7 +70,9 @@ def id_violations(root: Path) -> list[str]:
     for path in sources(root):
         name = path.relative_to(root).as_posix()
         ids = ids_in(path.read_text(), listed) if path.name != Path(__file__).name else set()
-        found += [f"{name} cites {one}, which {BEHAVIOUR} does not explain" for one in sorted(ids - listed.keys())]
+        found += [
+            f"{name} cites {one}, which {BEHAVIOUR} does not explain" for one in sorted(ids - listed.keys())
+        ]
         if name not in (BEHAVIOUR, ROWS):
             cited |= ids
     return found + [f"{one} is explained and cited nowhere" for one in listed if one not in cited]
@@ -89,7 +94,11 @@ def function_violations(root: Path) -> list[str]:
     text = "\n".join(path.read_text() for path in sources(root) if path.suffix in (".c", ".h", ".cu", ".py"))
     known = set(re.findall(r"\b(\w+)\(", text))
     page = root / "docs" / "architecture.md"
-    return [f"{page.name} names {name}()" for name in NAMED_FUNCTION.findall(page.read_text()) if name not in known]
+    return [
+        f"{page.name} names {name}()"
+        for name in NAMED_FUNCTION.findall(page.read_text())
+        if name not in known
+    ]
 
 
 def tables_of_states(root: Path) -> dict[str, dict[str, set[str]]]:
@@ -99,7 +108,9 @@ def tables_of_states(root: Path) -> dict[str, dict[str, set[str]]]:
         text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
         for name, rows in re.findall(r"\bbool (\w*allowed)(?:\[\w+\]){2} = \{(.*?)\};", text, re.DOTALL):
             transitions = {
-                start.partition("_")[2]: {end.partition("_")[2] for end in re.findall(r"\[(\w+)\] = true", ends)}
+                start.partition("_")[2]: {
+                    end.partition("_")[2] for end in re.findall(r"\[(\w+)\] = true", ends)
+                }
                 for start, ends in re.findall(r"\[(\w+)\] = \{(.*?)\}", rows, re.DOTALL)
             }
             found[f"`{name}` in `{path.relative_to(root).as_posix()}`"] = transitions
@@ -110,7 +121,9 @@ def state_violations(root: Path) -> list[str]:
     """Tables of legal transitions that docs/architecture.md does not show as they are in C."""
     page = (root / "docs" / "architecture.md").read_text()
     shown = {}
-    for title, text in re.findall(r"^### (`\w*allowed` in `.*?`)$(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL):
+    for title, text in re.findall(
+        r"^### (`\w*allowed` in `.*?`)$(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL
+    ):
         rows = re.findall(r"^\| ([A-Z_]+) \| ([A-Z_, ]+) \|$", text, re.MULTILINE)
         shown[title] = {start: set(ends.split(", ")) for start, ends in rows}
     tables = tables_of_states(root)
@@ -152,7 +165,8 @@ def test_pages_agree_with_the_repository(check: Check) -> None:
 SOUND = {
     BEHAVIOUR: "# Ids\n\n## A: First\n\n- **Z-001** One.\n- **Z-002** Two.\n- **parity 4** Four.\n",
     "docs/architecture.md": "`unit.c` calls `reduce()`, see [ids](behaviour.md#a-first) and `csrc/unit.c`.\n"
-    "### `allowed` in `csrc/unit.c`\n\n| from | to |\n|---|---|\n| IDLE | BUSY |\n| BUSY | BUSY, IDLE |\n\n## End\n",
+    "### `allowed` in `csrc/unit.c`\n\n| from | to |\n|---|---|\n| IDLE | BUSY |\n| BUSY | BUSY, IDLE "
+    "|\n\n## End\n",
     "csrc/unit.c": "/* Z-001 to Z-002 */ void reduce(void);\nconst bool allowed[STATES][STATES] = {\n"
     "    [USE_IDLE] = {[USE_BUSY] = true}, /* first */\n"
     "    [USE_BUSY] = {[USE_BUSY] = true, /* again */ [USE_IDLE] = true},\n};\n",
@@ -172,7 +186,11 @@ PLANTED = [
     (file_violations, "docs/other.md", "`fsdp_c/gone/`\n"),
     (file_violations, "docs/other.md", "```\nreduce()  in csrc/gone.c\n```\n"),
     (function_violations, "docs/architecture.md", "`reduced()`\n"),
-    (state_violations, "csrc/unit.c", SOUND["csrc/unit.c"].replace("{[USE_BUSY] = true},", "{[USE_IDLE] = true},")),
+    (
+        state_violations,
+        "csrc/unit.c",
+        SOUND["csrc/unit.c"].replace("{[USE_BUSY] = true},", "{[USE_IDLE] = true},"),
+    ),
     (state_violations, "csrc/unit.c", "void reduce(void);\n"),
     (state_violations, "csrc/second.c", "bool other_allowed[2][2] = {[USE_A] = {[USE_A] = true}};\n"),
     (link_violations, "README.md", "[ids](docs/gone.md)\n"),

@@ -1,6 +1,8 @@
-"""Whether the installed torch's FSDP1 is the one that was recorded, and fsdp_c's names take the arguments of torch's.
+"""Whether the installed torch's FSDP1 is the one that was recorded, and fsdp_c's names take the arguments of
+torch's.
 
-After an upgrade of torch the first test says what has changed; ``tests/drift/tables.py`` says how to record it.
+After an upgrade of torch the first test says what has changed; ``tests/drift/tables.py`` says how to record
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ DELIBERATE = {  # what differs from torch's on purpose, by name, and why
 
 
 def drift(torch: Path, version: str) -> list[str]:
-    """What sources are beside the table of their version, or beside the newest where that version has none."""
+    """What sources are beside the table of their version, or beside the newest where that version has
+    none."""
     known = version if version in tables.versions() else tables.versions()[-1]
     return [f"torch {version} drifted from the table of {known}"] * (known != version) + [
         f"torch {version}: {line}" for line in tables.differences(tables.recorded(known), tables.read(torch))

@@ -1,4 +1,5 @@
-"""A dry run of a step: what the runtime says it would gather, take and give back. The expected events are by hand."""
+"""A dry run of a step: what the runtime says it would gather, take and give back. The expected events are by
+hand."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import pytest
 
 from fsdp_c import _C
 
-NAMES = {_C.DRY_RUN_GATHER: "gather", _C.DRY_RUN_TAKE: "take", _C.DRY_RUN_GIVE_BACK: "give", _C.DRY_RUN_GROW: "grow"}
+NAMES = {
+    _C.DRY_RUN_GATHER: "gather",
+    _C.DRY_RUN_TAKE: "take",
+    _C.DRY_RUN_GIVE_BACK: "give",
+    _C.DRY_RUN_GROW: "grow",
+}
 MIB = 2**20
 PRE, POST = 1, 2
 Unit = tuple[int, int, int, int, bool, bool, bool, bool, bool]
@@ -26,7 +32,17 @@ def unit(
     is_trainable: bool = True,
     is_optional: bool = False,
 ) -> Unit:
-    return parent, nbytes, strategy, backward_prefetch, forward_prefetch, has_params, is_trainable, False, is_optional
+    return (
+        parent,
+        nbytes,
+        strategy,
+        backward_prefetch,
+        forward_prefetch,
+        has_params,
+        is_trainable,
+        False,
+        is_optional,
+    )
 
 
 def blocks(count: int, **settings: Any) -> tuple[Unit, ...]:
@@ -154,7 +170,13 @@ def test_without_anything_to_train_there_is_no_backward_and_nothing_is_held_back
 def test_optional_units_are_taken_and_given_back_with_the_unit_around_them() -> None:
     """Also those inside an optional one; the unit around them need have nothing of its own."""
     optional = {"is_optional": True}
-    units = (unit(-1, has_params=False), unit(0, **optional), unit(1, **optional), unit(0), unit(3, **optional))
+    units = (
+        unit(-1, has_params=False),
+        unit(0, **optional),
+        unit(1, **optional),
+        unit(0),
+        unit(3, **optional),
+    )
     *_, forward, backward = run(units)
     inner = words("gather3 take3 gather4 take4 give3 give4")
     assert forward == [*words("gather1 take1 gather2 take2"), *inner, *words("give1 give2")]
@@ -232,10 +254,15 @@ def test_what_the_ranks_of_a_node_keep_is_gathered_by_the_backward_alone() -> No
     units = tuple((*each, 0, 5) for each in blocks(2))
     settings = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1, "inputs_require_grad": False}
     _, forward, backward, end = _C.dry_run(units, (True,), has_streams=False, **settings)
-    told = [[f"{(NAMES | within)[what]}{index}" for what, index, _ in events] for events in (forward, backward, end)]
+    told = [
+        [f"{(NAMES | within)[what]}{index}" for what, index, _ in events]
+        for events in (forward, backward, end)
+    ]
     assert told == [
         words("gather0 take0 gather1 take1 keep1 give1 gather2 take2 keep2 give2"),
         words("within2 take2 forget2 within1 take1 give2 forget1 give1 give0"),
         [],
     ]
-    assert {nbytes for what, _, nbytes in forward + backward if what in (_C.DRY_RUN_KEEP, _C.DRY_RUN_FORGET)} == {5}
+    assert {
+        nbytes for what, _, nbytes in forward + backward if what in (_C.DRY_RUN_KEEP, _C.DRY_RUN_FORGET)
+    } == {5}

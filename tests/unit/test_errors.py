@@ -1,7 +1,9 @@
-"""Every error and warning that torch's FSDP1 has, by its id: what provokes it in both, and the phrase that ours keeps.
+"""Every error and warning that torch's FSDP1 has, by its id: what provokes it in both, and the phrase that
+ours keeps.
 
-Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that answer are
-in tests/distributed/test_error_words.py, and what cannot be provoked on a CPU stands in tests/errors.py.
+Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that
+answer are in tests/distributed/test_error_words.py, and what cannot be provoked on a CPU stands in
+tests/errors.py.
 """
 
 from __future__ import annotations
@@ -61,9 +63,13 @@ def module_of(*params: nn.Parameter) -> nn.Module:
 
 
 def on(*devices: str) -> nn.Module:
-    """A module with a parameter for each device; those that are not there are on the CPU and say otherwise."""
+    """A module with a parameter for each device; those that are not there are on the CPU and say
+    otherwise."""
     return module_of(
-        *(type("Elsewhere", (nn.Parameter,), {"device": torch.device(name)})(torch.ones(2)) for name in devices)
+        *(
+            type("Elsewhere", (nn.Parameter,), {"device": torch.device(name)})(torch.ones(2))
+            for name in devices
+        )
     )
 
 
@@ -81,7 +87,9 @@ def with_cuda(attempt: Callable[[], Any]) -> None:
 
 def handle_of(fsdp: Implementation, params: list[nn.Parameter], module: nn.Module) -> Any:
     group, strategy = dist.group.WORLD, HandleShardingStrategy.FULL_SHARD
-    return fsdp.flat_param.FlatParamHandle(params, module, CPU, strategy, False, None, None, False, group, False)
+    return fsdp.flat_param.FlatParamHandle(
+        params, module, CPU, strategy, False, None, None, False, group, False
+    )
 
 
 def flatten(fsdp: Implementation, *params: nn.Parameter) -> Any:
@@ -144,7 +152,9 @@ def freeze_partly(fsdp: Implementation, use_orig_params: bool) -> None:
 
 def normalise_in_mixed_precision(fsdp: Implementation) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    fsdp.wrap(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=MixedPrecision(torch.bfloat16))
+    fsdp.wrap(
+        net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=MixedPrecision(torch.bfloat16)
+    )
 
 
 def nest_enable_wrap(fsdp: Implementation) -> None:
@@ -221,7 +231,8 @@ CONSTRUCTION = [
     Row(
         "X-004",
         ValueError,
-        "ignored_modules expects nn.Module list elements but got types [<class 'torch.nn.parameter.Parameter'>]",
+        "ignored_modules expects nn.Module list elements but got types [<class "
+        "'torch.nn.parameter.Parameter'>]",
         ignore_a_parameter_as_module,
     ),
     Row(
@@ -235,8 +246,8 @@ CONSTRUCTION = [
     Row(
         "X-007",
         UserWarning,
-        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
-        "being ignored",
+        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+        "parameters being ignored",
         ignore_the_root,
         ours="Net",
     ),
@@ -258,13 +269,15 @@ CONSTRUCTION = [
         "X-011",
         ValueError,
         "Cannot pass both process_group and device_mesh at the same time",
-        lambda fsdp: fsdp.wrap(Net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (4,))),
+        lambda fsdp: fsdp.wrap(
+            Net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (4,))
+        ),
     ),
     Row(
         "X-012",
         ValueError,
-        "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group or "
-        "device_mesh",
+        "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group "
+        "or device_mesh",
         shard_hybrid,
     ),
     Row(
@@ -282,7 +295,8 @@ CONSTRUCTION = [
     Row(
         "X-015",
         UserWarning,
-        "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1.",
+        "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is "
+        "1.",
         lambda fsdp: fsdp.wrap(Net(), process_group=dist.new_group([RANK])),
         whole=True,
     ),
@@ -356,7 +370,13 @@ CONSTRUCTION = [
         ours="Holder",
         torchs=torchs_words_of_a_holder(),
     ),
-    Row("X-027", RuntimeError, "Found an unflattened parameter: first.weight", leave_a_parameter, ours=r"\(3, 3\)"),
+    Row(
+        "X-027",
+        RuntimeError,
+        "Found an unflattened parameter: first.weight",
+        leave_a_parameter,
+        ours=r"\(3, 3\)",
+    ),
     Row(
         "X-028",
         ValueError,
@@ -382,7 +402,13 @@ CONSTRUCTION = [
 
 # Policies and contexts are torch's own, unless there are none: then ours stand in.
 WRAPPING = [
-    Row("X-029", AssertionError, "Child module FullyShardedDataParallel(", wrap_over_units, also="is already wrapped"),
+    Row(
+        "X-029",
+        AssertionError,
+        "Child module FullyShardedDataParallel(",
+        wrap_over_units,
+        also="is already wrapped",
+    ),
     Row(
         "X-030",
         ValueError,
@@ -425,7 +451,9 @@ def test_wrapping_refuses_in_torchs_words(row: Row) -> None:
 # ----------------------------------------------------------------- flattening
 
 
-def param(dtype: torch.dtype = torch.float32, requires_grad: bool = True, device: str = "cpu") -> nn.Parameter:
+def param(
+    dtype: torch.dtype = torch.float32, requires_grad: bool = True, device: str = "cpu"
+) -> nn.Parameter:
     return nn.Parameter(torch.ones(3, dtype=dtype, device=device), requires_grad)
 
 
@@ -490,14 +518,18 @@ FLATTENING = [
         lambda fsdp: flatten(fsdp, param(), param(device="meta")),
         ours=r"\(p0\) and meta \(p1\)",
     ),
-    Row("X-046", ValueError, "Expects non-negative `aligned_numel` but got -1", flatten_misaligned, whole=True),
+    Row(
+        "X-046", ValueError, "Expects non-negative `aligned_numel` but got -1", flatten_misaligned, whole=True
+    ),
     Row(
         "X-047",
         ValueError,
         "`params` were not found in `module`'s tree",
         lambda fsdp: handle_of(fsdp, [param()], module_of(param())),
     ),
-    Row("X-049", AssertionError, "subclasses FlatParameter not supported", derive_a_flat_parameter, whole=True),
+    Row(
+        "X-049", AssertionError, "subclasses FlatParameter not supported", derive_a_flat_parameter, whole=True
+    ),
     Row(
         "X-050",
         logging.LogRecord,
@@ -663,7 +695,13 @@ def log_the_backward(fsdp: Implementation) -> None:
 
 
 RUNTIME = [
-    Row("X-060", RuntimeError, "FSDP does not support CPU only execution", run_without_device, ours="'Net' on rank 1"),
+    Row(
+        "X-060",
+        RuntimeError,
+        "FSDP does not support CPU only execution",
+        run_without_device,
+        ours="'Net' on rank 1",
+    ),
     Row(
         "X-061",
         ValueError,
@@ -675,16 +713,16 @@ RUNTIME = [
     Row(
         "X-062",
         RuntimeError,
-        "An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 before "
-        "training",
+        "An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 "
+        "before training",
         compute_elsewhere,
         ours="'Net' on rank 1",
     ),
     Row(
         "X-063",
         RuntimeError,
-        "An FSDP-managed module with parameter CPU offloading enabled has parameters on meta. Make sure to not move "
-        "the module from CPU when offloading parameters",
+        "An FSDP-managed module with parameter CPU offloading enabled has parameters on meta. Make sure to "
+        "not move the module from CPU when offloading parameters",
         move_offloaded,
         ours="'Net' on rank 1",
     ),
@@ -749,8 +787,20 @@ RUNTIME = [
         untie,
         ours="rank 1, unit Tied",
     ),
-    Row("X-077", UserWarning, "[Rank 1] Parameter needs writeback in", replace_and_be_told, ours="of unit Linear"),
-    Row("X-085", logging.LogRecord, "FSDP firing post-backward hooks for parameters", log_the_backward, whole=True),
+    Row(
+        "X-077",
+        UserWarning,
+        "[Rank 1] Parameter needs writeback in",
+        replace_and_be_told,
+        ours="of unit Linear",
+    ),
+    Row(
+        "X-085",
+        logging.LogRecord,
+        "FSDP firing post-backward hooks for parameters",
+        log_the_backward,
+        whole=True,
+    ),
 ]
 
 
@@ -860,8 +910,8 @@ USER_CALLS = [
     Row(
         "X-103",
         UserWarning,
-        "Called FSDP.clip_grad_norm_() on rank 1 with no gradients -- returning the total norm in the default dtype "
-        "torch.float32",
+        "Called FSDP.clip_grad_norm_() on rank 1 with no gradients -- returning the total norm in the "
+        "default dtype torch.float32",
         lambda fsdp: fsdp.nested().clip_grad_norm_(1.0),
         whole=True,
     ),
@@ -925,9 +975,20 @@ USER_CALLS = [
         ours="Sequential at 'second'",
     ),
     Row(
-        "X-113", AssertionError, "Communication hook is not supported for hybrid strategies", hook_a_hybrid, ours="Net"
+        "X-113",
+        AssertionError,
+        "Communication hook is not supported for hybrid strategies",
+        hook_a_hybrid,
+        ours="Net",
     ),
-    Row("X-114", AssertionError, "A communication hook is already registered", register_twice, whole=True, ours="Net"),
+    Row(
+        "X-114",
+        AssertionError,
+        "A communication hook is already registered",
+        register_twice,
+        whole=True,
+        ours="Net",
+    ),
     Row(
         "X-115",
         ValueError,

@@ -103,7 +103,9 @@ def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
         lm_checkpoint.find_checkpoints(str(tmp_path / "other"), tmp_path)
 
 
-def open_folder(out: Path, *, resumed: Path | None = None, resume: str | None = None, overwrite: bool = False) -> None:
+def open_folder(
+    out: Path, *, resumed: Path | None = None, resume: str | None = None, overwrite: bool = False
+) -> None:
     lm_checkpoint.open_run_folder(out, resumed=resumed, resume=resume, overwrite=overwrite)
 
 

@@ -67,7 +67,9 @@ def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_p
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
     model = FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        with pytest.raises(RuntimeError, match="rank 0, unit Sequential: its parameters are real, .* real forward"):
+        with pytest.raises(
+            RuntimeError, match="rank 0, unit Sequential: its parameters are real, .* real forward"
+        ):
             model(torch.ones(2, 64))
     model(torch.ones(2, 64)).sum().backward()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

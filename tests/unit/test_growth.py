@@ -66,7 +66,9 @@ def test_calls_do_not_grow_faster_than_the_model(name: str) -> None:
     found = counts(name)
     assert {"construct", "step", "FULL get", "SHARDED load", "summon", "destroy"} <= found.keys()
     sizes, left_out = growth.DIMENSIONS[name].quick, OF_TORCHS_OWN.get(name, set())
-    held = {operation: each for operation, each in found.items() if each[-1] > FEW and operation not in left_out}
+    held = {
+        operation: each for operation, each in found.items() if each[-1] > FEW and operation not in left_out
+    }
     exponents = {operation: growth.exponent(sizes, each) for operation, each in held.items()}
     assert {operation: value for operation, value in exponents.items() if value > LIMIT} == {}
 

@@ -83,8 +83,8 @@ def test_a_plan_counts_units_that_have_parameters() -> None:
     assert found.host_us == 2 * 100.0 + 3 * 10.0
     assert found.device_us == pytest.approx(6 * 1000 * 25_010_100 / 1e14 * 1e6)
     assert str(found) == (
-        "the host takes 0.2 ms of a step, and the device computes for 1.5 ms; 1 of 2 units leave the device waiting "
-        "for the host, as units of fewer than about 1,900,000 parameters do"
+        "the host takes 0.2 ms of a step, and the device computes for 1.5 ms; 1 of 2 units leave the device "
+        "waiting for the host, as units of fewer than about 1,900,000 parameters do"
     )
 
 
@@ -101,7 +101,9 @@ def measured() -> HostCost:
     return host_cost.measure()
 
 
-def test_what_is_measured_is_more_than_nothing_and_less_than_a_hundredth_of_a_second(measured: HostCost) -> None:
+def test_what_is_measured_is_more_than_nothing_and_less_than_a_hundredth_of_a_second(
+    measured: HostCost,
+) -> None:
     assert 1.0 <= measured.unit_us < 1e4
     assert 0.0 < measured.param_us < 1e4
 
@@ -116,7 +118,9 @@ def test_a_process_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_command_says_what_plan_takes() -> None:
-    done = subprocess.run([sys.executable, "-m", "fsdp_c.host_cost"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_c.host_cost"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("a unit takes ") and "--host-us " in second
@@ -143,7 +147,10 @@ def test_plan_says_it_by_given_costs_and_measures_without(
     given = capsys.readouterr().out
     assert measured == given
     said = " ".join(given.split())
-    assert "with 4,096 tokens per rank at 400 TFLOP/s, the host takes " in said and "; 4 of 4 units leave" in said
+    assert (
+        "with 4,096 tokens per rank at 400 TFLOP/s, the host takes " in said
+        and "; 4 of 4 units leave" in said
+    )
 
 
 @pytest.mark.usefixtures("in_examples")

@@ -1,4 +1,5 @@
-"""What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is missing."""
+"""What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is
+missing."""
 
 import importlib.util
 import os
@@ -14,12 +15,27 @@ import pytest
 import setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ("csrc", "fsdp_c", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+SHIPPED = (
+    "csrc",
+    "fsdp_c",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
 
 
 def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=170, check=False
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
 
 
@@ -32,7 +48,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
-    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", "wheels", ".")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "-w",
+        "wheels",
+        ".",
+    )
     done = call(*pip, cwd=source, FSDP_C_OPT="-O0")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (built,) = (source / "wheels").iterdir()
@@ -75,7 +102,9 @@ def test_wheel_requires_torch_and_nothing_else(wheel: Path) -> None:
 
 
 def test_building_does_not_require_torch() -> None:
-    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("requires = "))
+    (line,) = (
+        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("requires = ")
+    )
     assert line == 'requires = ["setuptools>=77"]'
 
 
@@ -85,11 +114,21 @@ def test_extension_links_against_libc_alone(installed: Path) -> None:
     done = call("readelf", "-d", str(installed / "fsdp_c" / "_C.abi3.so"), cwd=installed)
     needed = {line.split("[")[1].split(".so")[0] for line in done.stdout.splitlines() if "(NEEDED)" in line}
     assert needed
-    assert needed <= {"libc", "libm", "libdl", "libpthread", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
+    assert needed <= {
+        "libc",
+        "libm",
+        "libdl",
+        "libpthread",
+        "libgcc_s",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
 
 
 def test_installed_package_imports(installed: Path) -> None:
-    done = run_python("import fsdp_c; print(fsdp_c.FullyShardedDataParallel.__name__, fsdp_c.__file__)", installed)
+    done = run_python(
+        "import fsdp_c; print(fsdp_c.FullyShardedDataParallel.__name__, fsdp_c.__file__)", installed
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"FullyShardedDataParallel {installed}/fsdp_c/__init__.py\n"
 
@@ -135,7 +174,9 @@ def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) 
     assert absent[:-1].decode() in last_line(done.stderr)
 
 
-def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     monkeypatch.chdir(ROOT)
     link_time_flags = runpy.run_path("setup.py")["link_time_flags"]

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as BoundName
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as BoundScaler
 
@@ -94,7 +98,9 @@ def late_module(monkeypatch, tmp_path, source):
 
 def test_module_imported_after_install_gets_ours_and_torchs_back(monkeypatch, tmp_path):
     fsdp_c.install()
-    late = late_module(monkeypatch, tmp_path, "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n")
+    late = late_module(
+        monkeypatch, tmp_path, "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+    )
     assert late.FSDP is fsdp_c.FullyShardedDataParallel
     fsdp_c.uninstall()
     assert late.FSDP is KEPT["class"]
@@ -222,15 +228,24 @@ def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedPr
     )
     environment = {**os.environ, "RANK": str(rank), **settings}
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
 def test_fsdp2_in_a_process_with_fsdp_c_installed_is_told_there_and_at_the_end():
     done = run_as_rank(0, SHARDED_BY_TORCH)
     assert done.returncode == 0, done.stderr
-    assert "UserWarning: fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("fsdp_c was installed, but no model was wrapped by FSDP1. Choose")
+    assert (
+        "UserWarning: fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose"
+        in done.stderr
+    )
+    assert done.stderr.splitlines()[-1].startswith(
+        "fsdp_c was installed, but no model was wrapped by FSDP1. Choose"
+    )
 
 
 def test_fsdp2_is_an_error_where_misuse_is_to_be_one():

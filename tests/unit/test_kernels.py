@@ -1,4 +1,5 @@
-"""Every CPU kernel gives torch's own result, bit for bit: all dtypes, special values, strides, instruction sets."""
+"""Every CPU kernel gives torch's own result, bit for bit: all dtypes, special values, strides, instruction
+sets."""
 
 from __future__ import annotations
 
@@ -19,8 +20,35 @@ PAIRS = list(itertools.product(DTYPES, DTYPES))
 # a short tail, whole blocks, and enough for several threads
 NUMELS = [0, 1, 7, 1024, 1031, 70_001]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 1 / 3, 3e38, 65504.0, 65519.9, 65520.0, 65536.0, 1e-45]
-SPECIAL += [6.1e-5, 6.0e-8, 2.98e-8, 2.9803e-8, 8.9e-8, 1.17e-38, 9.2e-41, 1.00390625, 1.01171875, 2049.0, 2051.0]
+SPECIAL = [
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1.0,
+    -1.0,
+    1 / 3,
+    3e38,
+    65504.0,
+    65519.9,
+    65520.0,
+    65536.0,
+    1e-45,
+]
+SPECIAL += [
+    6.1e-5,
+    6.0e-8,
+    2.98e-8,
+    2.9803e-8,
+    8.9e-8,
+    1.17e-38,
+    9.2e-41,
+    1.00390625,
+    1.01171875,
+    2049.0,
+    2051.0,
+]
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -38,13 +66,17 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert torch.equal(actual.isnan(), expected.isnan())
     integers = BITS[actual.element_size()]
-    bits = [tensor.masked_fill(tensor.isnan(), 0).contiguous().view(integers) for tensor in (actual, expected)]
+    bits = [
+        tensor.masked_fill(tensor.isnan(), 0).contiguous().view(integers) for tensor in (actual, expected)
+    ]
     assert torch.equal(*bits)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 2.0, 3.3, 7.0])
-def test_cast_divide_rounds_as_cast_then_divide(source: torch.dtype, target: torch.dtype, divisor: float) -> None:
+def test_cast_divide_rounds_as_cast_then_divide(
+    source: torch.dtype, target: torch.dtype, divisor: float
+) -> None:
     for numel in NUMELS:
         tensor = values(numel, source)
         expected = tensor.to(target)
@@ -62,7 +94,8 @@ def test_cast_of_all_16_bit_numbers(source: torch.dtype, target: torch.dtype) ->
 @pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
 def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dtype) -> None:
-    """Next to a tie, float64 rounds to the tie in float32: what comes out depends on whether torch goes that way."""
+    """Next to a tie, float64 rounds to the tie in float32: what comes out depends on whether torch goes that
+    way."""
     exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(target).to(source)
     exact = exact[exact.isfinite()]
     step = (exact.to(target).view(torch.int16) + 1).view(target).to(source) - exact
@@ -73,7 +106,9 @@ def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dty
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.3])
-def test_accumulate_rounds_quotient_cast_and_sum(source: torch.dtype, target: torch.dtype, divisor: float) -> None:
+def test_accumulate_rounds_quotient_cast_and_sum(
+    source: torch.dtype, target: torch.dtype, divisor: float
+) -> None:
     for numel in NUMELS:
         accumulator, shard = values(numel, target, seed=1), values(numel, source, seed=2)
         quotient = shard if divisor == 1.0 else shard / divisor
@@ -84,7 +119,9 @@ def test_accumulate_rounds_quotient_cast_and_sum(source: torch.dtype, target: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40])  # the last is next to a tie
+@pytest.mark.parametrize(
+    "coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40]
+)  # the last is next to a tie
 def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(
     dtype: torch.dtype, coefficient: float, number: torch.dtype
 ) -> None:
@@ -103,7 +140,9 @@ def strided_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
         "transposed": values(67 * 45, dtype).view(67, 45).t(),
         "large transposed": values(300 * 257, dtype).view(300, 257).t(),
         "permuted": values(3 * 33 * 34, dtype).view(3, 33, 34).permute(2, 0, 1),
-        "channels last": values(2 * 3 * 4 * 5, dtype).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "channels last": values(2 * 3 * 4 * 5, dtype)
+        .view(2, 3, 4, 5)
+        .contiguous(memory_format=torch.channels_last),
         "rows of a larger one": values(40 * 50, dtype).view(40, 50)[3:17, :31],
         "every second": values(4000, dtype)[::2],
         "every second of a transposed": values(64 * 90, dtype).view(64, 90).t()[::3, ::2],
@@ -165,7 +204,9 @@ def test_norms_equal_vector_norm(dtype: torch.dtype, p: float) -> None:
     """Norms of many lengths, tails and magnitudes."""
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
     numels = [*range(1, 35), 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2049, 4097, 40_000, 70_001]
-    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in numels]
+    tensors = [
+        torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in numels
+    ]
     tensors += [torch.rand(numel, dtype=torch.float64).to(dtype) for numel in numels]
     tensors += [torch.tensor(special, dtype=dtype) for special in SPECIAL]
     tensors += [torch.tensor([special, 1.0, -2.0], dtype=dtype) for special in SPECIAL]
@@ -177,8 +218,18 @@ def test_norms_equal_vector_norm(dtype: torch.dtype, p: float) -> None:
 
 
 def test_tensors_of_several_dtypes_go_in_one_call() -> None:
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16]
-    tensors = [values(1000 + seed, dtype, seed).nan_to_num(0.0, 1.0, -1.0) for seed, dtype in enumerate(dtypes)]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ]
+    tensors = [
+        values(1000 + seed, dtype, seed).nan_to_num(0.0, 1.0, -1.0) for seed, dtype in enumerate(dtypes)
+    ]
     expected = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
     assert_same_bits(OPS.norms(tensors, 2.0), expected)
     scaled = [tensor * torch.tensor(0.3).to(tensor.dtype) for tensor in tensors]
@@ -194,7 +245,10 @@ def test_norm_of_an_empty_tensor_is_zero() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [0.25, 1 / 3, 1.0])
 def test_unscale_multiplies_and_finds_as_torch_does(dtype: torch.dtype, scale: float) -> None:
-    inverse, finite = torch.tensor(scale), [values(numel, dtype).nan_to_num(1.0, 2.0, -2.0) for numel in NUMELS]
+    inverse, finite = (
+        torch.tensor(scale),
+        [values(numel, dtype).nan_to_num(1.0, 2.0, -2.0) for numel in NUMELS],
+    )
     for spoilt in (None, *itertools.product((1, 1030, 70_000), (math.inf, -math.inf, math.nan))):
         grads = [grad.clone() for grad in finite]
         if spoilt:
@@ -210,7 +264,9 @@ def test_unscale_multiplies_and_finds_as_torch_does(dtype: torch.dtype, scale: f
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_threads_that_meet_in_a_tensor_change_no_bit(dtype: torch.dtype) -> None:
     """Unscaling of tensors that threads share unevenly, with one NaN near the end."""
-    tensors = [values(numel, dtype, seed=numel).nan_to_num(1.0, 2.0, -2.0) for numel in (3, 0, 50_001, 7, 60_003, 1)]
+    tensors = [
+        values(numel, dtype, seed=numel).nan_to_num(1.0, 2.0, -2.0) for numel in (3, 0, 50_001, 7, 60_003, 1)
+    ]
     tensors[-2][60_000] = math.nan
 
     def scaled() -> list[Tensor]:
@@ -246,9 +302,13 @@ def python_checksum(data: bytes) -> int:
     return total - modulus if total >= modulus // 2 else total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool], ids=str
+)
 def test_checksum_is_that_of_its_definition_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    numbers = torch.randint(0, 256, (70_003 * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    numbers = torch.randint(
+        0, 256, (70_003 * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     numels = [0, 1, 3, 8, 1027, 70_003]
     tensors = [torch.zeros(numel, dtype=dtype) for numel in numels]
     if dtype is not torch.bool:

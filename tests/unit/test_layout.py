@@ -1,4 +1,5 @@
-"""FlatLayout against literals, an oracle that walks single elements, torch.chunk, and torch's own FlatParamHandle."""
+"""FlatLayout against literals, an oracle that walks single elements, torch.chunk, and torch's own
+FlatParamHandle."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -119,7 +120,12 @@ def test_ranges_of_another_rank_equal_its_own_layout(case: Case) -> None:
 
 
 def upstream_flat_param(
-    numels: list[int], world_size: int, rank: int, sharded: bool, use_orig_params: bool, param_dtype: torch.dtype
+    numels: list[int],
+    world_size: int,
+    rank: int,
+    sharded: bool,
+    use_orig_params: bool,
+    param_dtype: torch.dtype,
 ) -> Any:
     """The sharded flat parameter that torch's FSDP1 makes of fp32 parameters of these sizes."""
     module = nn.Module()
@@ -219,7 +225,12 @@ def test_parameter_that_spans_shards_is_cut_at_both_ends() -> None:
 def test_unsharded_layout_holds_all_parameters_on_every_rank() -> None:
     layout = FlatLayout([3, 6], 4, 3, 2, False)
     assert layout.numels_with_padding == (3, 1, 6, 2)
-    assert (layout.shard_numel, layout.padded_numel, layout.shard_start, layout.shard_numel_padded) == (12, 12, 0, 0)
+    assert (layout.shard_numel, layout.padded_numel, layout.shard_start, layout.shard_numel_padded) == (
+        12,
+        12,
+        0,
+        0,
+    )
     assert layout.shard_ranges() == layout.shard_ranges(0) == ((True, 0, 3, 0), (True, 4, 6, 0))
 
 

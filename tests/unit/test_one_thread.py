@@ -1,4 +1,5 @@
-"""One thread steps a model; another that looks at its parameters meanwhile is refused, and the step goes on."""
+"""One thread steps a model; another that looks at its parameters meanwhile is refused, and the step goes
+on."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def test_a_look_from_another_thread_amid_a_step_is_refused_and_the_step_goes_on(
     assert len(errors) == STEPS
     for error in errors:
         assert isinstance(error, RuntimeError)
-        assert "rank 0, unit Sequential: another thread is amid a forward or backward of this model" in str(error)
+        assert "rank 0, unit Sequential: another thread is amid a forward or backward of this model" in str(
+            error
+        )
 
 
 class Saved(nn.Linear):

@@ -1,4 +1,5 @@
-"""Operators of torch in the place of the kernels: the same bits through the same ops, whatever dtypes and strides."""
+"""Operators of torch in the place of the kernels: the same bits through the same ops, whatever dtypes and
+strides."""
 
 from __future__ import annotations
 
@@ -87,11 +88,15 @@ def test_unscaling_finds_what_is_not_finite(both: Any, dtype: torch.dtype) -> No
 
 
 def test_checksums(both: Any) -> None:
-    tensors = [values(numel, torch.bfloat16) for numel in (0, 1, 3, 4, 1031)] + [torch.arange(99, dtype=torch.uint8)]
+    tensors = [values(numel, torch.bfloat16) for numel in (0, 1, 3, 4, 1031)] + [
+        torch.arange(99, dtype=torch.uint8)
+    ]
     assert torch.equal(*both(lambda: OPS.checksums(tensors)))
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True, "lr": torch.tensor(0.1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True}, {"maximize": True, "lr": torch.tensor(0.1)}], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adamw_to_rounding(both: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
     def trained() -> Tensor:

@@ -1,4 +1,5 @@
-"""FlatAdamW: bitwise torch's fused AdamW but for what its vectors leave over, and its state dicts both ways."""
+"""FlatAdamW: bitwise torch's fused AdamW but for what its vectors leave over, and its state dicts both
+ways."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 has_fused_products = "avx2" in _C.cpu_capabilities() and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-# Elsewhere, as on aarch64, thousands of elements round as a tail does, and the worst is nearly 5 times as far off.
+# Elsewhere, as on aarch64, thousands of elements round as a tail does, and the worst is nearly 5 times as far
+# off.
 FURTHER = 1 if has_fused_products else 8
 
 
@@ -45,7 +47,9 @@ def train(optimizer: torch.optim.Optimizer, steps: int = 20, first: int = 0) -> 
     for step in range(first, first + steps):
         for index, param in enumerate(params):
             numbers = randn(param.numel(), 100 * step + index)
-            param.grad = (numbers * 10 ** (2 * randn(param.numel(), step))).clamp(-1e3, 1e3).view_as(param).to(param)
+            param.grad = (
+                (numbers * 10 ** (2 * randn(param.numel(), step))).clamp(-1e3, 1e3).view_as(param).to(param)
+            )
         optimizer.step()
 
 
@@ -66,7 +70,10 @@ def assert_same(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) 
 @every_option
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_steps_are_those_of_torchs_fused_adamw(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    ours, theirs = FlatAdamW(params_of(dtype), **options), torch.optim.AdamW(params_of(dtype), fused=True, **options)
+    ours, theirs = (
+        FlatAdamW(params_of(dtype), **options),
+        torch.optim.AdamW(params_of(dtype), fused=True, **options),
+    )
     train(ours)
     train(theirs)
     for actual, expected in zip(tensors_of(ours), tensors_of(theirs), strict=True):
@@ -81,7 +88,9 @@ def test_steps_are_those_of_torchs_fused_adamw(dtype: torch.dtype, options: dict
 
 @every_option
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_instruction_set_and_number_of_threads_steps_alike(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_every_instruction_set_and_number_of_threads_steps_alike(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     threads = torch.get_num_threads()
     results = []
     try:
@@ -99,13 +108,26 @@ def test_every_instruction_set_and_number_of_threads_steps_alike(dtype: torch.dt
 
 @pytest.mark.parametrize("capability", _C.cpu_capabilities())
 def test_a_fused_product_is_rounded_once(capability: str) -> None:
-    """A sum 2**-70 below the middle of two float32 numbers, where rounding to float64 first would round to even."""
+    """A sum 2**-70 below the middle of two float32 numbers, where rounding to float64 first would round to
+    even."""
     grad, exp_avg, unused = torch.full((32,), 2.0), torch.full((32,), 1 + 2.0**-23), torch.zeros(32)
     beta1 = 1 - 2.0**-24 - 2.0**-47  # the average moves by (1 + 2**-23) 2**-24 of 1 - 2**-23
     try:
         _C.use_cpu_capability(capability)
         torch.ops.fsdp_c.adamw_(
-            [unused], [grad], [exp_avg], [unused.clone()], [], [torch.zeros(())], [], 0.0, beta1, 0.9, 1e-8, 0.0, False
+            [unused],
+            [grad],
+            [exp_avg],
+            [unused.clone()],
+            [],
+            [torch.zeros(())],
+            [],
+            0.0,
+            beta1,
+            0.9,
+            1e-8,
+            0.0,
+            False,
         )
     finally:
         _C.use_cpu_capability(None)
@@ -126,7 +148,9 @@ def test_state_dicts_are_exchanged_with_torchs_adamw(options: dict[str, Any]) ->
     for first, second in itertools.product(makers, makers[:2]):
         saving, loading = first(), second()
         train(saving, steps=3)
-        for param, source in zip(loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True):
+        for param, source in zip(
+            loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
+        ):
             param.data.copy_(source)
         loading.load_state_dict(copy.deepcopy(saving.state_dict()))
         assert_same(loading, saving)
@@ -141,7 +165,10 @@ def test_the_state_has_torchs_names_shapes_and_dtypes() -> None:
     for optimizer in (ours, theirs):
         train(optimizer, steps=1)
     described = [
-        {key: {name: (value.shape, value.dtype) for name, value in state.items()} for key, state in states.items()}
+        {
+            key: {name: (value.shape, value.dtype) for name, value in state.items()}
+            for key, state in states.items()
+        }
         for states in (optimizer.state_dict()["state"] for optimizer in (ours, theirs))
     ]
     assert described[0] == described[1]
@@ -155,7 +182,9 @@ def test_float32_state_of_16_bit_parameters_survives_loading(make_copy: Any) -> 
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
     assert not torch.equal(state["exp_avg"], state["exp_avg"].bfloat16().float())
     loading = make_copy(FlatAdamW(params_of(torch.bfloat16), state_dtype=torch.float32))
-    for param, source in zip(loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True):
+    for param, source in zip(
+        loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
+    ):
         param.data.copy_(source)
     loading.load_state_dict(copy.deepcopy(saving.state_dict()))
     assert_same(loading, saving)
@@ -191,7 +220,9 @@ def test_hooks_on_loading_are_followed_before_the_state_is_restored() -> None:
         return halved
 
     optimizer.register_load_state_dict_pre_hook(halve)
-    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(loaded.state[param]["exp_avg"].dtype))
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: seen.append(loaded.state[param]["exp_avg"].dtype)
+    )
     param = optimizer.param_groups[0]["params"][0]
     optimizer.load_state_dict(saved)
     assert torch.equal(optimizer.state[param]["exp_avg"], saved["state"][0]["exp_avg"] / 2)
@@ -218,7 +249,9 @@ def test_strided_parameters_and_gradients_step_as_contiguous_ones() -> None:
 
 def test_groups_have_options_of_their_own_and_parameters_without_gradient_wait() -> None:
     fast, slow, idle = (nn.Parameter(torch.ones(5)) for _ in range(3))
-    optimizer = FlatAdamW([{"params": [fast], "lr": 0.5}, {"params": [slow, idle]}], lr=0.25, weight_decay=0.0)
+    optimizer = FlatAdamW(
+        [{"params": [fast], "lr": 0.5}, {"params": [slow, idle]}], lr=0.25, weight_decay=0.0
+    )
     for param in (fast, slow):
         param.grad = torch.ones(5)
     optimizer.step()
@@ -296,7 +329,11 @@ def test_parameters_of_other_dtypes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("spoilt", "error", "message"),
     [
-        (lambda: _with_grad(torch.ones(3), torch.ones(3).to_sparse()), RuntimeError, "gradient 0 of group 1 is one"),
+        (
+            lambda: _with_grad(torch.ones(3), torch.ones(3).to_sparse()),
+            RuntimeError,
+            "gradient 0 of group 1 is one",
+        ),
         (
             lambda: _with_grad(torch.ones(3, device="meta"), torch.ones(3, device="meta")),
             NotImplementedError,

@@ -14,7 +14,9 @@ MAPS = Path("/proc/self/smaps")
 SUPPORT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LARGE_PAGE_NBYTES = 2 * 2**20
 
-pytestmark = pytest.mark.skipif(not (MAPS.exists() and SUPPORT.exists()), reason="the system has no such pages")
+pytestmark = pytest.mark.skipif(
+    not (MAPS.exists() and SUPPORT.exists()), reason="the system has no such pages"
+)
 
 
 def wants_large_pages(address: int) -> bool:
@@ -32,7 +34,9 @@ def test_pages_inside_a_large_tensor_are_asked_for_and_no_others() -> None:
     assert not wants_large_pages(middle)
     _C.prefer_large_pages(tensor)
     assert wants_large_pages(middle)
-    assert wants_large_pages(last) == (last // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES + LARGE_PAGE_NBYTES - 1 == last)
+    assert wants_large_pages(last) == (
+        last // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES + LARGE_PAGE_NBYTES - 1 == last
+    )
 
 
 def test_nothing_is_asked_for_a_small_tensor() -> None:

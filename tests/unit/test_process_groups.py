@@ -1,4 +1,5 @@
-"""What is accepted as a process group: all that says its rank and size. What else it lacks is named when needed."""
+"""What is accepted as a process group: all that says its rank and size. What else it lacks is named when
+needed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_double_of_one_rank_is_wrapped_run_and_trained_without_any_group(use_ori
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for one in (model, plain):
         one(torch.ones(2, 4)).sum().backward()
-    found, expected = (torch.cat([param.grad.flatten() for param in one.parameters()]) for one in (model, plain))
+    found, expected = (
+        torch.cat([param.grad.flatten() for param in one.parameters()]) for one in (model, plain)
+    )
     assert torch.equal(found, expected)
 
 
@@ -65,7 +68,9 @@ def test_double_of_several_ranks_shards_as_torch_shards() -> None:
 
 
 def test_collective_that_a_double_lacks_is_named_when_it_is_asked_for() -> None:
-    with pytest.raises(TypeError, match=r"rank 1: its process group .*Double.* cannot all-gather: .*_allgather_base"):
+    with pytest.raises(
+        TypeError, match=r"rank 1: its process group .*Double.* cannot all-gather: .*_allgather_base"
+    ):
         wrap(Double(1, 3))(torch.ones(2, 4))
     model = wrap(Double(0, 1))
     loss = model(torch.ones(2, 4)).sum()
@@ -80,7 +85,9 @@ def test_raw_backend_is_a_group(tmp_path: Any) -> None:
     model(torch.ones(2, 4)).sum().backward()
     plain = wrap(Summing(0, 1))
     plain(torch.ones(2, 4)).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_scaler_takes_a_double() -> None:
@@ -90,7 +97,9 @@ def test_scaler_takes_a_double() -> None:
 
 def test_what_does_not_say_its_rank_is_refused() -> None:
     for wrong in ("gloo", 3, object()):
-        with pytest.raises(TypeError, match=f"process_group must be a ProcessGroup .*, not {type(wrong).__name__}"):
+        with pytest.raises(
+            TypeError, match=f"process_group must be a ProcessGroup .*, not {type(wrong).__name__}"
+        ):
             wrap(wrong)
 
 

@@ -50,7 +50,8 @@ def ranges_of_a_step(fsdp: type = FullyShardedDataParallel, **arguments: object)
     ids=["default", "no limit", "prefetch", "no prefetch"],
 )
 def test_a_step_shows_upstreams_ranges_as_often_as_upstream(arguments: dict[str, Any]):
-    """But two: what precedes a root's forward is shown for the root alone, and the limiter's range at every gather."""
+    """But two: what precedes a root's forward is shown for the root alone, and the limiter's range at every
+    gather."""
     theirs, ours = ranges_of_a_step(UpstreamFSDP, **arguments), ranges_of_a_step(**arguments)
     assert theirs.pop(f"{NAME}._root_pre_forward") == CALLS and ours.pop(f"{NAME}._root_pre_forward") == 1
     assert bool(theirs.pop(f"{NAME}.rate_limiter", 0)) == bool(ours.pop(f"{NAME}.rate_limiter", 0))

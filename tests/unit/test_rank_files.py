@@ -43,7 +43,9 @@ def files(layout: Value, placements: list[Any], parts: list[torch.Tensor]) -> li
 
 def assert_whole(found: Any) -> None:
     assert torch.equal(torch.cat([part.tensor for part in found.parts]), WHOLE)
-    assert [part.offsets for part in found.parts] == [(4 * i // len(found.parts), 0) for i in range(len(found.parts))]
+    assert [part.offsets for part in found.parts] == [
+        (4 * i // len(found.parts), 0) for i in range(len(found.parts))
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,12 +72,16 @@ def test_flat_parameters_are_known_by_their_names(name: str) -> None:
     assert is_flat_param_name(name) and is_flat(f"blocks.0.{name}")
 
 
-@pytest.mark.parametrize("name", ["0", "12", "_flat_param_", "_flat_param1", "_flat_param_x", "flat_param_1", "weight"])
+@pytest.mark.parametrize(
+    "name", ["0", "12", "_flat_param_", "_flat_param1", "_flat_param_x", "flat_param_1", "weight"]
+)
 def test_other_parameters_are_not(name: str) -> None:
     assert not is_flat_param_name(name) and not is_flat(name)
 
 
 def test_several_flat_parameters_of_a_unit_are_refused() -> None:
     flats = {"0._flat_param": (4, 4), "0._flat_param_1": (6, 4)}
-    with pytest.raises(ValueError, match=r"^0\._flat_param_1 is one of several .* save that as FULL_STATE_DICT"):
+    with pytest.raises(
+        ValueError, match=r"^0\._flat_param_1 is one of several .* save that as FULL_STATE_DICT"
+    ):
         flat_places(flats, {"0.weight": Shape((4,), (1,))}, 2)

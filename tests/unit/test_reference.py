@@ -1,4 +1,5 @@
-"""The API reference has every public name, each with a docstring, and a warning while it is built is an error."""
+"""The API reference has every public name, each with a docstring, and a warning while it is built is an
+error."""
 
 from __future__ import annotations
 
@@ -31,14 +32,20 @@ def public_names(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """What users see of a module, and of its own classes: (name as the page has it, object)."""
     names = dir(module) if module is fsdp_c else getattr(module, "__all__", None)
     if names is None:
-        names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        names = [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+        ]
     for name in names:
         value = getattr(module, name)
         if name.startswith("_") or isinstance(value, ModuleType):
             continue
         yield name, value
         if inspect.isclass(value) and is_ours(value):
-            yield from ((f"{name}.{one}", value.__dict__[one]) for one in vars(value) if not one.startswith("_"))
+            yield from (
+                (f"{name}.{one}", value.__dict__[one]) for one in vars(value) if not one.startswith("_")
+            )
 
 
 def page_of(module: ModuleType, folder: Path) -> Path:
@@ -94,8 +101,19 @@ def test_a_warning_of_the_builder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_site_is_made_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     subprocess.run(command, cwd=SCRIPT.parents[1], check=True, timeout=300)
     for page in ("index.html", "troubleshooting.html", "api/fsdp_c.html"):
         assert "fsdp_c" in (tmp_path / "site" / page).read_text()
-    assert "../tests/" not in (tmp_path / "site" / "reliability.html").read_text()  # links out of the site are none
+    assert (
+        "../tests/" not in (tmp_path / "site" / "reliability.html").read_text()
+    )  # links out of the site are none

@@ -1,4 +1,5 @@
-"""torch.ops.fsdp_c.unshard, reshard and unshard_views: a unit's operations as operators, by the id of its handle."""
+"""torch.ops.fsdp_c.unshard, reshard and unshard_views: a unit's operations as operators, by the id of its
+handle."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def sliced(handle: Any, full: Tensor) -> list[Tensor]:
     metadata = handle.flat_param
     views = []
     for offset, numel, shape, stride in zip(
-        handle.layout.param_offsets, handle.layout.param_numels, metadata._shapes, metadata._strides, strict=True
+        handle.layout.param_offsets,
+        handle.layout.param_numels,
+        metadata._shapes,
+        metadata._strides,
+        strict=True,
     ):
         views.append(full[offset : offset + numel].as_strided(shape, stride, offset + full.storage_offset()))
     return views
@@ -120,7 +125,9 @@ def test_views_compile_in_one_graph(backend: str) -> None:
     op_id = handle.op_id
 
     def loss(full: Tensor) -> Tensor:
-        return sum((view * (index + 1)).square().sum() for index, view in enumerate(OPS.unshard_views(full, op_id)))
+        return sum(
+            (view * (index + 1)).square().sum() for index, view in enumerate(OPS.unshard_views(full, op_id))
+        )
 
     torch.compiler.reset()
     full = flat(handle).requires_grad_()
@@ -184,7 +191,9 @@ def test_unshard_refuses_a_tensor_that_does_not_fit(case: str) -> None:
         "other dtype": torch.zeros(size, dtype=torch.float64),
         "strided": torch.zeros(2 * size)[::2],
     }
-    with pytest.raises(RuntimeError, match=f"full must be a contiguous tensor of {size} elements in the compute dtype"):
+    with pytest.raises(
+        RuntimeError, match=f"full must be a contiguous tensor of {size} elements in the compute dtype"
+    ):
         OPS.unshard(tensors[case], handle.op_id)
     assert handle.param_state == _C.PARAM_SHARDED
 
@@ -226,7 +235,9 @@ def test_unshard_error_of_the_runtime_reaches_the_caller_of_the_op(rank: int, wo
     with torch.no_grad():
         name, parameter = next((name, one) for name, one in model.named_parameters() if one.numel())
         parameter.data = torch.zeros(3, 3, 3)
-    with pytest.raises(RuntimeError, match=rf"fsdp_c::unshard: Cannot writeback .* unit Sequential .* rank {rank}"):
+    with pytest.raises(
+        RuntimeError, match=rf"fsdp_c::unshard: Cannot writeback .* unit Sequential .* rank {rank}"
+    ):
         OPS.unshard(handle.padded_unsharded_flat_param, handle.op_id)
     assert handle.param_state == _C.PARAM_SHARDED, name
 

@@ -99,7 +99,8 @@ def test_class_takes_part_in_every_forward_where_torchs_does(
 def test_parameters_lie_in_the_dict_of_the_module_where_torchs_do(
     monkeypatch: pytest.MonkeyPatch, use_orig_params: bool, setting: str
 ) -> None:
-    """Bypassed, they are found there, and no __getattr__ is asked. In a forward, after it and in summon_full_params."""
+    """Bypassed, they are found there, and no __getattr__ is asked. In a forward, after it and in
+    summon_full_params."""
     choose(monkeypatch, setting)
     found = []
     for fsdp in (Upstream, FSDP):

@@ -1,4 +1,5 @@
-"""What stands in for torch's FSDP1 where there is none, beside torch's own: the same names, values and answers."""
+"""What stands in for torch's FSDP1 where there is none, beside torch's own: the same names, values and
+answers."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from tests.models import Block, Net
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [
-    value for value in vars(api).values() if str(getattr(value, "__module__", "")).startswith("torch.distributed.f")
+    value
+    for value in vars(api).values()
+    if str(getattr(value, "__module__", "")).startswith("torch.distributed.f")
 ]
 
 
@@ -37,7 +40,9 @@ def torchs(ours: Any) -> Any:
     return getattr(importlib.import_module(ours.__module__), ours.__name__)
 
 
-@pytest.mark.parametrize("ours", [one for one in CLASSES if issubclass(one, enum.Enum)], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "ours", [one for one in CLASSES if issubclass(one, enum.Enum)], ids=lambda one: one.__name__
+)
 def test_enum_has_torchs_members(ours: Any) -> None:
     assert [(one.name, one.value) for one in ours] == [(one.name, one.value) for one in torchs(ours)]
 
@@ -108,12 +113,17 @@ POLICIES = {
     "always": lambda package: package.always_wrap_policy,
     "sizes": lambda package: functools.partial(package.size_based_auto_wrap_policy, min_num_params=40),
     "leaves": lambda package: functools.partial(
-        package.size_based_auto_wrap_policy, min_num_params=20, force_leaf_modules={Block}, exclude_wrap_modules=set()
+        package.size_based_auto_wrap_policy,
+        min_num_params=20,
+        force_leaf_modules={Block},
+        exclude_wrap_modules=set(),
     ),
     "lambda": lambda package: functools.partial(
         package.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
     ),
-    "layers": lambda package: functools.partial(package.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    "layers": lambda package: functools.partial(
+        package.transformer_auto_wrap_policy, transformer_layer_cls={Block}
+    ),
     "classes": lambda package: package.ModuleWrapPolicy({Block, nn.Linear}),
     "several": lambda package: functools.partial(
         package._or_policy,
@@ -128,7 +138,9 @@ POLICIES = {
 @pytest.mark.parametrize("options", [{}, {"only_wrap_children": True}, {"ignored_modules": set()}], ids=str)
 @pytest.mark.parametrize("name", POLICIES)
 def test_callable_policy_wraps_what_torchs_does(name: str, options: dict[str, Any]) -> None:
-    ours, theirs = (by_callable(package, POLICIES[name](package), **options) for package in (wrap, torch_wrap))
+    ours, theirs = (
+        by_callable(package, POLICIES[name](package), **options) for package in (wrap, torch_wrap)
+    )
     assert ours == theirs
     assert "inner" in ours
 
@@ -200,11 +212,18 @@ def test_tensors_of_containers_are_found_and_replaced_as_torchs_are() -> None:
     if upstream.torch_version() < (2, 12):
         pytest.skip("torch has these functions since 2.12")
     one, two, three = (torch.ones(1, requires_grad=True) for _ in range(3))
-    value = {"a": [one, torch.ones(1), 3], "b": Pair(two, {"c": (three, None)}), "d": Record(one, "kept"), "e": {one}}
+    value = {
+        "a": [one, torch.ones(1), 3],
+        "b": Pair(two, {"c": (three, None)}),
+        "d": Record(one, "kept"),
+        "e": {one},
+    }
     found = [package.collect_grad_tensors(value) for package in (common_utils, torch_common_utils)]
     assert [id(tensor) for tensor in found[0]] == [id(tensor) for tensor in found[1]] and len(found[0]) == 4
     new = [torch.full((1,), float(i)) for i in range(4)]
-    results = [package.replace_grad_tensors(value, iter(new)) for package in (common_utils, torch_common_utils)]
+    results = [
+        package.replace_grad_tensors(value, iter(new)) for package in (common_utils, torch_common_utils)
+    ]
     assert str(results[0]) == str(results[1])
     assert common_utils.replace_grad_tensors([3], iter(())) == [3]
     with pytest.raises(RuntimeError, match="2 replacement tensors were not consumed"):
@@ -262,6 +281,8 @@ def test_a_module_that_torch_still_has_is_torchs() -> None:
 
 
 def test_torchs_fsdp1_is_imported_in_one_place() -> None:
-    named = re.compile(r"^\s*(?:from|import) torch\.distributed\.(?:fsdp|tensor\.parallel\.fsdp)\b", re.MULTILINE)
+    named = re.compile(
+        r"^\s*(?:from|import) torch\.distributed\.(?:fsdp|tensor\.parallel\.fsdp)\b", re.MULTILINE
+    )
     found = [path.name for path in (ROOT / "fsdp_c").rglob("*.py") if named.search(path.read_text())]
     assert found == ["upstream.py"]

@@ -26,7 +26,9 @@ def model():
 def test_forward_inside_summon_names_the_unit_and_both_states(model):
     with (
         FullyShardedDataParallel.summon_full_params(model),
-        pytest.raises(RuntimeError, match=re.escape("illegal transition from SUMMON_FULL_PARAMS to FORWARD")) as error,
+        pytest.raises(
+            RuntimeError, match=re.escape("illegal transition from SUMMON_FULL_PARAMS to FORWARD")
+        ) as error,
     ):
         model(torch.randn(2, 4))
     assert "Linear" in str(error.value) and "rank 0" in str(error.value)
@@ -57,7 +59,9 @@ def test_unit_state_table_refuses_to_summon_twice(model):
 def test_states_follow_a_step(model):
     seen = []
     model.module.register_forward_hook(
-        lambda *_: seen.append((model._handle.training_state, model._handle.param_state, model._unit.training_state))
+        lambda *_: seen.append(
+            (model._handle.training_state, model._handle.param_state, model._unit.training_state)
+        )
     )
     x = torch.randn(2, 4, requires_grad=True)
     output = model(x)

@@ -1,4 +1,5 @@
-"""fsdp_c/_C.pyi says what fsdp_c._C has: the same names of the same kind, and constructors with the same keywords."""
+"""fsdp_c/_C.pyi says what fsdp_c._C has: the same names of the same kind, and constructors with the same
+keywords."""
 
 import ast
 import re

@@ -1,4 +1,5 @@
-"""``summary``, ``plan``, ``print(model)`` and ``python -m fsdp_c plan``: what they show, and what they refuse."""
+"""``summary``, ``plan``, ``print(model)`` and ``python -m fsdp_c plan``: what they show, and what they
+refuse."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, 5)
         self.norm = nn.BatchNorm1d(5)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3)
+        )
         self.last = checkpoint_wrapper(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
         self.last[1].weight = self.last[0].weight
 
@@ -111,7 +114,9 @@ def test_plan_knows_segments(name: str, frozen_in_front: bool) -> None:
     assert "segment" in str(planned)
     for unit, count in zip(planned.units, planned.all_gathers, strict=True):
         assert count == (planned.all_gathers[unit.parent] if unit.is_segment else count)
-    assert planned.units[0].dtype == torch.float32 and all(not unit.is_trainable or unit.dtype for unit in segments)
+    assert planned.units[0].dtype == torch.float32 and all(
+        not unit.is_trainable or unit.dtype for unit in segments
+    )
 
 
 def test_ignored_states_are_left_out() -> None:
@@ -204,8 +209,13 @@ def test_under_no_sync_a_unit_that_stays_gathered_adds_to_those_that_come_and_go
     policy = CustomPolicy(lambda module: keeps if module is net[2] else isinstance(module, nn.Linear))
     planned = fsdp_c.plan(net, world_size=2, auto_wrap_policy=policy, device_type="cpu")
     unit_nbytes = 4 * 8 * 8
-    assert (planned.peak_allocated_nbytes, planned.no_sync_peak_allocated_nbytes) == (2 * unit_nbytes, 3 * unit_nbytes)
-    assert "at most 512 B unsharded in a training step, or 768 B where gradients are accumulated" in str(planned)
+    assert (planned.peak_allocated_nbytes, planned.no_sync_peak_allocated_nbytes) == (
+        2 * unit_nbytes,
+        3 * unit_nbytes,
+    )
+    assert "at most 512 B unsharded in a training step, or 768 B where gradients are accumulated" in str(
+        planned
+    )
     usual = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, device_type="cpu")
     assert "accumulated" not in str(usual)
 
@@ -222,7 +232,9 @@ def test_plan_of_two_thousand_ranks_and_a_thousand_units_is_quick() -> None:
         net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(1000)))
     whole = fsdp_c.plan(net, world_size=2048, auto_wrap_policy=LINEARS, use_orig_params=True)
     assert len(whole.units) == 1001
-    assert whole.peak_unsharded_nbytes == 2 * 4 * whole.units[1].padded_numel  # the root has nothing of its own
+    assert (
+        whole.peak_unsharded_nbytes == 2 * 4 * whole.units[1].padded_numel
+    )  # the root has nothing of its own
     assert len(str(whole).splitlines()) < 15  # units that are alike are one line
 
 
@@ -233,7 +245,9 @@ def test_hint_names_what_a_step_waits_for_at_its_start_and_end() -> None:
         return fsdp_c.plan(net, world_size=8, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **settings)
 
     hint = planned(32000).hint
-    assert hint is not None and hint.startswith("732.4 MiB are in the outermost unit (3.weight): a step waits")
+    assert hint is not None and hint.startswith(
+        "732.4 MiB are in the outermost unit (3.weight): a step waits"
+    )
     assert "wrap the largest layers" in hint and "hint: 732.4 MiB" in str(planned(32000))
     assert planned(10000).hint is None  # as long as the others, about
     assert planned(32000, strategy=ShardingStrategy.NO_SHARD).hint is None
@@ -254,7 +268,11 @@ def test_hint_counts_small_units_and_says_how_many_belong_together() -> None:
         net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
         large = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(4)))
     hint = fsdp_c.plan(net, world_size=8, auto_wrap_policy=LINEARS).hint
-    assert hint is not None and hint.startswith("4 of 5 units have fewer than 33,554,432") and "about 2 of them" in hint
+    assert (
+        hint is not None
+        and hint.startswith("4 of 5 units have fewer than 33,554,432")
+        and "about 2 of them" in hint
+    )
     assert fsdp_c.plan(large, world_size=8, auto_wrap_policy=LINEARS).hint is None
     assert fsdp_c.plan(net, world_size=1, auto_wrap_policy=LINEARS).hint is None
 
@@ -275,7 +293,10 @@ def test_table_shows_units_names_sizes_and_memory() -> None:
         "(root): 2.weight, 2.bias",
         "* (x2): weight, bias",
     ]
-    assert "per rank: 320 B of parameters all the time, and at most 640 B unsharded in a training step" in str(whole)
+    assert (
+        "per rank: 320 B of parameters all the time, and at most 640 B unsharded in a training step"
+        in str(whole)
+    )
     assert "per step: 5 all-gathers, 1.2 KiB on each rank" in str(whole)
     computed = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, mixed_precision=BF16)
     assert "kept>computed>reduced" in str(computed) and "float32>bfloat16>bfloat16" in str(computed)
@@ -294,7 +315,8 @@ def test_printing_a_model_shows_its_units_in_the_tree_of_torch() -> None:
         "  per rank: 12 B of parameters all the time, and at most 48 B unsharded in a training step",
         "  (_fsdp_wrapped_module): Sequential(",
         "    (0): FullyShardedDataParallel(",
-        "      FULL_SHARD over 4 ranks: 12 elements and 0 of padding in float32; 12 B per rank, 48 B unsharded",
+        "      FULL_SHARD over 4 ranks: 12 elements and 0 of padding in float32; 12 B per rank, 48 B "
+        "unsharded",
         "      holds weight, bias",
         "      (_fsdp_wrapped_module): Linear(in_features=3, out_features=3, bias=True)",
         "    )",
@@ -311,8 +333,14 @@ def test_printing_a_unit_whose_construction_failed_still_works() -> None:
 
 
 def test_summary_of_several_trees_and_of_an_inner_unit() -> None:
-    trees = nn.ModuleList([FSDP(nn.Linear(3, 3)), FSDP(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=LINEARS)])
-    assert [(unit.path, unit.parent) for unit in fsdp_c.summary(trees).units] == [("0", None), ("1", None), ("1.0", 1)]
+    trees = nn.ModuleList(
+        [FSDP(nn.Linear(3, 3)), FSDP(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=LINEARS)]
+    )
+    assert [(unit.path, unit.parent) for unit in fsdp_c.summary(trees).units] == [
+        ("0", None),
+        ("1", None),
+        ("1.0", 1),
+    ]
     (inner,) = fsdp_c.summary(trees[1].module[0]).units
     assert (inner.path, inner.parent) == ("", None)
 
@@ -322,7 +350,9 @@ def test_summary_of_several_trees_and_of_an_inner_unit() -> None:
 
 def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     with caplog.at_level(level, logger="fsdp_c"):
-        model = FSDP(Net(), process_group=dist.new_group([1, 2]), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+        model = FSDP(
+            Net(), process_group=dist.new_group([1, 2]), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
+        )
         for _ in range(2):
             model._lazy_init()
     return [record.getMessage() for record in caplog.records if record.name == "fsdp_c"]
@@ -378,7 +408,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "strategy": (
         lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, strategy="FULL_SHARD"),
         TypeError,
-        "must be a ShardingStrategy or None, not str 'FULL_SHARD': pass for instance ShardingStrategy.FULL_SHARD",
+        "must be a ShardingStrategy or None, not str 'FULL_SHARD': pass for instance "
+        "ShardingStrategy.FULL_SHARD",
     ),
     "limit": (
         lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, backward_prefetch_limit=-1),
@@ -401,7 +432,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "pass ranks_per_node",
     ),
     "uneven nodes": (
-        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, strategy=ShardingStrategy.HYBRID_SHARD, ranks_per_node=3),
+        lambda: fsdp_c.plan(
+            nn.Linear(3, 3), world_size=4, strategy=ShardingStrategy.HYBRID_SHARD, ranks_per_node=3
+        ),
         ValueError,
         "4 ranks do not fill nodes of 3",
     ),
@@ -434,7 +467,15 @@ def in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MODEL = "plain_torchrun:build_model"
-FLAGS = ["--world-size", "8", "--wrap", "TransformerEncoderLayer", "--param-dtype", "bfloat16", "--use-orig-params"]
+FLAGS = [
+    "--world-size",
+    "8",
+    "--wrap",
+    "TransformerEncoderLayer",
+    "--param-dtype",
+    "bfloat16",
+    "--use-orig-params",
+]
 
 
 @pytest.mark.usefixtures("in_examples")
@@ -453,7 +494,14 @@ def test_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_takes_what_changes_the_memory_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     import plain_torchrun
 
-    limits = ["--backward-prefetch-limit", "2", "--forward-prefetch", "--forward-prefetch-limit", "3", "--cpu-offload"]
+    limits = [
+        "--backward-prefetch-limit",
+        "2",
+        "--forward-prefetch",
+        "--forward-prefetch-limit",
+        "3",
+        "--cpu-offload",
+    ]
     limits += ["--reshard-after-forward", "4"]
     assert cli.main(["plan", MODEL, *FLAGS[:4], "--device", "cuda", *limits]) == 0
     planned = fsdp_c.plan(
@@ -481,8 +529,14 @@ BAD_COMMANDS = {
     "no module": (["nowhere:Net", "--world-size", "8"], "no module 'nowhere' here"),
     "no such name": (["plain_torchrun:Net", "--world-size", "8"], "has no attribute 'Net'"),
     "a number": (["plain_torchrun:WIDTH", "--world-size", "8"], "WIDTH is int, which cannot be called"),
-    "no module returned": (["builtins:dict", "--world-size", "8"], "should return an nn.Module, but returned dict"),
-    "a class": ([MODEL, *FLAGS, "--wrap", "Block"], "--wrap Block: no module of that class, there are Dropout"),
+    "no module returned": (
+        ["builtins:dict", "--world-size", "8"],
+        "should return an nn.Module, but returned dict",
+    ),
+    "a class": (
+        [MODEL, *FLAGS, "--wrap", "Block"],
+        "--wrap Block: no module of that class, there are Dropout",
+    ),
     "two policies": ([MODEL, *FLAGS, "--min-numel", "9"], "not allowed with argument --wrap"),
     "a strategy": ([MODEL, *FLAGS, "--strategy", "ddp"], "invalid choice: 'ddp'"),
     "hybrid": ([MODEL, *FLAGS, "--strategy", "hybrid_shard"], "pass ranks_per_node"),

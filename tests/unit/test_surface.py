@@ -1,4 +1,5 @@
-"""Names, values and metadata that outside code reads, beside torch's own. Each test names the rows it covers."""
+"""Names, values and metadata that outside code reads, beside torch's own. Each test names the rows it
+covers."""
 
 from __future__ import annotations
 
@@ -108,7 +109,10 @@ def test_enums_have_the_values_of_torch() -> None:  # A-010, A-013, A-014, A-015
         ("HYBRID_SHARD", 4),
         ("_HYBRID_SHARD_ZERO2", 5),
     ]
-    assert [(one.name, one.value) for one in fsdp_c.BackwardPrefetch] == [("BACKWARD_PRE", 1), ("BACKWARD_POST", 2)]
+    assert [(one.name, one.value) for one in fsdp_c.BackwardPrefetch] == [
+        ("BACKWARD_PRE", 1),
+        ("BACKWARD_POST", 2),
+    ]
     assert [one.value for one in fsdp_c.StateDictType] == [1, 2, 3]
     assert [(one.name, one.value) for one in fsdp_c.OptimStateKeyType] == [("PARAM_NAME", 1), ("PARAM_ID", 2)]
 
@@ -217,8 +221,8 @@ SAME = (
 @both_views
 @all_strategies
 def test_metadata_is_that_of_torch(strategy: ShardingStrategy, use_orig_params: bool, name: str) -> None:
-    """B-010, B-012, B-013, B-015, B-016, B-017, B-018, B-019, B-022, B-031, B-034, B-042, C-010, C-012, C-013, C-020,
-    C-031, C-032, C-033."""
+    """B-010, B-012, B-013, B-015, B-016, B-017, B-018, B-019, B-022, B-031, B-034, B-042, C-010, C-012,
+    C-013, C-020, C-031, C-032, C-033."""
     for theirs, ours in each_flat_param(sharding_strategy=strategy, use_orig_params=use_orig_params):
         expected, actual = getattr(theirs, name), getattr(ours, name)
         if isinstance(expected, (list, tuple)) and not isinstance(expected, torch.Size):
@@ -235,7 +239,9 @@ def test_infos_name_the_same_places(strategy: ShardingStrategy, use_orig_params:
         assert type(ours._param_infos) is list
         for name in ("_param_infos", "_shared_param_infos"):
             expected = [(one.param_name, one.module_name, type(one.module)) for one in getattr(theirs, name)]
-            assert [(one.param_name, one.module_name, type(one.module)) for one in getattr(ours, name)] == expected
+            assert [
+                (one.param_name, one.module_name, type(one.module)) for one in getattr(ours, name)
+            ] == expected
         expected = [(one.prim_param_name, one.prim_module_name) for one in theirs._shared_param_infos]
         assert [(one.prim_param_name, one.prim_module_name) for one in ours._shared_param_infos] == expected
         assert len(ours._modules) == len(theirs._modules)
@@ -251,7 +257,9 @@ def test_shards_hold_the_values_of_torchs(strategy: ShardingStrategy, use_orig_p
 
 @both_views
 @all_strategies
-def test_shard_metadata_is_that_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:  # B-043, C-035
+def test_shard_metadata_is_that_of_torch(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:  # B-043, C-035
     theirs, ours = both(sharding_strategy=strategy, use_orig_params=use_orig_params)
     for their_unit, our_unit in zip(theirs, ours, strict=True):
         expected = their_unit._handle.shard_metadata()
@@ -277,7 +285,9 @@ def test_original_parameters_are_marked() -> None:  # B-004
 
 @both_views
 def test_padded_full_parameter_is_there_without_its_storage(use_orig_params: bool) -> None:  # B-011, B-024
-    model = build(FSDP, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model = build(
+        FSDP, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+    )
     model(torch.ones(2, WIDTH))
     flat = model.blocks[0]._flat_param
     assert flat._padded_unsharded_size == torch.Size((flat._sharded_size.numel() * WORLD_SIZE,))
@@ -334,9 +344,15 @@ def test_world_of_one_means_no_shard() -> None:  # E-021
 
 @all_strategies
 @both_views
-def test_size_says_whether_a_tensor_is_sharded(strategy: ShardingStrategy, use_orig_params: bool) -> None:  # C-140
+def test_size_says_whether_a_tensor_is_sharded(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:  # C-140
     for theirs, ours in zip(*both(sharding_strategy=strategy, use_orig_params=use_orig_params), strict=True):
-        for tensor in (theirs._handle.flat_param, torch.empty(3), torch.empty(theirs._handle.flat_param._sharded_size)):
+        for tensor in (
+            theirs._handle.flat_param,
+            torch.empty(3),
+            torch.empty(theirs._handle.flat_param._sharded_size),
+        ):
             assert ours._handle.is_sharded(tensor) is theirs._handle.is_sharded(tensor)
 
 
@@ -373,7 +389,9 @@ def test_views_between_forward_and_backward_are_said_to_stay(
             found, outputs = [], []
             for unit in (theirs, ours):
                 with torch.set_grad_enabled(grad):
-                    outputs.append(unit(x))  # without outputs no backward can come, and ours shows sharded ones again
+                    outputs.append(
+                        unit(x)
+                    )  # without outputs no backward can come, and ours shows sharded ones again
                 found.append(unit._handle._skipped_use_sharded_views)
             assert found[0] == found[1], (strategy, use_orig_params, grad)
         break

@@ -9,13 +9,16 @@ from tests import surface_rows
 
 def test_every_test_on_the_page_exists() -> None:
     named = set(
-        re.findall(r"`((?:unit|distributed|parity)/[\w/]+\.py)(?:::(test_\w+))?`", surface_rows.PAGE.read_text())
+        re.findall(
+            r"`((?:unit|distributed|parity)/[\w/]+\.py)(?:::(test_\w+))?`", surface_rows.PAGE.read_text()
+        )
     )
     assert len(named) > 100
     missing = [
         f"{file}::{test}"
         for file, test in sorted(named)
-        if not (path := surface_rows.TESTS / file).exists() or f"def {test or 'test_'}" not in path.read_text()
+        if not (path := surface_rows.TESTS / file).exists()
+        or f"def {test or 'test_'}" not in path.read_text()
     ]
     assert not missing
 

@@ -56,14 +56,25 @@ def test_tensors_are_found_in_every_kind_of_container():
     odd = Odd(3)
     odd["x"] = one
     packed = pack_sequence([one * 2])
-    for output in (one, (1, [one]), {"a": {"b": one}}, Record(one), Pair(None, one), {1, one}, odd, Opaque([one])):
+    for output in (
+        one,
+        (1, [one]),
+        {"a": {"b": one}},
+        Record(one),
+        Pair(None, one),
+        {1, one},
+        odd,
+        Opaque([one]),
+    ):
         assert ids(tree.tensors_of(output)) == [id(one)], type(output)
     assert ids(tree.tensors_of(collections.OrderedDict(a=Slotted(Record(one))))) == [id(one)]
     assert ids(tree.tensors_of(packed)) == [id(packed.data)]
 
 
 def test_tensors_without_gradient_and_parameters_of_modules_are_not_outputs():
-    assert tree.tensors_of([torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]) == []
+    assert (
+        tree.tensors_of([torch.ones(1), "text", 3, None, Opaque(torch.ones(1)), nn.Linear(1, 1), len]) == []
+    )
 
 
 def test_a_tensor_seen_twice_is_found_once_and_cycles_end():
@@ -81,7 +92,8 @@ def test_inputs_that_need_nothing_are_returned_as_they_are_since_torch_2_14(monk
 
 
 def shared_after(version, dtype, monkeypatch):
-    """Which containers of the inputs are still the caller's: a list, a dict in a tuple, an empty list, an object."""
+    """Which containers of the inputs are still the caller's: a list, a dict in a tuple, an empty list, an
+    object."""
     monkeypatch.setattr(torch, "__version__", version)
     one, empty, record = [torch.ones(1), Pair(1, {"x": [3]})], [], Record(torch.ones(1, dtype=torch.int64))
     (new, other), kwargs = tree.convert_inputs((one, empty), {"record": record}, torch.device("cpu"), dtype)

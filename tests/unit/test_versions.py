@@ -1,4 +1,5 @@
-"""What tests/versions.py runs and what it makes of it: counts, failures that stay, pass alone or are mended, skips."""
+"""What tests/versions.py runs and what it makes of it: counts, failures that stay, pass alone or are mended,
+skips."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_a_pytest_that_dies_is_a_failure(version: Version) -> None:
 
 
 def test_a_pytest_that_is_killed_leaves_its_part_unfinished(version: Version) -> None:
-    (version.folder / "tree/inner/test_suite.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    (version.folder / "tree/inner/test_suite.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    )
     with pytest.raises(SystemExit, match="inner was killed"):
         run(version, "c0ffee1")
     assert versions.unfinished(version, ["inner"], "c0ffee1", again=False) == ["inner"]
@@ -135,7 +138,9 @@ def test_notes_tell_what_was_mended_passed_alone_and_was_skipped() -> None:
 
 
 def test_each_module_of_tests_is_in_one_part_or_left_out_with_a_reason() -> None:
-    modules = {found.relative_to(versions.ROOT).as_posix() for found in (versions.ROOT / "tests").rglob("test_*.py")}
+    modules = {
+        found.relative_to(versions.ROOT).as_posix() for found in (versions.ROOT / "tests").rglob("test_*.py")
+    }
     left_out = {name for name in modules for folder in versions.LEFT_OUT if name.startswith(f"{folder}/")}
     parts = Counter(name for part in versions.PARTS for name in versions.files(part, versions.ROOT))
     assert set(parts.values()) == {1}
@@ -163,7 +168,11 @@ def test_a_checkout_is_of_the_last_commit_alone(tmp_path: Path, monkeypatch: pyt
 
 
 def test_versions_are_taken_with_each_python() -> None:
-    assert versions.specs(["2.10.0", "2.15.0@3.12"], ["3.10", "3.13"]) == ["2.10.0@3.10", "2.10.0@3.13", "2.15.0@3.12"]
+    assert versions.specs(["2.10.0", "2.15.0@3.12"], ["3.10", "3.13"]) == [
+        "2.10.0@3.10",
+        "2.10.0@3.13",
+        "2.15.0@3.12",
+    ]
     assert versions.specs(["2.10.0", "2.15.0@3.12"], []) == ["2.10.0", "2.15.0@3.12"]
 
 

@@ -63,7 +63,11 @@ def test_policies_are_the_objects_of_torch() -> None:
 
 
 def test_module_wrap_policy_wraps_every_instance_and_the_root() -> None:
-    assert paths(FSDP(Model(), auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))) == ["", "blocks.0", "blocks.1"]
+    assert paths(FSDP(Model(), auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))) == [
+        "",
+        "blocks.0",
+        "blocks.1",
+    ]
 
 
 def test_functional_policy_wraps_as_the_policy_object_does() -> None:
@@ -136,7 +140,9 @@ def test_ignored_parameters_of_the_root_are_ignored_by_children() -> None:
 
 def test_ignored_modules_are_not_wrapped() -> None:
     plain = Model()
-    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=[plain.blocks[0]])
+    model = FSDP(
+        plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=[plain.blocks[0]]
+    )
     assert paths(model) == ["", "blocks.1"]
 
 
@@ -159,7 +165,9 @@ def test_batch_norm_becomes_a_unit_without_mixed_precision() -> None:
 def test_batch_norm_becomes_a_unit_under_a_functional_policy() -> None:
     policy = functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
     with pytest.warns(UserWarning, match="BatchNorm1d"):
-        model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        model = FSDP(
+            Model(), auto_wrap_policy=policy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+        )
     assert paths(model) == ["", "blocks.0", "blocks.1", "norm"]
     assert model.norm.mixed_precision == MixedPrecision()
 
@@ -192,10 +200,15 @@ def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split:
     plain.blocks[1].first.requires_grad_(False)
     if split == "dtype":
         plain.blocks[1].second.double()
-    with warnings.catch_warnings(), fsdp_wrap.split_frozen() if split == "split_frozen" else contextlib.nullcontext():
+    with (
+        warnings.catch_warnings(),
+        fsdp_wrap.split_frozen() if split == "split_frozen" else contextlib.nullcontext(),
+    ):
         warnings.simplefilter("error")
         model = FSDP(
-            plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=split != "use_orig_params"
+            plain,
+            auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}),
+            use_orig_params=split != "use_orig_params",
         )
     trainable, frozen = model.blocks[1].params
     assert trainable.requires_grad and not frozen.requires_grad

@@ -1,4 +1,5 @@
-"""Stands in for ``torch.distributed.fsdp._common_utils``: a unit's base class, helpers over units and tensors."""
+"""Stands in for ``torch.distributed.fsdp._common_utils``: a unit's base class, helpers over units and
+tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def _is_composable(state: Any) -> bool:
 
 def _module_handle(state: Any, module: nn.Module) -> Any:
     """The handle of the unit around ``module``, or None where it has no parameters."""
-    return state._fully_sharded_module_to_handle[module] if _is_composable(state) and state._handle else module._handle
+    return (
+        state._fully_sharded_module_to_handle[module]
+        if _is_composable(state) and state._handle
+        else module._handle
+    )
 
 
 def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
@@ -56,7 +61,9 @@ def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
 def _assert_in_training_states(state: Any, training_states: list[Any]) -> None:
     """ValueError unless the unit is in one of these states."""
     if state.training_state not in training_states:
-        raise ValueError(f"expected to be in states {training_states} but current state is {state.training_state}")
+        raise ValueError(
+            f"expected to be in states {training_states} but current state is {state.training_state}"
+        )
 
 
 # ----------------------------------------------------------------- names and marks
@@ -77,7 +84,8 @@ def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
 
 
 def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[tuple[str, nn.Parameter]]:
-    """``named_parameters`` with shared ones under all their names, where the module's own method can give them."""
+    """``named_parameters`` with shared ones under all their names, where the module's own method can give
+    them."""
     if "remove_duplicate" in kwargs:
         raise AssertionError("remove_duplicate cannot be passed: duplicates are what this is for")
     try:
@@ -94,7 +102,8 @@ def _apply_to_modules(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order, and return what ``return_fn`` does.
+    """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order, and return what ``return_fn``
+    does.
 
     With ``filter_fqns``, a wrapper that none of these names goes through adds nothing to the prefix.
     """
@@ -114,8 +123,8 @@ def _apply_to_modules(
 
 
 def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
-    """The names that each parameter has in the plain model: several for a flat parameter, and for a shared one unless
-    ``dedup_shared_params``."""
+    """The names that each parameter has in the plain model: several for a flat parameter, and for a shared
+    one unless ``dedup_shared_params``."""
     found: dict[nn.Parameter, list[str]] = {}
 
     def collect(module: nn.Module, prefix: str, depth: int) -> None:
@@ -128,15 +137,19 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
             elif not dedup_shared_params:
                 found[param] += names
 
-    _apply_to_modules(model, collect, lambda: None, [name for name, _ in _named_parameters_with_duplicates(model)])
+    _apply_to_modules(
+        model, collect, lambda: None, [name for name, _ in _named_parameters_with_duplicates(model)]
+    )
     return found
 
 
-# ----------------------------------------------------------------- tensors in containers, which FSDP2 asks for
+# ----------------------------------------------------------------- tensors in containers, which FSDP2 asks
+# for
 
 
 def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that require grad in dicts, lists, tuples and dataclasses, in the order in which they stand."""
+    """The tensors that require grad in dicts, lists, tuples and dataclasses, in the order in which they
+    stand."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +161,8 @@ def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 def replace_grad_tensors(output: Any, tensor_iter: Iterator[torch.Tensor]) -> Any:
-    """``output`` with the next of ``tensor_iter`` for each of those tensors; RuntimeError if any is left over."""
+    """``output`` with the next of ``tensor_iter`` for each of those tensors; RuntimeError if any is left
+    over."""
     result = _map_grad_tensors(lambda _: next(tensor_iter), output)
     left = len(list(tensor_iter))
     if left:
@@ -170,6 +184,8 @@ def _map_grad_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changes = {name: new for name, old in fields.items() if (new := _map_grad_tensors(fn, old)) is not old}
+        changes = {
+            name: new for name, old in fields.items() if (new := _map_grad_tensors(fn, old)) is not old
+        }
         return dataclasses.replace(value, **changes) if changes else value
     return value

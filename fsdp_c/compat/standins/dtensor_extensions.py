@@ -1,4 +1,5 @@
-"""Stands in for ``torch.distributed.tensor.parallel.fsdp``: parameters that tensor parallelism sharded, in units."""
+"""Stands in for ``torch.distributed.tensor.parallel.fsdp``: parameters that tensor parallelism sharded, in
+units."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class DTensorExtensions(FSDPExtensions):
         return shard_utils._create_chunk_sharded_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Rows over the dimension that shards; a plain tensor is the same on all ranks of tensor parallelism."""
+        """Rows over the dimension that shards; a plain tensor is the same on all ranks of tensor
+        parallelism."""
         mesh = device_mesh._get_root_mesh()
         whole: list[Placement] = [Replicate()] * mesh.ndim
         local = tensor.detach().clone()
@@ -76,7 +78,9 @@ class DTensorExtensions(FSDPExtensions):
 
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
         if parent_mesh != tensor.device_mesh:
-            raise AssertionError(f"a DTensor on {tensor.device_mesh}, but the units' root mesh is {parent_mesh}")
+            raise AssertionError(
+                f"a DTensor on {tensor.device_mesh}, but the units' root mesh is {parent_mesh}"
+            )
         whole = [*[Replicate()] * (tensor.device_mesh.ndim - 1), tensor.placements[-1]]
         return tensor.redistribute(placements=whole).to_local()
 

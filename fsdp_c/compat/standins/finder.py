@@ -1,10 +1,11 @@
 """FSDP1's modules under torch's names, for a torch that has none: pickles and libraries name them.
 
 [Note: Modules that torch has no more]
-``torch.distributed.fsdp.api`` and its neighbours are looked for by pickles that hold an enum or a configuration, and by
-parts of torch and of libraries that were written when they were there. A finder answers for those that nobody else has,
-with fsdp_c's module of the same name, when somebody asks and not before. The names of the package
-``torch.distributed.fsdp`` itself come with ``fsdp_c.install()``, unless torch has no such package either.
+``torch.distributed.fsdp.api`` and its neighbours are looked for by pickles that hold an enum or a
+configuration, and by parts of torch and of libraries that were written when they were there. A finder answers
+for those that nobody else has, with fsdp_c's module of the same name, when somebody asks and not before. The
+names of the package ``torch.distributed.fsdp`` itself come with ``fsdp_c.install()``, unless torch has no
+such package either.
 """
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ OURS = {
 
 
 class Finder:
-    """A meta path finder. It stands first, as one that comes before it may refuse, and yields to all others."""
+    """A meta path finder. It stands first, as one that comes before it may refuse, and yields to all
+    others."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Our module, where no other finder has one."""
         if name != FSDP and name not in OURS:
             return None
@@ -77,7 +81,9 @@ def names() -> dict[str, object]:
     """What the stand-ins define, by name."""
     modules = ("api", "common_utils", "fsdp_extensions", "shard_utils", "wrap")
     contents = [vars(importlib.import_module(f"{__package__}.{module}")) for module in modules]
-    return {name: value for content in contents for name, value in content.items() if not name.startswith("__")}
+    return {
+        name: value for content in contents for name, value in content.items() if not name.startswith("__")
+    }
 
 
 def public_names() -> dict[str, Any]:

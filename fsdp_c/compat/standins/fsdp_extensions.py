@@ -1,4 +1,5 @@
-"""Stands in for ``torch.distributed.fsdp._fsdp_extensions``: how another parallelism has its say in what units hold."""
+"""Stands in for ``torch.distributed.fsdp._fsdp_extensions``: how another parallelism has its say in what
+units hold."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class FSDPExtensions(ABC):
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """The local tensor to flatten, and what turns its views back; None for a tensor that is left alone."""
+        """The local tensor to flatten, and what turns its views back; None for a tensor that is left
+        alone."""
 
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
@@ -85,7 +87,9 @@ def _ext_chunk_tensor(
     pg: dist.ProcessGroup,
     fsdp_extension: FSDPExtensions | None = None,
 ) -> torch.Tensor:
-    chunk = shard_utils._create_chunk_sharded_tensor if fsdp_extension is None else fsdp_extension.chunk_tensor
+    chunk = (
+        shard_utils._create_chunk_sharded_tensor if fsdp_extension is None else fsdp_extension.chunk_tensor
+    )
     return chunk(tensor, rank, world_size, num_devices_per_node, pg)
 
 

@@ -1,4 +1,5 @@
-"""Stands in for ``torch.distributed.fsdp._shard_utils``: one whole tensor, cut by rows over the ranks of a group."""
+"""Stands in for ``torch.distributed.fsdp._shard_utils``: one whole tensor, cut by rows over the ranks of a
+group."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_device_module
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -20,7 +26,8 @@ def _create_chunk_sharded_tensor(
     pg: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> ShardedTensor:
-    """A ShardedTensor of ``tensor``'s rows, of which this rank keeps a copy of its own. Nothing is communicated."""
+    """A ShardedTensor of ``tensor``'s rows, of which this rank keeps a copy of its own. Nothing is
+    communicated."""
     chunks = tensor.chunk(world_size, dim=0)
     device_type = (device or dist.distributed_c10d._get_pg_default_device(pg)).type
     shards, start = [], 0
@@ -48,7 +55,9 @@ def _create_chunk_sharded_tensor(
 def _placement(rank: int, device_type: str, num_devices_per_node: int) -> str:
     if device_type == "cpu":
         return f"rank:{rank}/cpu"
-    index = _get_device_module("hpu").current_device() if device_type == "hpu" else rank % num_devices_per_node
+    index = (
+        _get_device_module("hpu").current_device() if device_type == "hpu" else rank % num_devices_per_node
+    )
     return f"rank:{rank}/{device_type}:{index}"
 
 
@@ -60,7 +69,8 @@ def _create_chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMe
 
 
 def _all_gather_dtensor(tensor: DTensor, root_mesh: DeviceMesh | None) -> torch.Tensor:
-    """The local tensor of a DTensor that is gathered over the last dimension of its mesh, ``root_mesh``. Collective."""
+    """The local tensor of a DTensor that is gathered over the last dimension of its mesh, ``root_mesh``.
+    Collective."""
     if root_mesh != tensor.device_mesh:
         raise AssertionError("The device mesh of a tensor should be a root mesh.")
     return tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()]).to_local()

@@ -1,4 +1,5 @@
-"""Stands in for ``torch.distributed.fsdp.wrap``: policies that say which submodules become units, and the walks."""
+"""Stands in for ``torch.distributed.fsdp.wrap``: policies that say which submodules become units, and the
+walks."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ class CustomPolicy(_Policy):
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ValueError(
-                    "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
-                    f"{answer} for a {type(module).__name__}"
+                    "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it "
+                    f"returned {answer} for a {type(module).__name__}"
                 )
             if answer:
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
@@ -103,15 +104,17 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Submodules with at least ``min_num_params`` elements that no inner unit holds.
 
-    Inside ``force_leaf_modules`` nothing is wrapped, by default FORCE_LEAF_MODULES of this function; instances of
-    ``exclude_wrap_modules`` are not, by default EXCLUDE_WRAP_MODULES.
+    Inside ``force_leaf_modules`` nothing is wrapped, by default FORCE_LEAF_MODULES of this function;
+    instances of ``exclude_wrap_modules`` are not, by default EXCLUDE_WRAP_MODULES.
     """
     if nonwrapped_numel < min_num_params:
         return False
     given, defaults = exclude_wrap_modules, "EXCLUDE_WRAP_MODULES"
     if recurse:
         given, defaults = force_leaf_modules, "FORCE_LEAF_MODULES"
-    unwanted: set[type[nn.Module]] = getattr(size_based_auto_wrap_policy, defaults) if given is None else given
+    unwanted: set[type[nn.Module]] = (
+        getattr(size_based_auto_wrap_policy, defaults) if given is None else given
+    )
     return not isinstance(module, tuple(unwanted))
 
 
@@ -124,7 +127,9 @@ def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
     """What any of several policies chooses."""
-    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies
+    )
 
 
 def _wrap_module_cls_individually(
@@ -153,7 +158,8 @@ def _run_mixed_precision_override_policy(
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` for each module once, children before their parent; what it returns takes the module's place."""
+    """Call ``fn`` for each module once, children before their parent; what it returns takes the module's
+    place."""
     visited = {root_module}
 
     def visit(module: nn.Module, name: str, parent: nn.Module | None) -> None:
@@ -166,7 +172,8 @@ def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Modul
             return
         if parent is None:
             raise AssertionError(
-                f"Non-root modules should have their parent module set but got None for {module}: the root stays"
+                f"Non-root modules should have their parent module set but got None for {module}: the root "
+                "stays"
             )
         if not isinstance(replacement, nn.Module):
             raise AssertionError(f"fn should return None or an nn.Module but got {replacement} for {name!r}")
@@ -176,7 +183,9 @@ def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Modul
 
 
 def _construct_wrap_fn(
-    root_module: nn.Module, target_module_to_kwargs: dict[nn.Module, Kwargs], fsdp_fn: Callable[..., nn.Module]
+    root_module: nn.Module,
+    target_module_to_kwargs: dict[nn.Module, Kwargs],
+    fsdp_fn: Callable[..., nn.Module],
 ) -> Callable[[nn.Module], nn.Module | None]:
     """For ``_post_order_apply``: wraps the targets, all but the root."""
 
@@ -204,13 +213,16 @@ def _recursive_wrap(
 ) -> tuple[nn.Module, int]:
     """Wrap the submodules that a callable policy chooses, inner ones first, and with them the module itself.
 
-    The policy is asked twice: on the way down whether to look into a module, and on the way up whether to wrap it, with
-    the elements that are in no unit by then. Returns the module or its wrapper, and how many elements are in units.
+    The policy is asked twice: on the way down whether to look into a module, and on the way up whether to
+    wrap it, with the elements that are in no unit by then. Returns the module or its wrapper, and how many
+    elements are in units.
     """
     if isinstance(wrapper_cls, type):
         for child in module.modules():
             if child not in ignored_modules and isinstance(child, wrapper_cls):
-                raise AssertionError(f"Child module {child} is already wrapped: it is in a {type(module).__name__}")
+                raise AssertionError(
+                    f"Child module {child} is already wrapped: it is in a {type(module).__name__}"
+                )
     numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
     if not auto_wrap_policy(module=module, recurse=True, nonwrapped_numel=numel):
         return module, 0
@@ -223,7 +235,9 @@ def _recursive_wrap(
         )
         setattr(module, name, replacement)
         wrapped_numel += numel_of_child
-    if only_wrap_children or not auto_wrap_policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped_numel):
+    if only_wrap_children or not auto_wrap_policy(
+        module=module, recurse=False, nonwrapped_numel=numel - wrapped_numel
+    ):
         return module, wrapped_numel
     return _wrap(module, wrapper_cls, **kwargs), numel
 
@@ -241,10 +255,13 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have ``wrap`` wrap inside the block, by ``wrapper_cls`` and with these arguments. It cannot be nested."""
+    """Have ``wrap`` wrap inside the block, by ``wrapper_cls`` and with these arguments. It cannot be
+    nested."""
     config = _ConfigAutoWrap
     if config.in_autowrap_context:
-        raise NotImplementedError("You are already within an autowrap context: leave the outer enable_wrap first")
+        raise NotImplementedError(
+            "You are already within an autowrap context: leave the outer enable_wrap first"
+        )
     config.in_autowrap_context, config.wrapper_cls, config.kwargs = True, wrapper_cls, wrapper_kwargs
     try:
         yield
@@ -253,7 +270,8 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module wrapped as the ``enable_wrap`` around says, with some arguments of its own; outside one, itself."""
+    """The module wrapped as the ``enable_wrap`` around says, with some arguments of its own; outside one,
+    itself."""
     if not _ConfigAutoWrap.in_autowrap_context:
         return module
     assert _ConfigAutoWrap.wrapper_cls is not None

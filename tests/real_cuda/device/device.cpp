@@ -407,7 +407,8 @@ EXPORT size_t fake_cuda_peak_nbytes(int device) {
     return most;
 }
 
-/* After so many allocations of a device's memory from now on, one finds none; -1: none does. How many there were since the last call. */
+/* After so many allocations of a device's memory from now on, one finds none; -1: none does. How many there
+ * were since the last call. */
 EXPORT long fake_cuda_refuse(long after) {
     fake::holding held(fake::lock);
     long count = fake::num_taken;

@@ -4,11 +4,13 @@
  *   collectives    are done by a thread of their stream, as they wait for other ranks: run_aside
  *   while a stream captures, its work belongs to a graph: graph.h
  *
- * Invariant: a stream does its work in the order of its launches. Each stream has a clock: of each stream, how many of its
- * launches it comes after. An event is the clock of its stream when it was recorded, and over once all that is done.
+ * Invariant: a stream does its work in the order of its launches. Each stream has a clock: of each stream,
+ * how many of its launches it comes after. An event is the clock of its stream when it was recorded, and over
+ * once all that is done.
  *
- * With FAKE_CUDA_LATE=1 the host learns that an event is over only once it has waited for it, or for something that comes
- * after it. So the two extremes of a real GPU's pace can be had: for the allocator and for whoever polls. */
+ * With FAKE_CUDA_LATE=1 the host learns that an event is over only once it has waited for it, or for
+ * something that comes after it. So the two extremes of a real GPU's pace can be had: for the allocator and
+ * for whoever polls. */
 #pragma once
 
 #include <cuda.h>
@@ -73,8 +75,8 @@ class turn {
     uint64_t number;
 };
 
-/* By this thread, now. What a capture holds runs once for whoever computes with its values, if it is known what it writes, and
- * is undone at the capture's end; otherwise only as the graph is launched. */
+/* By this thread, now. What a capture holds runs once for whoever computes with its values, if it is known
+ * what it writes, and is undone at the capture's end; otherwise only as the graph is launched. */
 void run(CUstream_st *on, const work &body);
 void run(CUstream_st *on, const work &body, const std::vector<bytes> &writes);
 void run_aside(CUstream_st *on, work body); /* by a thread of the stream */

@@ -222,7 +222,8 @@ EXPORT CUresult CUDAAPI cuStreamQuery(CUstream stream) {
     return host_knows(now_of(which)) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-/* An event of a capture makes the stream part of it; one of another, or of none, is an error for a stream that captures. */
+/* An event of a capture makes the stream part of it; one of another, or of none, is an error for a stream
+ * that captures. */
 EXPORT CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
     if (!current()) {
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -310,9 +311,11 @@ EXPORT CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *nbytes, const CUme
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *made, size_t nbytes, size_t, CUdeviceptr, unsigned long long) {
+EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *made, size_t nbytes, size_t, CUdeviceptr,
+                                            unsigned long long) {
     const size_t huge = 2 << 20;
-    char *begin = (char *)mmap(nullptr, nbytes + huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *begin =
+        (char *)mmap(nullptr, nbytes + huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (begin == MAP_FAILED) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -325,8 +328,8 @@ EXPORT CUresult CUDAAPI cuMemAddressFree(CUdeviceptr begin, size_t nbytes) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *made, size_t nbytes, const CUmemAllocationProp *what,
-                                    unsigned long long) {
+EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *made, size_t nbytes,
+                                    const CUmemAllocationProp *what, unsigned long long) {
     int device = what->location.type == CU_MEM_LOCATION_TYPE_DEVICE ? what->location.id : current_device();
     holding held(lock);
     if (used_nbytes(device) + nbytes > device_nbytes()) {
@@ -358,8 +361,8 @@ EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr at, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle,
-                                 unsigned long long) {
+EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr at, size_t nbytes, size_t offset,
+                                 CUmemGenericAllocationHandle handle, unsigned long long) {
     auto *which = (pages *)handle;
     holding held(lock);
     void *made = mmap((void *)at, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, which->file, (off_t)offset);
@@ -373,7 +376,8 @@ EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr at, size_t nbytes, size_t offset, C
 }
 
 EXPORT CUresult CUDAAPI cuMemSetAccess(CUdeviceptr at, size_t nbytes, const CUmemAccessDesc *, size_t) {
-    return mprotect((void *)at, nbytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return mprotect((void *)at, nbytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS
+                                                                     : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr at, size_t nbytes) {
@@ -500,12 +504,12 @@ EXPORT CUresult CUDAAPI cuFuncSetAttribute(CUfunction, CUfunction_attribute, int
 EXPORT CUresult CUDAAPI cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
-EXPORT CUresult CUDAAPI cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                       CUstream, void **, void **) {
+EXPORT CUresult CUDAAPI cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                       unsigned, CUstream, void **, void **) {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
-EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                                  unsigned, unsigned, CUstream, void **) {
+EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned, unsigned,
+                                                  unsigned, unsigned, unsigned, CUstream, void **) {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 EXPORT CUresult CUDAAPI cuLinkAddData_v2(CUlinkState, CUjitInputType, void *, size_t, const char *, unsigned,

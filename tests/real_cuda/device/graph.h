@@ -1,9 +1,11 @@
 /* CUDA graphs: what is launched on a capturing stream is held, and runs each time that the graph is launched.
  *
- * A stream joins a capture by waiting for an event of one that is in it, and must be waited for by the first one before the end.
+ * A stream joins a capture by waiting for an event of one that is in it, and must be waited for by the first
+ * one before the end.
  *
- * Invariant: what was captured has not run once the capture is over. Meanwhile it may have, as those who compute on the host's
- * memory need sizes and indices that come out of it; what is known to be written is put back at the end. */
+ * Invariant: what was captured has not run once the capture is over. Meanwhile it may have, as those who
+ * compute on the host's memory need sizes and indices that come out of it; what is known to be written is put
+ * back at the end. */
 #pragma once
 
 #include "device.h"

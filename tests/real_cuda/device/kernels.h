@@ -1,4 +1,5 @@
-/* Kernels of .cu files, compiled for the CPU by tests/native/cuda_emulation.h, under the names that nvcc's host code launches. */
+/* Kernels of .cu files, compiled for the CPU by tests/native/cuda_emulation.h, under the names that nvcc's
+ * host code launches. */
 #pragma once
 #include <mutex>
 #include <type_traits>
@@ -6,7 +7,8 @@
 
 #include "kernels/cuda_launch.h"
 
-extern "C" void fake_cuda_emulate(const char *name, void (*run)(const unsigned[3], const unsigned[3], void **, int),
+extern "C" void fake_cuda_emulate(const char *name,
+                                  void (*run)(const unsigned[3], const unsigned[3], void **, int),
                                   const size_t *nbytes, size_t count);
 
 static std::mutex &emulation_lock() {
@@ -41,5 +43,6 @@ template <class... A, void (*kernel)(A...), bool barriers> struct emulated_launc
 /* At the library's start. */
 #define EMULATED(name, barriers, ...) EMULATED_AT(__COUNTER__, name, barriers, __VA_ARGS__)
 #define EMULATED_AT(count, ...)       EMULATED_AS(count, __VA_ARGS__)
-#define EMULATED_AS(count, name, barriers, ...)                                                                        \
-    [[maybe_unused]] static const bool emulated_##count = (emulated_launch<&__VA_ARGS__, barriers>::bring(name), true);
+#define EMULATED_AS(count, name, barriers, ...)                                                              \
+    [[maybe_unused]] static const bool emulated_##count =                                                    \
+        (emulated_launch<&__VA_ARGS__, barriers>::bring(name), true);

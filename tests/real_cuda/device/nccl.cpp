@@ -1,10 +1,12 @@
-/* libnccl.so.2 between processes of one machine: each communicator is a piece of shared memory with a slot per rank.
+/* libnccl.so.2 between processes of one machine: each communicator is a piece of shared memory with a slot
+ * per rank.
  *
- * A collective is done by a thread of the stream that it is launched on, which waits for the other ranks there; those of one
- * communicator in the order of their launches. Ranks that call different collectives are told so on stderr, and get an error.
- * Reductions add the ranks' parts in the order of the ranks.
+ * A collective is done by a thread of the stream that it is launched on, which waits for the other ranks
+ * there; those of one communicator in the order of their launches. Ranks that call different collectives are
+ * told so on stderr, and get an error. Reductions add the ranks' parts in the order of the ranks.
  *
- * fake_nccl_disturb has a call of this process go wrong: as of a rank that is slow, that has lost a link, or that hangs. */
+ * fake_nccl_disturb has a call of this process go wrong: as of a rank that is slow, that has lost a link, or
+ * that hangs. */
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -39,7 +41,8 @@ struct call {
     int kind, type, op, root;
     uint64_t count;
     bool operator==(const call &other) const {
-        return kind == other.kind && type == other.type && op == other.op && root == other.root && count == other.count;
+        return kind == other.kind && type == other.type && op == other.op && root == other.root &&
+               count == other.count;
     }
 };
 
@@ -101,7 +104,8 @@ bool is_over(const ncclComm *comm) {
     return comm->is_aborted || comm->shared->is_aborted;
 }
 
-/* FAKE_NCCL_ALONE=1: this process takes itself for all ranks; no bytes move, for who looks at memory and at order alone. */
+/* FAKE_NCCL_ALONE=1: this process takes itself for all ranks; no bytes move, for who looks at memory and at
+ * order alone. */
 bool is_alone() {
     static bool alone = fake::setting("FAKE_NCCL_ALONE", 0) != 0;
     return alone;
@@ -285,7 +289,9 @@ ncclResult_t exchange(std::vector<task> &pending) {
             } else if (!each.sends && box->is_full) {
                 if (box->total != each.nbytes) {
                     return fail(ncclInvalidUsage, "a rank sends " + std::to_string(box->total) +
-                                                      " bytes to one that takes " + std::to_string(each.nbytes));
+                                                      " bytes to one that takes "
+                                                      "" +
+                                                      std::to_string(each.nbytes));
                 }
                 memcpy(each.data + each.done, box->bytes, box->nbytes);
                 each.done += box->nbytes;
@@ -324,7 +330,8 @@ enum disturbance disturbance_now(int *ms) {
     return now;
 }
 
-/* Whether the call may go on. One that fails or hangs does so until its communicator is aborted, as a kernel of NCCL's. */
+/* Whether the call may go on. One that fails or hangs does so until its communicator is aborted, as a kernel
+ * of NCCL's. */
 bool is_undisturbed(ncclComm *comm) {
     int ms = 0;
     enum disturbance now = disturbance_now(&ms);
@@ -332,8 +339,8 @@ bool is_undisturbed(ncclComm *comm) {
         usleep((useconds_t)ms * 1000);
     }
     if (now == FAILS) {
-        comm->error =
-            fail(ncclRemoteError, "a call of rank " + std::to_string(comm->rank) + " fails, as was asked for");
+        comm->error = fail(ncclRemoteError,
+                           "a call of rank " + std::to_string(comm->rank) + " fails, as was asked for");
     }
     while ((now == FAILS || now == HANGS) && !is_over(comm)) {
         usleep(1000);
@@ -366,7 +373,8 @@ void run_in_turn(std::vector<task> &of_stream) {
     }
 }
 
-/* What a group holds is one launch on each of its streams. A communicator's calls come one after the other. */
+/* What a group holds is one launch on each of its streams. A communicator's calls come one after the
+ * other. */
 ncclResult_t run_all() {
     std::vector<task> now;
     now.swap(tasks);
@@ -407,10 +415,12 @@ const char *const kind_names[] = {"AllGather", "ReduceScatter", "AllReduce", "Re
 
 std::string text_of(const call &said) {
     return std::string(kind_names[said.kind]) + "(count " + std::to_string(said.count) + ", type " +
-           std::to_string(said.type) + ", op " + std::to_string(said.op) + ", root " + std::to_string(said.root) + ")";
+           std::to_string(said.type) + ", op " + std::to_string(said.op) + ", root " +
+           std::to_string(said.root) + ")";
 }
 
-/* Rounds of at most `most` elements: each rank puts something into its slot, all meet, each reads the slots, all meet. */
+/* Rounds of at most `most` elements: each rank puts something into its slot, all meet, each reads the slots,
+ * all meet. */
 ncclResult_t rounds(ncclComm *comm, const call &mine, size_t count, size_t most,
                     const std::function<void(size_t at, size_t n)> &put,
                     const std::function<ncclResult_t(size_t at, size_t n)> &get) {
@@ -424,9 +434,9 @@ ncclResult_t rounds(ncclComm *comm, const call &mine, size_t count, size_t most,
     for (int r = 0; r < comm->num_ranks; r++) {
         if (!(comm->shared->calls[r] == mine)) {
             comm->shared->is_aborted = 1;
-            return fail(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " calls " + text_of(mine) + ", rank " +
-                                              std::to_string(r) + " " + text_of(comm->shared->calls[r]) + " of " +
-                                              comm->name);
+            return fail(ncclInvalidUsage, "rank " + std::to_string(comm->rank) + " calls " + text_of(mine) +
+                                              ", rank " + std::to_string(r) + " " +
+                                              text_of(comm->shared->calls[r]) + " of " + comm->name);
         }
     }
     for (size_t at = 0; at < count; at += most) {
@@ -447,8 +457,8 @@ ncclResult_t rounds(ncclComm *comm, const call &mine, size_t count, size_t most,
 }
 
 /* One kind of collective that moves parts between ranks: count elements per part. */
-ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                        int root, ncclComm *comm, cudaStream_t stream) {
+ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count, ncclDataType_t type,
+                        ncclRedOp_t op, int root, ncclComm *comm, cudaStream_t stream) {
     if (!comm) {
         return fail(ncclInvalidArgument, "no communicator");
     }
@@ -493,14 +503,16 @@ ncclResult_t collective(enum kind kind, const void *from, void *to, size_t count
             });
         case BROADCAST:
             return rounds(
-                comm, said, count, whole, [&](size_t at, size_t n) { (int)me == root ? put_whole(at, n) : (void)0; },
+                comm, said, count, whole,
+                [&](size_t at, size_t n) { (int)me == root ? put_whole(at, n) : (void)0; },
                 [&](size_t at, size_t n) {
                     memcpy(out + at * size, slot_of(comm, root), n * size);
                     return ncclSuccess;
                 });
         case SCATTER:
             return rounds(
-                comm, said, count, shares, [&](size_t at, size_t n) { (int)me == root ? put_shares(at, n) : (void)0; },
+                comm, said, count, shares,
+                [&](size_t at, size_t n) { (int)me == root ? put_shares(at, n) : (void)0; },
                 [&](size_t at, size_t n) {
                     memcpy(out + at * size, slot_of(comm, root) + me * n * size, n * size);
                     return ncclSuccess;
@@ -606,7 +618,8 @@ NCCL ncclCommInitRank(ncclComm_t *comm, int num_ranks, ncclUniqueId id, int rank
     return attach(comm, num_ranks, name_of(id), rank);
 }
 
-NCCL ncclCommInitRankScalable(ncclComm_t *comm, int num_ranks, int rank, int, ncclUniqueId *ids, ncclConfig_t *) {
+NCCL ncclCommInitRankScalable(ncclComm_t *comm, int num_ranks, int rank, int, ncclUniqueId *ids,
+                              ncclConfig_t *) {
     return attach(comm, num_ranks, name_of(ids[0]), rank);
 }
 
@@ -678,13 +691,13 @@ NCCL ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type
     return collective(ALL_GATHER, from, to, count, type, ncclSum, 0, comm, stream);
 }
 
-NCCL ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
-                       cudaStream_t stream) {
+NCCL ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                       ncclComm_t comm, cudaStream_t stream) {
     return collective(REDUCE_SCATTER, from, to, count, type, op, 0, comm, stream);
 }
 
-NCCL ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
-                   cudaStream_t stream) {
+NCCL ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                   ncclComm_t comm, cudaStream_t stream) {
     return collective(ALL_REDUCE, from, to, count, type, op, 0, comm, stream);
 }
 
@@ -698,11 +711,13 @@ NCCL ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type
     return collective(BROADCAST, from, to, count, type, ncclSum, root, comm, stream);
 }
 
-NCCL ncclBcast(void *data, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+NCCL ncclBcast(void *data, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+               cudaStream_t stream) {
     return ncclBroadcast(data, data, count, type, root, comm, stream);
 }
 
-NCCL ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+NCCL ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                  cudaStream_t stream) {
     return collective(ALL_TO_ALL, from, to, count, type, ncclSum, 0, comm, stream);
 }
 
@@ -716,12 +731,15 @@ NCCL ncclScatter(const void *from, void *to, size_t count, ncclDataType_t type, 
     return collective(SCATTER, from, to, count, type, ncclSum, root, comm, stream);
 }
 
-NCCL ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-    return enqueue({comm, fake::stream_of(stream), nullptr, true, false, (char *)from, count * size_of(type), 0, peer});
+NCCL ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+              cudaStream_t stream) {
+    return enqueue(
+        {comm, fake::stream_of(stream), nullptr, true, false, (char *)from, count * size_of(type), 0, peer});
 }
 
 NCCL ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-    return enqueue({comm, fake::stream_of(stream), nullptr, false, true, (char *)to, count * size_of(type), 0, peer});
+    return enqueue(
+        {comm, fake::stream_of(stream), nullptr, false, true, (char *)to, count * size_of(type), 0, peer});
 }
 
 NCCL ncclGroupStart() {
@@ -773,15 +791,16 @@ NCCL ncclCommDeregister(const ncclComm_t, void *) {
     return ncclSuccess;
 }
 
-/* After so many calls of this process one is slow by that much, or all are from then on, or it fails, or hangs; 0: none. */
+/* After so many calls of this process one is slow by that much, or all are from then on, or it fails, or
+ * hangs; 0: none. */
 EXPORT void fake_nccl_disturb(int what, int calls_until, int ms) {
     fake::holding held(fake::lock);
     disturbance = {(enum disturbance)what, calls_until, ms};
 }
 
-#define ABSENT(name, ...)                                                                                              \
-    NCCL name(__VA_ARGS__) {                                                                                           \
-        return fail(ncclInvalidUsage, #name " is not there");                                                          \
+#define ABSENT(name, ...)                                                                                    \
+    NCCL name(__VA_ARGS__) {                                                                                 \
+        return fail(ncclInvalidUsage, #name " is not there");                                                \
     }
 
 ABSENT(ncclCommInitAll, ncclComm_t *, int, const int *)
@@ -793,8 +812,8 @@ ABSENT(ncclCommWindowRegister, ncclComm_t, void *, size_t, ncclWindow_t *, int)
 ABSENT(ncclCommWindowDeregister, ncclComm_t, ncclWindow_t)
 ABSENT(ncclSignal, int, int, int, unsigned, ncclComm_t, cudaStream_t)
 ABSENT(ncclWaitSignal, int, ncclWaitSignalDesc_t *, ncclComm_t, cudaStream_t)
-ABSENT(ncclPutSignal, const void *, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned, ncclComm_t,
-       cudaStream_t)
+ABSENT(ncclPutSignal, const void *, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned,
+       ncclComm_t, cudaStream_t)
 EXPORT ncclResult_t ncclDevCommCreate() {
     return fail(ncclInvalidUsage, "ncclDevCommCreate is not there");
 }

@@ -1,4 +1,5 @@
-/* libnvidia-ml.so.1: what c10 asks for. There are devices, and neither NVLink, nor a fabric, nor other processes. */
+/* libnvidia-ml.so.1: what c10 asks for. There are devices, and neither NVLink, nor a fabric, nor other
+ * processes. */
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

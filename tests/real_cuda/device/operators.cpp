@@ -1,8 +1,8 @@
 /* The operators of key CUDA by those of the CPU, in a torch that was built for CUDA.
  *
- * Memory, views, streams and copies of bytes stay torch's own. Of each other operator that has a kernel under the key CUDA that
- * kernel is replaced: its tensors become tensors of the CPU on the same memory, the CPU's kernel runs, and its results are
- * copied into tensors that torch's CUDA allocator makes. */
+ * Memory, views, streams and copies of bytes stay torch's own. Of each other operator that has a kernel under
+ * the key CUDA that kernel is replaced: its tensors become tensors of the CPU on the same memory, the CPU's
+ * kernel runs, and its results are copied into tensors that torch's CUDA allocator makes. */
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -61,7 +61,8 @@ void copy_later(CUstream_st *on, const Tensor &into, const Tensor &from) {
               {bytes_of(into)});
 }
 
-/* ---- random numbers: of a generator of the CPU, seeded by the seed and the offset that the CUDA generator is at ---- */
+/* ---- random numbers: of a generator of the CPU, seeded by the seed and the offset that the CUDA generator
+ * is at ---- */
 
 /* A graph finds both in memory, as they are when it is launched. */
 at::PhiloxCudaState take_numbers(const at::Generator &of_device) {
@@ -99,7 +100,8 @@ bool makes_the_host_wait(const std::string &name) {
 class device_call {
   public:
     device_call(const c10::OperatorHandle &operator_, Stack *values)
-        : op(operator_), schema(operator_.schema()), stack(values), first(values->size() - schema.arguments().size()) {
+        : op(operator_), schema(operator_.schema()), stack(values),
+          first(values->size() - schema.arguments().size()) {
     }
 
     void run() {
@@ -160,8 +162,9 @@ class device_call {
 
     void hold_arguments(const std::optional<at::PhiloxCudaState> &numbers) {
         std::vector<IValue> arguments(stack->begin() + (ptrdiff_t)first, stack->end());
-        held = std::make_shared<held_operator>(
-            op, arguments, [&](const Tensor &each) { return originals.count(each.unsafeGetTensorImpl()) != 0; });
+        held = std::make_shared<held_operator>(op, arguments, [&](const Tensor &each) {
+            return originals.count(each.unsafeGetTensorImpl()) != 0;
+        });
         if (numbers) {
             held->surround([kept = *numbers](const auto &run) { draw(kept, run); });
         }
@@ -188,8 +191,10 @@ class device_call {
             if (each.is_cuda()) {
                 bool is_number = each.dim() == 0;
                 TORCH_CHECK(!found || device == each.device() || is_number,
-                            "Expected all tensors to be on the same device, but found ", "at least two devices, ",
-                            device, " and ", each.device(), "! (", schema.name(), ")");
+                            "Expected all tensors to be on the same device, but found "
+                            "",
+                            "at least two devices, ", device, " and ", each.device(), "! (", schema.name(),
+                            ")");
                 device = found ? device : each.device();
                 found = true;
             }
@@ -202,8 +207,11 @@ class device_call {
                 device = value.toDevice();
             }
         }
-        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()), "Expected all tensors to be on the ",
-                    "same device, but found at least two devices, ", device, " and cpu! (", schema.name(), ")");
+        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()),
+                    "Expected all tensors to be on the ",
+                    "same device, but found at least two devices, "
+                    "",
+                    device, " and cpu! (", schema.name(), ")");
     }
 
     at::Generator generator() const {
@@ -247,7 +255,8 @@ class device_call {
         if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
             return;
         }
-        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(),
+                                                              cpu.storage_offset());
         if (original.numel() && needed_nbytes(original) > original.storage().nbytes()) {
             at::native::resize_bytes_cuda(original.storage().unsafeGetStorageImpl(), needed_nbytes(original));
         }
@@ -308,10 +317,12 @@ bool is_of_bytes(const Tensor &self, const Tensor &source) {
            self.is_neg() == source.is_neg() && self.numel() == source.numel();
 }
 
-/* Copies of bytes, and those between the host and a device, are torch's own; what would be a kernel is done here. As torch does,
- * a copy between devices is on the stream of the source, which waits for that of the destination and is waited for. */
+/* Copies of bytes, and those between the host and a device, are torch's own; what would be a kernel is done
+ * here. As torch does, a copy between devices is on the stream of the source, which waits for that of the
+ * destination and is waited for. */
 Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
-    if (self.is_cuda() && source.is_cuda() && self.numel() && !self.is_same(source) && !is_of_bytes(self, source)) {
+    if (self.is_cuda() && source.is_cuda() && self.numel() && !self.is_same(source) &&
+        !is_of_bytes(self, source)) {
         c10::cuda::CUDAGuard guard(source.device());
         copy_later(stream_on(source.device()), borrowed(self), borrowed(source));
         return self;
@@ -319,13 +330,15 @@ Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
     return at::native::copy_(self, source, non_blocking);
 }
 
-/* A tensor of the host that is made of one of the GPU with another dtype: torch casts on the source's side. */
-int64_t choose_math(const Tensor &, const Tensor &, const Tensor &, const std::optional<Tensor> &, double, bool,
-                    std::optional<double>, bool) {
+/* A tensor of the host that is made of one of the GPU with another dtype: torch casts on the source's
+ * side. */
+int64_t choose_math(const Tensor &, const Tensor &, const Tensor &, const std::optional<Tensor> &, double,
+                    bool, std::optional<double>, bool) {
     return 0;
 }
 
-/* torch's CUDA kernel multiplies by the reciprocal where the divisor is a number of the host: aten::div and aten::div_. */
+/* torch's CUDA kernel multiplies by the reciprocal where the divisor is a number of the host: aten::div and
+ * aten::div_. */
 void divide(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
     const c10::OperatorName &name = op.operator_name();
     size_t first = stack->size() - op.schema().arguments().size();
@@ -337,8 +350,8 @@ void divide(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
     Tensor factor = at::scalar_tensor(1.0 / other.item<double>(), at::kDouble);
     factor.unsafeGetTensorImpl()->set_wrapped_number(true);
     (*stack)[first + 1] = factor;
-    auto mul = c10::Dispatcher::singleton().findSchemaOrThrow(name.name == "aten::div" ? "aten::mul" : "aten::mul_",
-                                                              name.overload_name.c_str());
+    auto mul = c10::Dispatcher::singleton().findSchemaOrThrow(
+        name.name == "aten::div" ? "aten::mul" : "aten::mul_", name.overload_name.c_str());
     device_call(mul, stack).run();
 }
 
@@ -366,7 +379,8 @@ bool stays(const c10::OperatorName &name) {
 }
 
 torch::Library &library() {
-    static auto *made = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    static auto *made =
+        new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
     return *made;
 }
 

@@ -18,7 +18,8 @@
 #include "numbers.h"
 
 extern "C" void *fake_cuda_driver_function(const char *name);
-extern "C" typedef void emulated_kernel(const unsigned grid[3], const unsigned block[3], void **arguments, int device);
+extern "C" typedef void emulated_kernel(const unsigned grid[3], const unsigned block[3], void **arguments,
+                                        int device);
 
 using namespace fake;
 
@@ -286,8 +287,8 @@ RT cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *stat
 }
 
 RT cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                            cudaGraph_t *graph, const cudaGraphNode_t **dependencies, const cudaGraphEdgeData **edges,
-                            size_t *count) {
+                            cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
+                            const cudaGraphEdgeData **edges, size_t *count) {
     holding held(lock);
     cudaStreamIsCapturing(stream, status);
     CUgraph_st *capture = stream_of(stream)->capture;
@@ -503,8 +504,8 @@ RT cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t nbytes, cuda
     return copy(to, from, nbytes, stream, false);
 }
 
-RT cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                     enum cudaMemcpyKind, cudaStream_t stream) {
+RT cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                     size_t height, enum cudaMemcpyKind, cudaStream_t stream) {
     for (size_t i = 0; i < height; i++) {
         copy((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width, stream, false);
     }
@@ -520,7 +521,8 @@ RT cudaMemset(void *data, int value, size_t nbytes) {
     return cudaMemsetAsync(data, value, nbytes, nullptr);
 }
 
-RT cudaMemcpyToSymbol(const void *symbol, const void *from, size_t nbytes, size_t offset, enum cudaMemcpyKind) {
+RT cudaMemcpyToSymbol(const void *symbol, const void *from, size_t nbytes, size_t offset,
+                      enum cudaMemcpyKind) {
     memcpy((char *)symbol + offset, from, nbytes);
     return cudaSuccess;
 }
@@ -595,7 +597,8 @@ RT cudaFreeAsync(void *data, cudaStream_t stream) {
 
 /* ---- kernels: known by name, and none is run ---- */
 
-static std::unordered_map<const void *, const char *> &kernels = *new std::unordered_map<const void *, const char *>;
+static std::unordered_map<const void *, const char *> &kernels =
+    *new std::unordered_map<const void *, const char *>;
 
 EXPORT void **CUDARTAPI __cudaRegisterFatBinary(void *) {
     static void *handle;
@@ -615,8 +618,8 @@ EXPORT char CUDARTAPI __cudaInitModule(void **) {
 EXPORT void CUDARTAPI __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {
 }
 
-EXPORT void CUDARTAPI __cudaRegisterFunction(void **, const char *function, char *, const char *name, int, uint3 *,
-                                             uint3 *, dim3 *, dim3 *, int *) {
+EXPORT void CUDARTAPI __cudaRegisterFunction(void **, const char *function, char *, const char *name, int,
+                                             uint3 *, uint3 *, dim3 *, dim3 *, int *) {
     holding held(lock);
     kernels[function] = name;
 }
@@ -680,7 +683,8 @@ class kept_arguments {
     std::vector<std::vector<char>> values;
 };
 
-/* The kernel by which NCCL's process group looks at what it is given: an assertion fails where a number is none. */
+/* The kernel by which NCCL's process group looks at what it is given: an assertion fails where a number is
+ * none. */
 template <typename T> static void check_for_nan(const void *data, size_t count) {
     for (size_t i = 0; i < count; i++) {
         T value = T(0.0f);
@@ -694,7 +698,9 @@ template <typename T> static void check_for_nan(const void *data, size_t count) 
 }
 
 static void run_nan_check(const std::string &name, const void *data, size_t count) {
-    auto ends_with = [&](const char *end) { return name.find(std::string("checkForNaNI") + end) != name.npos; };
+    auto ends_with = [&](const char *end) {
+        return name.find(std::string("checkForNaNI") + end) != name.npos;
+    };
     if (ends_with("fE")) {
         check_for_nan<float>(data, count);
     } else if (ends_with("dE")) {
@@ -706,7 +712,8 @@ static void run_nan_check(const std::string &name, const void *data, size_t coun
     }
 }
 
-/* What runs a kernel of this name; the arguments are copied if it may do so later. Empty: nobody has brought it. */
+/* What runs a kernel of this name; the arguments are copied if it may do so later. Empty: nobody has brought
+ * it. */
 static work work_of(const std::string &name, dim3 grid, dim3 block, void **arguments, bool later) {
     if (name.find("spin_kernel") != name.npos) {
         return [] {};
@@ -730,7 +737,9 @@ static work work_of(const std::string &name, dim3 grid, dim3 block, void **argum
     if (!later) {
         return [=] { with(arguments); };
     }
-    return [with, kept = kept_arguments(arguments, found->second.nbytes)]() mutable { with(kept.addresses().data()); };
+    return [with, kept = kept_arguments(arguments, found->second.nbytes)]() mutable {
+        with(kept.addresses().data());
+    };
 }
 
 static std::string name_of(const void *function) {
@@ -739,7 +748,8 @@ static std::string name_of(const void *function) {
     return found == kernels.end() ? "an unknown kernel" : found->second;
 }
 
-static cudaError_t launch_kernel(const void *function, dim3 grid, dim3 block, void **arguments, cudaStream_t stream) {
+static cudaError_t launch_kernel(const void *function, dim3 grid, dim3 block, void **arguments,
+                                 cudaStream_t stream) {
     CUstream_st *on = stream_of(stream);
     if (on->context != current()) {
         return said(cudaErrorInvalidResourceHandle);
@@ -757,7 +767,8 @@ static cudaError_t launch_kernel(const void *function, dim3 grid, dim3 block, vo
     return said(cudaErrorNotSupported);
 }
 
-RT cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t, cudaStream_t stream) {
+RT cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t,
+                    cudaStream_t stream) {
     needed();
     return launch_kernel(function, grid, block, arguments, stream);
 }
@@ -778,7 +789,8 @@ RT __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     return cudaSuccess;
 }
 
-RT __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t, cudaStream_t stream) {
+RT __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t,
+                      cudaStream_t stream) {
     needed();
     return launch_kernel((const void *)kernel, grid, block, arguments, stream);
 }
@@ -807,12 +819,12 @@ RT cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const voi
 
 /* ---- what is not there ---- */
 
-#define ABSENT(name, ...)                                                                                              \
-    RT name(__VA_ARGS__) {                                                                                             \
-        if (setting("FAKE_CUDA_LOUD", 0)) {                                                                            \
-            fprintf(stderr, "fake_cuda: %s is not there\n", #name);                                                    \
-        }                                                                                                              \
-        return said(cudaErrorNotSupported);                                                                            \
+#define ABSENT(name, ...)                                                                                    \
+    RT name(__VA_ARGS__) {                                                                                   \
+        if (setting("FAKE_CUDA_LOUD", 0)) {                                                                  \
+            fprintf(stderr, "fake_cuda: %s is not there\n", #name);                                          \
+        }                                                                                                    \
+        return said(cudaErrorNotSupported);                                                                  \
     }
 
 ABSENT(cudaIpcGetMemHandle, cudaIpcMemHandle_t *, void *)
@@ -820,12 +832,12 @@ ABSENT(cudaIpcOpenMemHandle, void **, cudaIpcMemHandle_t, unsigned)
 ABSENT(cudaIpcCloseMemHandle, void *)
 ABSENT(cudaIpcGetEventHandle, cudaIpcEventHandle_t *, cudaEvent_t)
 ABSENT(cudaIpcOpenEventHandle, cudaEvent_t *, cudaIpcEventHandle_t)
-ABSENT(cudaStreamBeginCaptureToGraph, cudaStream_t, cudaGraph_t, const cudaGraphNode_t *, const cudaGraphEdgeData *,
-       size_t, enum cudaStreamCaptureMode)
-ABSENT(cudaStreamUpdateCaptureDependencies, cudaStream_t, cudaGraphNode_t *, const cudaGraphEdgeData *, size_t,
-       unsigned)
-ABSENT(cudaGraphAddNode, cudaGraphNode_t *, cudaGraph_t, const cudaGraphNode_t *, const cudaGraphEdgeData *, size_t,
-       struct cudaGraphNodeParams *)
+ABSENT(cudaStreamBeginCaptureToGraph, cudaStream_t, cudaGraph_t, const cudaGraphNode_t *,
+       const cudaGraphEdgeData *, size_t, enum cudaStreamCaptureMode)
+ABSENT(cudaStreamUpdateCaptureDependencies, cudaStream_t, cudaGraphNode_t *, const cudaGraphEdgeData *,
+       size_t, unsigned)
+ABSENT(cudaGraphAddNode, cudaGraphNode_t *, cudaGraph_t, const cudaGraphNode_t *, const cudaGraphEdgeData *,
+       size_t, struct cudaGraphNodeParams *)
 ABSENT(cudaGraphConditionalHandleCreate, cudaGraphConditionalHandle *, cudaGraph_t, unsigned, unsigned)
 ABSENT(cudaGraphDebugDotPrint, cudaGraph_t, const char *, unsigned)
 ABSENT(cudaGraphNodeGetDependencies, cudaGraphNode_t, cudaGraphNode_t *, cudaGraphEdgeData *, size_t *)

@@ -1,7 +1,8 @@
-"""Run by Python as it starts, where this folder is on PYTHONPATH: a GPU that is not there, before torch is imported.
+"""Run by Python as it starts, where this folder is on PYTHONPATH: a GPU that is not there, before torch is
+imported.
 
-A library that is loaded already is found by those who look for one of its name: torch's take these for the driver, the
-runtime and NCCL.
+A library that is loaded already is found by those who look for one of its name: torch's take these for the
+driver, the runtime and NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ LIBRARIES = ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1", "libnccl.so
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Lets others find torch, and replaces its operators once it has run."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -44,7 +47,11 @@ def replace_operators(torch: Any) -> None:
     assert FOLDER is not None and torch.version.cuda
     ctypes.CDLL(os.path.join(FOLDER, "liboperators.so"))
     torch.backends.cudnn.enabled = False  # convolutions and the like have kernels of ATen's then
-    for kind in ("flash", "mem_efficient", "cudnn"):  # attention by products of matrices: the CPU has no other
+    for kind in (
+        "flash",
+        "mem_efficient",
+        "cudnn",
+    ):  # attention by products of matrices: the CPU has no other
         getattr(torch._C, f"_set_sdp_use_{kind}")(False)
 
 

@@ -44,7 +44,8 @@ std::vector<std::pair<std::string, int64_t>> launch_counts() {
 
 static std::vector<std::string> reports;
 static std::set<std::string> reported;
-static std::map<std::string, std::string> places; /* where memory was given back, by what may be reported of it */
+/* where memory was given back, by what may be reported of it */
+static std::map<std::string, std::string> places;
 static std::string (*place)();
 
 void set_place(std::string (*given)()) {
@@ -65,7 +66,8 @@ static void write_down(const std::string &text) {
         fprintf(stderr, "simulated_gpu: %s\n", text.c_str());
     }
     const char *folder = getenv("SIMULATED_GPU_REPORTS");
-    FILE *file = folder ? fopen((std::string(folder) + "/" + std::to_string(getpid())).c_str(), "a") : nullptr;
+    FILE *file =
+        folder ? fopen((std::string(folder) + "/" + std::to_string(getpid())).c_str(), "a") : nullptr;
     if (file) {
         fprintf(file, "%s\n\n", text.c_str());
         fclose(file);
@@ -82,9 +84,9 @@ struct conflict {
 };
 
 static std::string text_of(const conflict &found) {
-    return std::string(found.kind) + ": " + labels[(size_t)found.first.label] + " " + found.first_does + " on " +
-           name_of_agent(found.first.agent) + ", " + labels[(size_t)found.label] + " " + found.does + " on " +
-           name_of_agent(found.agent);
+    return std::string(found.kind) + ": " + labels[(size_t)found.first.label] + " " + found.first_does +
+           " on " + name_of_agent(found.first.agent) + ", " + labels[(size_t)found.label] + " " + found.does +
+           " on " + name_of_agent(found.agent);
 }
 
 static std::string place_now() {
@@ -182,7 +184,8 @@ launch::~launch() {
 }
 
 static void add_read(std::vector<moment> &reads, const moment &now) {
-    auto same = std::find_if(reads.begin(), reads.end(), [&](const moment &one) { return one.agent == now.agent; });
+    auto same =
+        std::find_if(reads.begin(), reads.end(), [&](const moment &one) { return one.agent == now.agent; });
     if (same != reads.end()) {
         *same = now;
     } else {

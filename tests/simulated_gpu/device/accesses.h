@@ -1,11 +1,12 @@
 /* The race detector: who touched which bytes last, and whether anything orders the next one behind.
  *
- * Invariant: cells hold the memory that was touched, as ranges that do not overlap, each with its last write and the last read of
- * each agent since. Two accesses of different agents conflict if one writes; a conflict that nothing orders is reported, once for
- * each pair of names and streams. The host's accesses come before all that it launches later.
+ * Invariant: cells hold the memory that was touched, as ranges that do not overlap, each with its last write
+ * and the last read of each agent since. Two accesses of different agents conflict if one writes; a conflict
+ * that nothing orders is reported, once for each pair of names and streams. The host's accesses come before
+ * all that it launches later.
  *
- * SIMULATED_GPU_RACES=0 looks for nothing; SIMULATED_GPU_LOUD=1 says what was found on stderr; SIMULATED_GPU_REPORTS=folder
- * appends it to a file per process. */
+ * SIMULATED_GPU_RACES=0 looks for nothing; SIMULATED_GPU_LOUD=1 says what was found on stderr;
+ * SIMULATED_GPU_REPORTS=folder appends it to a file per process. */
 #pragma once
 
 #include <map>
@@ -36,7 +37,8 @@ struct recorded_access {
     int label;
 };
 
-/* What runs on the stream, or on the host for nullptr, from here to the end of the object; other threads wait. */
+/* What runs on the stream, or on the host for nullptr, from here to the end of the object; other threads
+ * wait. */
 class DEVICE_API launch {
   public:
     launch(stream *on, const char *what);
@@ -61,22 +63,25 @@ DEVICE_API std::vector<std::pair<std::string, int64_t>> launch_counts();
 /* Who says where the program stands; kept for the process. */
 DEVICE_API void set_place(std::string (*place)());
 
-/* ---- the order of a program: what ran and took memory where, after how much of the other streams' work ---- */
+/* ---- the order of a program: what ran and took memory where, after how much of the other streams' work ----
+ */
 struct ordered {
     std::string what;
     int agent;
-    std::vector<std::pair<int, uint64_t>> after; /* by agent, its own included: launches since the log began */
+    /* by agent, its own included: launches since the log began */
+    std::vector<std::pair<int, uint64_t>> after;
 };
 DEVICE_API void log_order(bool on); /* it begins empty, as the host knows the device to be through */
 DEVICE_API std::vector<ordered> order_so_far();
 
 /* ---- for memory.cpp ---- */
 
-/* Memory of a stream is given back, while nothing but `known_then` is known to be over: what else still touches it must be over for
- * the stream when it takes memory again, which may be the same. Whether all is over. */
+/* Memory of a stream is given back, while nothing but `known_then` is known to be over: what else still
+ * touches it must be over for the stream when it takes memory again, which may be the same. Whether all is
+ * over. */
 bool note_free(uintptr_t first, uintptr_t end, const clock &known_then, int owner);
-/* The stream takes memory, or may do so at once: what still touches what it gave back before is reported, unless
- * SIMULATED_GPU_FREES=0. */
+/* The stream takes memory, or may do so at once: what still touches what it gave back before is reported,
+ * unless SIMULATED_GPU_FREES=0. */
 void check_frees(const clock &known_now, int owner);
 void log_alloc(const clock &known_now, int owner);
 void forget(uintptr_t first, uintptr_t end); /* the memory is another now */

@@ -21,8 +21,8 @@ c10::Storage cpu_storage_of(const c10::Storage &storage) {
 
 Tensor as_cpu(const Tensor &tensor, const c10::Storage &storage) {
     c10::DispatchKey key = storage.device().is_meta() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
-    Tensor made =
-        at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), tensor.dtype());
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key),
+                                                           tensor.dtype());
     c10::TensorImpl *impl = made.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     mark_wrapped_number(made, tensor);
@@ -46,8 +46,8 @@ size_t needed_nbytes(const Tensor &tensor) {
 
 Tensor view_of(c10::StorageImpl *storage, const Tensor &cpu) {
     c10::Storage kept(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
-    Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(kept), c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                                           cpu.dtype());
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(kept), c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
     return made;
 }

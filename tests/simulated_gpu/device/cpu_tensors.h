@@ -1,4 +1,5 @@
-/* Tensors of a device that is the host's memory, seen as those of the CPU. tests/real_cuda computes by it as well. */
+/* Tensors of a device that is the host's memory, seen as those of the CPU. tests/real_cuda computes by it as
+ * well. */
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,8 +11,10 @@ namespace simulated_gpu {
 
 /* The same memory as a tensor of the CPU. */
 at::Tensor as_cpu(const at::Tensor &tensor);
-at::Tensor borrowed(const at::Tensor &tensor);                            /* keeps nothing alive, of whatever device */
-at::Tensor as_cpu(const at::Tensor &tensor, const c10::Storage &storage); /* or of nowhere: working_storage_of */
+/* keeps nothing alive, of whatever device */
+at::Tensor borrowed(const at::Tensor &tensor);
+/* or of nowhere: working_storage_of */
+at::Tensor as_cpu(const at::Tensor &tensor, const c10::Storage &storage);
 c10::Storage cpu_storage_of(const c10::Storage &storage);
 
 /* Memory from the storage's begin to the tensor's last element. */

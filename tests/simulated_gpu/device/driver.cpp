@@ -54,7 +54,8 @@ static bool begin_wait(int waiting, const clock &known_to_it, const void *until)
     return waits++ != dropped;
 }
 
-/* A context is the number of its device, counted from 1. Each thread has a stack of them, of which torch sets the top. */
+/* A context is the number of its device, counted from 1. Each thread has a stack of them, of which torch sets
+ * the top. */
 static thread_local std::vector<void *> pushed;
 
 static void *context_of(int device) {

@@ -1,12 +1,13 @@
-/* libcuda.so.1: the driver's functions that fsdp_c calls, over the streams and events of streams.h. A library loaded before is found
- * by its name, so nothing looks for another. */
+/* libcuda.so.1: the driver's functions that fsdp_c calls, over the streams and events of streams.h. A library
+ * loaded before is found by its name, so nothing looks for another. */
 #pragma once
 
 #include "streams.h"
 
 namespace simulated_gpu {
 
-/* The nth cuStreamWaitEvent or cuEventSynchronize from now does nothing, -1 for none: to try whether anybody sees it. */
+/* The nth cuStreamWaitEvent or cuEventSynchronize from now does nothing, -1 for none: to try whether anybody
+ * sees it. */
 DEVICE_API void drop_wait(int64_t nth);
 DEVICE_API int64_t waits_so_far();
 

@@ -1,7 +1,9 @@
-/* fsdp_c's library of CUDA kernels for the simulated device: its own .cu files, run by tests/native/cuda_emulation.h, with what
- * each launch touches written down. The only file here that knows fsdp_c.
+/* fsdp_c's library of CUDA kernels for the simulated device: its own .cu files, run by
+ * tests/native/cuda_emulation.h, with what each launch touches written down. The only file here that knows
+ * fsdp_c.
  *
- * Built with the emulation's header included before everything, and with the symbol of table.cu renamed to emulated_kernels. */
+ * Built with the emulation's header included before everything, and with the symbol of table.cu renamed to
+ * emulated_kernels. */
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -72,12 +74,14 @@ template <typename Argument> class kept {
     }
 };
 
-/* One launch: what it touches is said first, then it runs. Alone, as the emulation has the state of one thread. */
+/* One launch: what it touches is said first, then it runs. Alone, as the emulation has the state of one
+ * thread. */
 class kernel_launch {
   public:
     kernel_launch(const char *name, const struct kernel_stream *stream)
-        : name(name), at(*stream), on(simulated_gpu::stream_of_handle(stream->cuda_stream, stream->device_index)),
-          alone(mutex()), launch(on, name) {
+        : name(name), at(*stream),
+          on(simulated_gpu::stream_of_handle(stream->cuda_stream, stream->device_index)), alone(mutex()),
+          launch(on, name) {
         int device;
         emulated_device = cuCtxGetDevice(&device) == 0 ? device : EMULATED_NO_DEVICE;
     }
@@ -113,7 +117,8 @@ class kernel_launch {
     /* At once, or when the stream comes to it. */
     template <typename Kernel> enum status run(Kernel kernel) {
         simulated_gpu::host_spends(simulated_gpu::costs().launch);
-        simulated_gpu::device_spends(on, name, simulated_gpu::COMPUTE, simulated_gpu::us_of_bytes(moved_nbytes));
+        simulated_gpu::device_spends(on, name, simulated_gpu::COMPUTE,
+                                     simulated_gpu::us_of_bytes(moved_nbytes));
         if (simulated_gpu::has_only_shapes()) {
             return STATUS_OK;
         }
@@ -141,8 +146,8 @@ class kernel_launch {
     simulated_gpu::launch launch;
 };
 
-static enum status pack(void *output, enum dtype dtype, int64_t numel, const struct pack_source *sources, int64_t count,
-                        double divisor, const struct kernel_stream *stream) {
+static enum status pack(void *output, enum dtype dtype, int64_t numel, const struct pack_source *sources,
+                        int64_t count, double divisor, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c pack", stream);
     for (int64_t i = 0; i < count; i++) {
         now.reads_source(sources[i]);
@@ -183,8 +188,9 @@ static enum status accumulate(void *output, enum dtype to, const void *input, en
     kernel_launch now("fsdp_c accumulate", stream);
     now.reads(input, numel * dtype_nbytes(from));
     now.changes(output, numel * dtype_nbytes(to));
-    return now.run(
-        [=](const struct kernel_stream *at) { return inner->accumulate(output, to, input, from, numel, divisor, at); });
+    return now.run([=](const struct kernel_stream *at) {
+        return inner->accumulate(output, to, input, from, numel, divisor, at);
+    });
 }
 
 static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t count,
@@ -206,9 +212,10 @@ static enum status unscale(const struct tensor_view *tensors, const int64_t *num
     now.reads(inverse, sizeof *inverse);
     now.changes_all(tensors, numels, count);
     now.writes(found_inf, sizeof *found_inf);
-    return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
-        return inner->unscale(views.data(), sizes.data(), count, inverse, found_inf, at);
-    });
+    return now.run(
+        [=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
+            return inner->unscale(views.data(), sizes.data(), count, inverse, found_inf, at);
+        });
 }
 
 static enum status checksums(uint64_t *sums, const struct byte_range *ranges, int64_t count,
@@ -223,8 +230,8 @@ static enum status checksums(uint64_t *sums, const struct byte_range *ranges, in
     });
 }
 
-static enum status adamw(const struct adam_tensor *tensors, int64_t count, const struct adamw_options *options,
-                         const struct kernel_stream *stream) {
+static enum status adamw(const struct adam_tensor *tensors, int64_t count,
+                         const struct adamw_options *options, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c adamw", stream);
     now.reads(options->lr_memory, options->lr_memory ? dtype_nbytes(options->lr_dtype) : 0);
     for (int64_t i = 0; i < count; i++) {
@@ -239,9 +246,10 @@ static enum status adamw(const struct adam_tensor *tensors, int64_t count, const
         }
         now.writes(tensors[i].step, sizeof(float));
     }
-    return now.run([=, kept_tensors = kept(tensors, count), numbers = *options](const struct kernel_stream *at) {
-        return inner->adamw(kept_tensors.data(), count, &numbers, at);
-    });
+    return now.run(
+        [=, kept_tensors = kept(tensors, count), numbers = *options](const struct kernel_stream *at) {
+            return inner->adamw(kept_tensors.data(), count, &numbers, at);
+        });
 }
 
 static const char *device_error() {
@@ -261,8 +269,9 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate, copy_ranges, unscale, checksums, adamw,
-        device_error,         why_not_on,
+        KERNEL_TABLE_VERSION, pack,    pack_add,  cast_divide, accumulate,
+        copy_ranges,          unscale, checksums, adamw,       device_error,
+        why_not_on,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;

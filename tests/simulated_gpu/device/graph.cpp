@@ -29,7 +29,8 @@ void graph::begin(stream *on, pool_id given) {
     static uint64_t last;
     if (id || has_ended) {
         throw std::runtime_error(
-            "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance.");
+            "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new "
+            "instance.");
     }
     if (on->id == 0) {
         throw std::runtime_error("CUDA graphs must be captured on a non-default stream.");
@@ -71,7 +72,8 @@ void graph::end() {
     const clock &at_end_of_first = members[0].which->now;
     for (const member &each : members) {
         uint64_t last = known(each.which->now, each.which->agent);
-        is_joined = is_joined && (last == each.joined_at || last <= known(at_end_of_first, each.which->agent));
+        is_joined =
+            is_joined && (last == each.joined_at || last <= known(at_end_of_first, each.which->agent));
     }
     leave();
     cells.clear();

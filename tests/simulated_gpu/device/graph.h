@@ -1,10 +1,11 @@
 /* CUDA graphs: what is launched on a capturing stream is held, and runs at each replay as one launch.
  *
- * A stream joins the capture by waiting for an event of one that is in it, and must be waited for by the first one before the end.
- * While it captures, nothing may wait for it on the host, and it waits for nothing from outside.
+ * A stream joins the capture by waiting for an event of one that is in it, and must be waited for by the
+ * first one before the end. While it captures, nothing may wait for it on the host, and it waits for nothing
+ * from outside.
  *
- * Invariant: what was captured has not run. Races inside a graph are found at its capture, in cells of its own; at a replay all
- * that it touches counts as touched by the stream of the replay. */
+ * Invariant: what was captured has not run. Races inside a graph are found at its capture, in cells of its
+ * own; at a replay all that it touches counts as touched by the stream of the replay. */
 #pragma once
 
 #include "accesses.h"

@@ -19,7 +19,8 @@ class held_operator {
   public:
     using is_of_device = std::function<bool(const at::Tensor &)>;
 
-    /* `arguments` are what the CPU's kernel gets. Those that are not of the device are copied, as a launch does. */
+    /* `arguments` are what the CPU's kernel gets. Those that are not of the device are copied, as a launch
+     * does. */
     held_operator(c10::OperatorHandle op, const std::vector<c10::IValue> &arguments, const is_of_device &is);
 
     /* After a run, the tensor goes where `into` lies now. */
@@ -30,7 +31,8 @@ class held_operator {
     void run() const;
 
     /* A place is of the tensor that the place itself is asked for: by each tensor's address. */
-    static void for_each_place(const std::vector<c10::IValue> &values, size_t begin, size_t end, bool are_results,
+    static void for_each_place(const std::vector<c10::IValue> &values, size_t begin, size_t end,
+                               bool are_results,
                                const std::function<void(const at::Tensor &, value_place)> &body);
 
   private:

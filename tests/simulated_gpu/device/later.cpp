@@ -20,7 +20,10 @@ static std::unordered_map<const stream *, queue> &queues = *new std::unordered_m
 static enum late_streams from_environment() {
     const char *value = getenv("SIMULATED_GPU_LATE");
     std::string name = value ? value : "";
-    return name == "side" ? SIDE_LATE : name == "default" ? DEFAULT_LATE : name == "all" ? ALL_LATE : NONE_LATE;
+    return name == "side"      ? SIDE_LATE
+           : name == "default" ? DEFAULT_LATE
+           : name == "all"     ? ALL_LATE
+                               : NONE_LATE;
 }
 
 static enum late_streams late = from_environment();

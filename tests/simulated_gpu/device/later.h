@@ -1,11 +1,12 @@
 /* Work that does not run when it is launched.
  *
- *   put off    SIMULATED_GPU_LATE=side, default or all: these streams hold what is launched on them, and run it when something
- *              waits for it, no sooner: what no wait orders is as late as a device may be. The others run theirs at once
- *   captured   a stream of a graph that is being captured holds nothing; the graph does, and runs it at each replay
+ *   put off    SIMULATED_GPU_LATE=side, default or all: these streams hold what is launched on them, and run
+ * it when something waits for it, no sooner: what no wait orders is as late as a device may be. The others
+ * run theirs at once captured   a stream of a graph that is being captured holds nothing; the graph does, and
+ * runs it at each replay
  *
- * Invariant: a stream runs in the order of its launches, and a wait among them runs first what it waits for. What is held keeps no
- * memory alive: it uses the addresses that it was launched with, as a device would. */
+ * Invariant: a stream runs in the order of its launches, and a wait among them runs first what it waits for.
+ * What is held keeps no memory alive: it uses the addresses that it was launched with, as a device would. */
 #pragma once
 
 #include <functional>
@@ -25,7 +26,8 @@ DEVICE_API bool is_anyone_late();
 /* Whether work launched on the stream now is held, by it or by its graph. */
 DEVICE_API bool is_later(const stream *on);
 DEVICE_API void hold(stream *on, work run);
-/* The same, after what is held elsewhere. Where the work is held: its end, or `before` if a graph holds it. */
+/* The same, after what is held elsewhere. Where the work is held: its end, or `before` if a graph holds
+ * it. */
 DEVICE_API position hold_in_turn(stream *on, work run, position before);
 DEVICE_API void run_or_hold(stream *on, const work &run);
 /* All that the stream holds, and what that waits for; nothing of other streams. */

@@ -80,7 +80,8 @@ static void *take_memory(size_t nbytes) {
     if (!has_only_shapes()) {
         return aligned_alloc(PAGE, nbytes);
     }
-    void *taken = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *taken =
+        mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return taken == MAP_FAILED ? nullptr : taken;
 }
 
@@ -188,7 +189,8 @@ static size_t segment_nbytes(size_t nbytes) {
     return nbytes <= SMALL ? SMALL_SEGMENT : nbytes < LARGE ? LARGE_SEGMENT : rounded(nbytes, LARGE_UNIT);
 }
 
-/* max_split_size_mb of PYTORCH_CUDA_ALLOC_CONF: blocks of so much are not split, and are for those who want as much. */
+/* max_split_size_mb of PYTORCH_CUDA_ALLOC_CONF: blocks of so much are not split, and are for those who want
+ * as much. */
 static size_t largest_split() {
     static const size_t nbytes = [] {
         const char *conf = getenv("PYTORCH_CUDA_ALLOC_CONF");
@@ -214,8 +216,8 @@ static block_map::iterator best_fit(size_t nbytes, stream *on, pool_id pool) {
     auto best = blocks.end();
     for (auto it = blocks.begin(); it != blocks.end(); ++it) {
         const block &each = it->second;
-        if (!each.used && !each.waiting && each.owner == on && each.small == (nbytes <= SMALL) && each.pool == pool &&
-            each.nbytes >= nbytes && !is_kept_whole(each, nbytes) &&
+        if (!each.used && !each.waiting && each.owner == on && each.small == (nbytes <= SMALL) &&
+            each.pool == pool && each.nbytes >= nbytes && !is_kept_whole(each, nbytes) &&
             (best == blocks.end() || each.nbytes < best->second.nbytes)) {
             best = it;
         }
@@ -302,7 +304,8 @@ void *device_alloc(size_t requested, int device, stream *on) {
     };
     auto found = find();
     bool is_in_pool =
-        !pools_of_thread[device].empty(); /* to torch before 2.13 that is a capture: nothing is given back meanwhile */
+        /* to torch before 2.13 that is a capture: nothing is given back meanwhile */
+        !pools_of_thread[device].empty();
     if (found == blocks.end() && !is_in_pool) {
         of_device.num_alloc_retries++;
         empty_cache();
@@ -325,7 +328,8 @@ void *device_alloc(size_t requested, int device, stream *on) {
     return (void *)given.at;
 }
 
-/* The allocator waits for those recorded as users. Whoever gives back under the owner may take memory there next. */
+/* The allocator waits for those recorded as users. Whoever gives back under the owner may take memory there
+ * next. */
 static bool users_are_through(const block &freed) {
     clock known_then = known_to(freed.owner);
     for (const stream *user : freed.users) {
@@ -449,7 +453,8 @@ void end_pool(int device, pool_id pool) {
 /* ---- pinned memory ---- */
 
 static std::map<uintptr_t, size_t> &pinned = *new std::map<uintptr_t, size_t>;
-static std::mutex pinned_lock; /* of the map: threads of gloo ask, while one that holds device_lock waits for them */
+/* of the map: threads of gloo ask, while one that holds device_lock waits for them */
+static std::mutex pinned_lock;
 static std::atomic<int64_t> num_pinned;
 
 void *pinned_alloc(size_t nbytes) {

@@ -1,11 +1,11 @@
 /* The device's memory by the rules of torch's caching allocator, and pinned memory.
  *
- *   segment (from the driver)  | block used | block free | block waiting |     blocks lie one behind the other, neighbours that
- *                                                                              are both free are one
+ *   segment (from the driver)  | block used | block free | block waiting |     blocks lie one behind the
+ * other, neighbours that are both free are one
  *
- * Invariant: a block belongs to the stream on which it was allocated, is used, free or waiting (freed, while streams that it was
- * recorded on may not be through), and goes to nobody but its stream and its pool. What is fresh or freed is full of NaN.
- * SIMULATED_GPU_MEMORY is a device's size in bytes, 8 GiB unless told. */
+ * Invariant: a block belongs to the stream on which it was allocated, is used, free or waiting (freed, while
+ * streams that it was recorded on may not be through), and goes to nobody but its stream and its pool. What
+ * is fresh or freed is full of NaN. SIMULATED_GPU_MEMORY is a device's size in bytes, 8 GiB unless told. */
 #pragma once
 
 #include "streams.h"
@@ -13,7 +13,8 @@
 namespace simulated_gpu {
 
 struct memory_stats { /* as torch.cuda.memory_stats names them */
-    int64_t allocated, allocated_peak, requested, requested_peak, reserved, reserved_peak, active, active_peak;
+    int64_t allocated, allocated_peak, requested, requested_peak, reserved, reserved_peak, active,
+        active_peak;
     int64_t num_device_alloc, num_device_free, num_alloc_retries, num_ooms, num_allocs;
 };
 

@@ -1,9 +1,10 @@
-/* ProcessGroupNCCL of the simulated device, and gloo for its tensors, which a torch built for the CPU leaves out.
+/* ProcessGroupNCCL of the simulated device, and gloo for its tensors, which a torch built for the CPU leaves
+ * out.
  *
- * gloo moves the bytes at the call; streams give the order, as NCCL's: with async_op a collective runs on a stream of the group's
- * own that waits for the current one, and wait() makes the then current stream wait while the host goes on; without, on the
- * current stream itself. A reduction adds the ranks' parts in their order, in the tensor's dtype. Through gloo the host waits for
- * what a collective reads. */
+ * gloo moves the bytes at the call; streams give the order, as NCCL's: with async_op a collective runs on a
+ * stream of the group's own that waits for the current one, and wait() makes the then current stream wait
+ * while the host goes on; without, on the current stream itself. A reduction adds the ranks' parts in their
+ * order, in the tensor's dtype. Through gloo the host waits for what a collective reads. */
 #include "nccl.h"
 
 #include <future>
@@ -33,7 +34,8 @@ class device_work final : public c10d::Work {
     device_work(int rank, OpType type, int device_index, Tensors results)
         : Work(rank, type), device(device_index), outputs(std::move(results)) {
         std::vector<c10::Device> devices = {device_of_index(device)};
-        future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+        future =
+            c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
     }
     bool isCompleted() override {
         return event_query(&done);
@@ -59,7 +61,8 @@ class device_work final : public c10d::Work {
         return outputs;
     }
 
-    /* The collective is enqueued. Whoever follows the future with a callback is under a stream that comes after it. */
+    /* The collective is enqueued. Whoever follows the future with a callback is under a stream that comes
+     * after it. */
     void finish(stream *on) {
         event_record(&done, on);
         c10::StreamGuard guard(torch_stream(on));
@@ -83,9 +86,10 @@ struct nccl_options : Backend::Options {
 
 class device_backend final : public Backend {
   public:
-    device_backend(c10::intrusive_ptr<Backend> inner, c10::intrusive_ptr<nccl_options> given, const char *named)
-        : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), options(std::move(given)), name(named),
-          through_host(name == "gloo") {
+    device_backend(c10::intrusive_ptr<Backend> inner, c10::intrusive_ptr<nccl_options> given,
+                   const char *named)
+        : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), options(std::move(given)),
+          name(named), through_host(name == "gloo") {
     }
     /* Where nothing is computed this process is all ranks, and there is nobody to send bytes to. */
     device_backend(int rank, int size, c10::intrusive_ptr<nccl_options> given)
@@ -111,9 +115,11 @@ class device_backend final : public Backend {
         return collective(OpType::_ALLGATHER_BASE, {input}, {output}, opts.asyncOp,
                           [this](const Tensors &in, const Tensors &out) { gather_into(out[0], in[0]); });
     }
-    WorkPtr allgather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::AllgatherOptions &opts) override {
-        return collective(OpType::ALLGATHER, inputs, outputs.at(0), opts.asyncOp,
-                          [this](const Tensors &in, const Tensors &out) { put_all(out, gathered(in.at(0))); });
+    WorkPtr allgather(std::vector<Tensors> &outputs, Tensors &inputs,
+                      const c10d::AllgatherOptions &opts) override {
+        return collective(
+            OpType::ALLGATHER, inputs, outputs.at(0), opts.asyncOp,
+            [this](const Tensors &in, const Tensors &out) { put_all(out, gathered(in.at(0))); });
     }
     WorkPtr allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
                                             const c10d::AllgatherOptions &opts) override {
@@ -124,10 +130,12 @@ class device_backend final : public Backend {
                               }
                           });
     }
-    WorkPtr _reduce_scatter_base(Tensor &output, Tensor &input, const c10d::ReduceScatterOptions &opts) override {
-        return collective(
-            OpType::_REDUCE_SCATTER_BASE, {input}, {output}, opts.asyncOp,
-            [this, op = opts.reduceOp](const Tensors &in, const Tensors &out) { scatter_sum(out[0], in[0], op); });
+    WorkPtr _reduce_scatter_base(Tensor &output, Tensor &input,
+                                 const c10d::ReduceScatterOptions &opts) override {
+        return collective(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, opts.asyncOp,
+                          [this, op = opts.reduceOp](const Tensors &in, const Tensors &out) {
+                              scatter_sum(out[0], in[0], op);
+                          });
     }
     WorkPtr reduce_scatter(Tensors &outputs, std::vector<Tensors> &inputs,
                            const c10d::ReduceScatterOptions &opts) override {
@@ -164,12 +172,13 @@ class device_backend final : public Backend {
         return allreduce(tensors, plain);
     }
     WorkPtr reduce(Tensors &tensors, const c10d::ReduceOptions &opts) override {
-        return collective(OpType::REDUCE, {}, tensors, opts.asyncOp, [this, opts](const Tensors &, const Tensors &out) {
-            Tensor whole = reduced(gathered(out.at(0)), opts.reduceOp);
-            if (getRank() == opts.rootRank) {
-                put(out[0], whole);
-            }
-        });
+        return collective(OpType::REDUCE, {}, tensors, opts.asyncOp,
+                          [this, opts](const Tensors &, const Tensors &out) {
+                              Tensor whole = reduced(gathered(out.at(0)), opts.reduceOp);
+                              if (getRank() == opts.rootRank) {
+                                  put(out[0], whole);
+                              }
+                          });
     }
     WorkPtr broadcast(Tensors &tensors, const c10d::BroadcastOptions &opts) override {
         return collective(OpType::BROADCAST, {}, tensors, opts.asyncOp,
@@ -179,10 +188,12 @@ class device_backend final : public Backend {
     }
     WorkPtr gather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::GatherOptions &opts) override {
         Tensors into = outputs.empty() ? Tensors() : outputs[0];
-        return collective(OpType::GATHER, inputs, into, opts.asyncOp,
-                          [this](const Tensors &in, const Tensors &out) { put_all(out, gathered(in.at(0))); });
+        return collective(
+            OpType::GATHER, inputs, into, opts.asyncOp,
+            [this](const Tensors &in, const Tensors &out) { put_all(out, gathered(in.at(0))); });
     }
-    WorkPtr scatter(Tensors &outputs, std::vector<Tensors> &inputs, const c10d::ScatterOptions &opts) override {
+    WorkPtr scatter(Tensors &outputs, std::vector<Tensors> &inputs,
+                    const c10d::ScatterOptions &opts) override {
         return collective(OpType::SCATTER, inputs.empty() ? Tensors() : inputs[0], outputs, opts.asyncOp,
                           [this, root = (int)opts.rootRank](const Tensors &in, const Tensors &out) {
                               scatter_from(root, in, out.at(0));
@@ -206,17 +217,19 @@ class device_backend final : public Backend {
                           });
     }
     WorkPtr send(Tensors &tensors, int peer, int tag) override {
-        return collective(OpType::SEND, tensors, {}, true, [this, peer, tag](const Tensors &in, const Tensors &) {
-            Tensors from = {bytes(in.at(0)).clone()};
-            sent.push_back({gloo->send(from, peer, tag), from});
-        });
+        return collective(OpType::SEND, tensors, {}, true,
+                          [this, peer, tag](const Tensors &in, const Tensors &) {
+                              Tensors from = {bytes(in.at(0)).clone()};
+                              sent.push_back({gloo->send(from, peer, tag), from});
+                          });
     }
     WorkPtr recv(Tensors &tensors, int peer, int tag) override {
-        return collective(OpType::RECV, {}, tensors, true, [this, peer, tag](const Tensors &, const Tensors &out) {
-            Tensors into = {at::empty_like(bytes(out.at(0)))};
-            gloo->recv(into, peer, tag)->wait();
-            put(out[0], from_bytes(into[0], out[0]));
-        });
+        return collective(OpType::RECV, {}, tensors, true,
+                          [this, peer, tag](const Tensors &, const Tensors &out) {
+                              Tensors into = {at::empty_like(bytes(out.at(0)))};
+                              gloo->recv(into, peer, tag)->wait();
+                              put(out[0], from_bytes(into[0], out[0]));
+                          });
     }
     WorkPtr barrier(const c10d::BarrierOptions &) override {
         auto work = collective(OpType::BARRIER, {}, {}, true,
@@ -284,9 +297,9 @@ class device_backend final : public Backend {
     }
 
     void run_body(stream *on, collective_body body, const Tensors &inputs, const Tensors &outputs) {
-        /* The group lives as long as what it has enqueued. Its collectives run in their order, on all ranks, whatever waits: on a
-         * thread that has no state of Python's, which gloo would keep and release under its lock when it gets the GIL, while
-         * whoever waits here may hold the GIL and want that lock. */
+        /* The group lives as long as what it has enqueued. Its collectives run in their order, on all ranks,
+         * whatever waits: on a thread that has no state of Python's, which gloo would keep and release under
+         * its lock when it gets the GIL, while whoever waits here may hold the GIL and want that lock. */
         auto run = [group = c10::intrusive_ptr<device_backend>::reclaim_copy(this), body = std::move(body),
                     in = as_cpu_all(inputs), out = as_cpu_all(outputs)] {
             at::AutoDispatchBelowADInplaceOrView below;
@@ -327,7 +340,8 @@ class device_backend final : public Backend {
         for (const Tensor &each : outputs) {
             out += nbytes_of(each);
         }
-        host_spends((in_fsdp() ? costs().launch : costs().collective) + (gathers || scatters ? costs().unit / 3 : 0));
+        host_spends((in_fsdp() ? costs().launch : costs().collective) +
+                    (gathers || scatters ? costs().unit / 3 : 0));
         begins_after(on, &wire_is_free);
         double us = getSize() == 1 ? costs().least : ways * us_on_wire(own_wire(), std::max(in, out));
         device_spends(on, c10d::opTypeToString(type).c_str(),
@@ -484,7 +498,8 @@ void bind_nccl(pybind11::module_ &module) {
     namespace py = pybind11;
     py::module_ c10d = py::module_::import("torch._C._distributed_c10d");
     py::object backend = c10d.attr("Backend"), gloo = c10d.attr("ProcessGroupGloo");
-    auto over_gloo = [gloo](const py::object &store, int rank, int size, c10::intrusive_ptr<nccl_options> options) {
+    auto over_gloo = [gloo](const py::object &store, int rank, int size,
+                            c10::intrusive_ptr<nccl_options> options) {
         if (!options) {
             options = c10::make_intrusive<nccl_options>();
         }
@@ -492,7 +507,8 @@ void bind_nccl(pybind11::module_ &module) {
             return c10::make_intrusive<device_backend>(rank, size, options);
         }
         py::object inner = gloo(store, rank, size, py::cast(options->timeout));
-        return c10::make_intrusive<device_backend>(inner.cast<c10::intrusive_ptr<Backend>>(), options, "nccl");
+        return c10::make_intrusive<device_backend>(inner.cast<c10::intrusive_ptr<Backend>>(), options,
+                                                   "nccl");
     };
     py::class_<nccl_options, c10::intrusive_ptr<nccl_options>>(module, "NCCLOptions", backend.attr("Options"))
         .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
@@ -501,11 +517,13 @@ void bind_nccl(pybind11::module_ &module) {
         .def(py::init(over_gloo), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
         .def_static("of_gloo",
                     [](const c10::intrusive_ptr<Backend> &inner) {
-                        return c10::make_intrusive<device_backend>(inner, c10::make_intrusive<nccl_options>(), "gloo");
+                        return c10::make_intrusive<device_backend>(inner, c10::make_intrusive<nccl_options>(),
+                                                                   "gloo");
                     })
         .def_static("over",
                     [](const c10::intrusive_ptr<Backend> &inner) {
-                        return c10::make_intrusive<device_backend>(inner, c10::make_intrusive<nccl_options>(), "nccl");
+                        return c10::make_intrusive<device_backend>(inner, c10::make_intrusive<nccl_options>(),
+                                                                   "nccl");
                     })
         .def("_group_start", [](device_backend &) {})
         .def("_group_end", [](device_backend &) {})

@@ -1,7 +1,8 @@
 /* The operators of device type CUDA: those of the CPU on the same memory, with what they touch written down.
  *
- * Memory, views and copies are done here by themselves. Every other operator takes the one way of device_call: its tensors become
- * tensors of the CPU on the same memory, the CPU's kernel runs, and its results become tensors of the device. */
+ * Memory, views and copies are done here by themselves. Every other operator takes the one way of
+ * device_call: its tensors become tensors of the CPU on the same memory, the CPU's kernel runs, and its
+ * results become tensors of the device. */
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -61,7 +62,8 @@ static double flops_of(const std::string &name, const IValue *arguments) {
     }
     bool is_forward = name == "aten::_scaled_dot_product_flash_attention";
     if (is_forward || name == "aten::_scaled_dot_product_flash_attention_backward") {
-        const Tensor &query = arguments[is_forward ? 0 : 1].toTensor(), &key = arguments[is_forward ? 1 : 2].toTensor();
+        const Tensor &query = arguments[is_forward ? 0 : 1].toTensor(),
+                     &key = arguments[is_forward ? 1 : 2].toTensor();
         bool is_causal = arguments[is_forward ? 4 : 11].toBool();
         double forward = 4.0 * (double)query.numel() * (double)key.size(2) * (is_causal ? 0.5 : 1.0);
         return is_forward ? forward : 2.5 * forward; /* five products in place of two */
@@ -89,7 +91,8 @@ static bool reads_what_it_gives(const std::string &name) {
 
 /* ---- memory and views ---- */
 
-/* In deterministic mode torch writes to memory that it hands out, by a kernel on the stream that is current. */
+/* In deterministic mode torch writes to memory that it hands out, by a kernel on the stream that is
+ * current. */
 static Tensor filled(Tensor fresh) {
     const at::Context &context = at::globalContext();
     if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory() && fresh.numel())
@@ -98,15 +101,17 @@ static Tensor filled(Tensor fresh) {
 }
 
 static Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                    std::optional<at::Device> device, std::optional<bool>,
+                    std::optional<at::MemoryFormat> format) {
     c10::OptionalDeviceGuard guard(device);
     return filled(at::detail::empty_generic(size, c10::GetAllocator(c10::kCUDA),
-                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype),
-                                            format));
+                                            c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                            c10::dtype_or_default(dtype), format));
 }
 
 static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                            std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+                            std::optional<at::Layout>, std::optional<at::Device> device,
+                            std::optional<bool>) {
     c10::OptionalDeviceGuard guard(device);
     return filled(at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kCUDA),
                                                     c10::DispatchKeySet(c10::DispatchKey::CUDA),
@@ -136,10 +141,11 @@ static const Tensor &resize_(const Tensor &self, IntArrayRef size, std::optional
     return self;
 }
 
-static Tensor &set_storage(Tensor &self, at::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+static Tensor &set_storage(Tensor &self, at::Storage source, int64_t offset, IntArrayRef size,
+                           IntArrayRef stride) {
     c10::TensorImpl *impl = self.unsafeGetTensorImpl();
-    TORCH_CHECK(source.device() == self.device(), "Attempted to set the storage of a tensor on device ", self.device(),
-                " to a storage on different device ", source.device());
+    TORCH_CHECK(source.device() == self.device(), "Attempted to set the storage of a tensor on device ",
+                self.device(), " to a storage on different device ", source.device());
     impl->set_storage_keep_dtype(std::move(source));
     if (stride.data()) {
         impl->set_sizes_and_strides(size, stride, offset);
@@ -196,8 +202,8 @@ static void spend_copy(stream *on, const Tensor &self, const Tensor &source) {
     }
 }
 
-/* As cudaMemcpyAsync: memory that is not pinned goes by way of a staging buffer, so that nobody races with the host; for what ends
- * there the host waits, as it does for every copy that may block. */
+/* As cudaMemcpyAsync: memory that is not pinned goes by way of a staging buffer, so that nobody races with
+ * the host; for what ends there the host waits, as it does for every copy that may block. */
 static void copy_between(const Tensor &self, const Tensor &source, bool non_blocking) {
     stream *on = current_stream_of(source.is_cuda() ? source : self);
     stream *other = self.is_cuda() ? current_stream_of(self) : on; /* of the device that is written */
@@ -293,7 +299,8 @@ static bool may_hold_indices(const Tensor &tensor) {
 class device_call {
   public:
     device_call(const c10::OperatorHandle &operator_, Stack *values)
-        : op(operator_), schema(operator_.schema()), stack(values), first(values->size() - schema.arguments().size()) {
+        : op(operator_), schema(operator_.schema()), stack(values),
+          first(values->size() - schema.arguments().size()) {
     }
 
     void run() {
@@ -320,8 +327,9 @@ class device_call {
             if (draws) {
                 numbers.emplace(device.index());
             }
-            op.redispatchBoxed(c10::DispatchKeySet(has_only_shapes() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU),
-                               stack);
+            op.redispatchBoxed(
+                c10::DispatchKeySet(has_only_shapes() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU),
+                stack);
         }
         if (is_held) {
             note_places(stack->size() - schema.returns().size(), stack->size(), true);
@@ -387,7 +395,8 @@ class device_call {
         }
     }
 
-    /* Of work that runs later: it runs now as well, as nothing else tells what its results will be, and is undone. */
+    /* Of work that runs later: it runs now as well, as nothing else tells what its results will be, and is
+     * undone. */
     bool is_held = false;
     std::shared_ptr<held_operator> held;
     std::unordered_map<c10::TensorImpl *, value_place> places; /* by the CPU's tensors */
@@ -396,16 +405,18 @@ class device_call {
     bool must_run_now() const {
         bool must = makes_the_host_wait(schema.name()) || op.hasTag(at::Tag::nondeterministic_seeded);
         for (size_t i = first; i < stack->size(); i++) {
-            for_each_tensor((*stack)[i],
-                            [&](const Tensor &each) { must = must || (each.is_cuda() && may_hold_indices(each)); });
+            for_each_tensor((*stack)[i], [&](const Tensor &each) {
+                must = must || (each.is_cuda() && may_hold_indices(each));
+            });
         }
         return must;
     }
 
     void hold_arguments(bool draws) {
         Stack arguments(stack->begin() + (ptrdiff_t)first, stack->end());
-        held = std::make_shared<held_operator>(
-            op, arguments, [&](const Tensor &each) { return originals.count(each.unsafeGetTensorImpl()) != 0; });
+        held = std::make_shared<held_operator>(op, arguments, [&](const Tensor &each) {
+            return originals.count(each.unsafeGetTensorImpl()) != 0;
+        });
         if (draws) {
             held->surround([index = device.index()](const auto &run) {
                 drawing_from numbers(index);
@@ -416,9 +427,10 @@ class device_call {
     }
 
     void note_places(size_t begin, size_t end, bool are_results) {
-        held_operator::for_each_place(*stack, begin, end, are_results, [&](const Tensor &each, value_place place) {
-            places.insert({each.unsafeGetTensorImpl(), place});
-        });
+        held_operator::for_each_place(*stack, begin, end, are_results,
+                                      [&](const Tensor &each, value_place place) {
+                                          places.insert({each.unsafeGetTensorImpl(), place});
+                                      });
     }
 
     /* Before it is written. */
@@ -428,7 +440,8 @@ class device_call {
         }
     }
 
-    /* What is captured works on the values that were there until the capture's end, as indices among them must be right. */
+    /* What is captured works on the values that were there until the capture's end, as indices among them
+     * must be right. */
     void undo() {
         if (graph *capturing = graph_of(on->capture)) {
             capturing->at_end([kept = std::move(saved)]() mutable { kept.restore(); });
@@ -442,8 +455,10 @@ class device_call {
         auto look = [&](const Tensor &each) {
             if (each.is_cuda()) {
                 TORCH_CHECK(!found || device == each.device(),
-                            "Expected all tensors to be on the same device, but found ", "at least two devices, ",
-                            device, " and ", each.device(), "! (", schema.name(), ")");
+                            "Expected all tensors to be on the same device, but found "
+                            "",
+                            "at least two devices, ", device, " and ", each.device(), "! (", schema.name(),
+                            ")");
                 device = each.device();
                 found = true;
             }
@@ -457,8 +472,11 @@ class device_call {
                 device = device_of_index(index < 0 ? current_device() : index);
             }
         }
-        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()), "Expected all tensors to be on the ",
-                    "same device, but found at least two devices, ", device, " and cpu! (", schema.name(), ")");
+        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()),
+                    "Expected all tensors to be on the ",
+                    "same device, but found at least two devices, "
+                    "",
+                    device, " and cpu! (", schema.name(), ")");
         on = current_stream(device.index());
     }
 
@@ -467,8 +485,8 @@ class device_call {
             return tensor;
         }
         if (is_access) {
-            TORCH_CHECK(has_memory(tensor), "CUDA error: an illegal memory access was encountered (", schema.name(),
-                        " uses a tensor whose storage was freed)");
+            TORCH_CHECK(has_memory(tensor), "CUDA error: an illegal memory access was encountered (",
+                        schema.name(), " uses a tensor whose storage was freed)");
             accesses.push_back({tensor, how});
             count_bytes(tensor, how, is_replaced);
         }
@@ -515,7 +533,8 @@ class device_call {
         if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
             return;
         }
-        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(),
+                                                              cpu.storage_offset());
         make_room(original);
         if (!is_same_memory) {
             fill(original, cpu);
@@ -551,7 +570,8 @@ class device_call {
                 return view_of(storage, cpu);
             }
         }
-        Tensor made = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), std::nullopt, device, std::nullopt);
+        Tensor made =
+            empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), std::nullopt, device, std::nullopt);
         fill(made, cpu);
         mark_wrapped_number(made, cpu);
         return made;
@@ -656,8 +676,8 @@ static std::unique_ptr<at::ObserverContext> watch_host(const at::RecordFunction 
     bool is_of_device = false;
     auto look = [&](const Tensor &tensor, const c10::AliasInfo *alias) {
         is_of_device = is_of_device || (tensor.defined() && tensor.is_cuda());
-        if (tensor.defined() && tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data()) &&
-            (!alias || alias->isWrite())) {
+        if (tensor.defined() && tensor.is_cpu() && tensor.has_storage() &&
+            is_pinned(tensor.storage().data()) && (!alias || alias->isWrite())) {
             found.push_back({tensor, alias ? WRITE : READ});
         }
     };
@@ -687,7 +707,8 @@ struct range_of_fsdp : at::ObserverContext {};
 
 static std::unique_ptr<at::ObserverContext> begin_range(const at::RecordFunction &function) {
     std::string name = function.name();
-    bool is_fsdp1 = name.rfind("FullyShardedDataParallel.", 0) == 0 && name != "FullyShardedDataParallel.forward";
+    bool is_fsdp1 =
+        name.rfind("FullyShardedDataParallel.", 0) == 0 && name != "FullyShardedDataParallel.forward";
     if (name.rfind("FSDP::", 0) != 0 && !is_fsdp1) {
         return nullptr;
     }

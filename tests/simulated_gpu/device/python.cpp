@@ -1,4 +1,5 @@
-/* The functions that torch.cuda's own Python calls in torch._C, and the device's own; install.py puts them in their places. */
+/* The functions that torch.cuda's own Python calls in torch._C, and the device's own; install.py puts them in
+ * their places. */
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
@@ -56,7 +57,8 @@ static void bind_streams(py::module_ &module) {
     module.def("maybeExchangeDevice", &exchange_device);
     module.def("getCurrentStream", [](int device) { return stream_tuple(current_stream(device)); });
     module.def("getDefaultStream", [](int device) { return stream_tuple(stream_of_id(device, 0)); });
-    module.def("getCurrentRawStream", [](int device) { return (uintptr_t)handle_of(current_stream(device)); });
+    module.def("getCurrentRawStream",
+               [](int device) { return (uintptr_t)handle_of(current_stream(device)); });
     module.def(
         "setStream",
         [](int64_t stream_id, int device_index, int) {
@@ -68,7 +70,8 @@ static void bind_streams(py::module_ &module) {
     module.def("set_sync_debug_mode", [](int mode) { sync_debug_mode = mode; });
     module.def("get_sync_debug_mode", [] { return sync_debug_mode; });
     module.def("sleep", [](int64_t) { launch launch(current_stream(current_device()), "sleep"); });
-    module.def("stream_handle", [](int64_t id, int device) { return (uintptr_t)handle_of(stream_of_id(device, id)); });
+    module.def("stream_handle",
+               [](int64_t id, int device) { return (uintptr_t)handle_of(stream_of_id(device, id)); });
     module.def("stream_priority", [](int64_t id, int device) { return stream_of_id(device, id)->priority; });
     module.def("host_ms_between", [](uintptr_t from, uintptr_t to) {
         TORCH_CHECK(from && to, "Both events must be recorded before calculating elapsed time.");
@@ -199,7 +202,8 @@ static void bind_memory(py::module_ &module) {
     });
     module.def("emptyCache", [](const py::args &) { empty_cache(); });
     module.def("setMemoryFraction", &set_fraction);
-    module.def("beginAllocateToPool", [](int device, id_pair id) { begin_pool(device, {id.first, id.second}); });
+    module.def("beginAllocateToPool",
+               [](int device, id_pair id) { begin_pool(device, {id.first, id.second}); });
     module.def("endAllocateToPool", [](int device, id_pair id) { end_pool(device, {id.first, id.second}); });
     module.def("releasePool", [](int, id_pair) {}); /* its free memory is given back with the rest's */
     module.def("replace_storage_resize", &replace_storage_resize);
@@ -207,7 +211,8 @@ static void bind_memory(py::module_ &module) {
     py::class_<mem_pool>(module, "MemPool")
         .def(py::init<const py::object &, bool, bool, bool>(), py::arg("allocator") = py::none(),
              py::arg("is_user_created") = true, py::arg("use_on_oom") = false, py::arg("no_split") = false)
-        .def_property_readonly("id", [](const mem_pool &pool) { return id_pair(pool.id.first, pool.id.second); })
+        .def_property_readonly("id",
+                               [](const mem_pool &pool) { return id_pair(pool.id.first, pool.id.second); })
         .def("use_count", [](const mem_pool &) { return 1; });
     py::class_<device_properties>(module, "DeviceProperties")
         .def(py::init<>())
@@ -243,7 +248,8 @@ static void bind_later(py::module_ &module) {
             py::arg("pool") = py::none(), py::arg("capture_error_mode") = "global")
         .def("capture_end", &graph::end)
         .def("instantiate", [](graph &) {})
-        .def("register_generator_state", [](graph &, const py::object &) {}) /* replays draw on from the device's */
+        /* replays draw on from the device's */
+        .def("register_generator_state", [](graph &, const py::object &) {})
         .def("replay", [](graph &self) { self.replay(current_stream(current_device())); })
         .def("reset", &graph::reset)
         .def("pool", [](const graph &self) { return id_pair(self.pool().first, self.pool().second); });

@@ -1,4 +1,5 @@
-/* The cells of recurrent modules, which torch computes by one kernel each on a GPU, and by several operators on the CPU. */
+/* The cells of recurrent modules, which torch computes by one kernel each on a GPU, and by several operators
+ * on the CPU. */
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -33,14 +34,16 @@ static std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor &input_gates, c
                                                     const Tensor &cx, const maybe_tensor &input_bias,
                                                     const maybe_tensor &hidden_bias) {
     auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
-    Tensor input = gates[0].sigmoid(), forget = gates[1].sigmoid(), cell = gates[2].tanh(), output = gates[3].sigmoid();
+    Tensor input = gates[0].sigmoid(), forget = gates[1].sigmoid(), cell = gates[2].tanh(),
+           output = gates[3].sigmoid();
     Tensor cy = forget * cx + input * cell;
     return {output * cy.tanh(), cy, at::cat({input, forget, cell, output}, 1)};
 }
 
-static std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const maybe_tensor &grad_hy, const maybe_tensor &grad_cy,
-                                                             const Tensor &cx, const Tensor &cy,
-                                                             const Tensor &workspace, bool has_bias) {
+static std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const maybe_tensor &grad_hy,
+                                                             const maybe_tensor &grad_cy, const Tensor &cx,
+                                                             const Tensor &cy, const Tensor &workspace,
+                                                             bool has_bias) {
     auto gates = workspace.chunk(4, 1);
     const Tensor &input = gates[0], &forget = gates[1], &cell = gates[2], &output = gates[3];
     Tensor grad_output = or_zeros(grad_hy, cy), squashed = cy.tanh();
@@ -54,8 +57,9 @@ static std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const maybe_tensor 
 
 /* ---- GRU: gates are reset, update, new ---- */
 
-static std::tuple<Tensor, Tensor> gru_cell(const Tensor &input_gates, const Tensor &hidden_gates, const Tensor &hx,
-                                           const maybe_tensor &input_bias, const maybe_tensor &hidden_bias) {
+static std::tuple<Tensor, Tensor> gru_cell(const Tensor &input_gates, const Tensor &hidden_gates,
+                                           const Tensor &hx, const maybe_tensor &input_bias,
+                                           const maybe_tensor &hidden_bias) {
     auto of_input = with_bias(input_gates, input_bias).chunk(3, 1);
     auto of_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
     Tensor reset = (of_input[0] + of_hidden[0]).sigmoid(), update = (of_input[1] + of_hidden[1]).sigmoid();
@@ -63,8 +67,8 @@ static std::tuple<Tensor, Tensor> gru_cell(const Tensor &input_gates, const Tens
     return {fresh + update * (hx - fresh), at::cat({reset, update, fresh, hx, of_hidden[2]}, 1)};
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor &grad_hy,
-                                                                            const Tensor &workspace, bool has_bias) {
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
+gru_cell_backward(const Tensor &grad_hy, const Tensor &workspace, bool has_bias) {
     auto kept = workspace.chunk(5, 1);
     const Tensor &reset = kept[0], &update = kept[1], &fresh = kept[2], &hx = kept[3], &hidden = kept[4];
     Tensor grad_fresh = through_tanh(grad_hy * (1 - update), fresh);

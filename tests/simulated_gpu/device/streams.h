@@ -1,14 +1,14 @@
-/* The simulated device: its streams and events, and what is known about the order between them. No torch here.
+/* The simulated device: its streams and events, and what is known about the order between them. No torch
+ * here.
  *
- *   host --- launch --- launch ------- wait(event)        a clock each: how far it knows of each of the others
- *              |           |             ^
- *   stream 1   X ----------|-- record ---'
- *   stream 2               X --- wait(event) --- X
+ *   host --- launch --- launch ------- wait(event)        a clock each: how far it knows of each of the
+ * others |           |             ^ stream 1   X ----------|-- record ---' stream 2               X ---
+ * wait(event) --- X
  *
- * Invariant: work runs when it is launched, on the calling thread, which is a legal order of any program of streams, or later in
- * another legal one: later.h. What the program promises about order is followed beside it by vector clocks: each stream is an
- * agent, and the host is one more (all its threads together). An agent's clock holds, for each agent, the last launch that is
- * known to be over. */
+ * Invariant: work runs when it is launched, on the calling thread, which is a legal order of any program of
+ * streams, or later in another legal one: later.h. What the program promises about order is followed beside
+ * it by vector clocks: each stream is an agent, and the host is one more (all its threads together). An
+ * agent's clock holds, for each agent, the last launch that is known to be over. */
 #pragma once
 
 #include <chrono>
@@ -92,12 +92,14 @@ DEVICE_API std::string name_of_agent(int agent);
 DEVICE_API event *event_new();
 DEVICE_API void event_free(event *which);
 DEVICE_API void event_record(event *which, stream *on);
-DEVICE_API void stream_wait(stream *which, const event *until); /* nothing for an event that was not recorded */
+/* nothing for an event that was not recorded */
+DEVICE_API void stream_wait(stream *which, const event *until);
 DEVICE_API void host_wait(const event *until);
 DEVICE_API void host_wait_stream(stream *which);
 DEVICE_API void host_wait_device(int device);
-/* False once for what the host does not know to be over: as late as a device may be, and who asks again gets there. On the
- * timeline, false until it is over there: asking costs the host time, so who asks again gets there too. */
+/* False once for what the host does not know to be over: as late as a device may be, and who asks again gets
+ * there. On the timeline, false until it is over there: asking costs the host time, so who asks again gets
+ * there too. */
 DEVICE_API bool event_query(event *which);
 DEVICE_API bool stream_query(stream *which);
 DEVICE_API double host_ms_between(const event *from,

@@ -6,7 +6,8 @@ using at::Tensor;
 
 enum { MOST_RANGES = 512 };
 
-/* Dimensions of a tensor without those along which it does not move, innermost first: strides and sizes in elements. */
+/* Dimensions of a tensor without those along which it does not move, innermost first: strides and sizes in
+ * elements. */
 static std::vector<std::pair<int64_t, int64_t>> moving_dims(const Tensor &tensor) {
     std::vector<std::pair<int64_t, int64_t>> dims;
     for (int64_t d = 0; d < tensor.dim(); d++) {

@@ -1,4 +1,5 @@
-/* What the files on torch's side share: tensors and streams of device type CUDA, seen as those of streams.h and memory.h. */
+/* What the files on torch's side share: tensors and streams of device type CUDA, seen as those of streams.h
+ * and memory.h. */
 #pragma once
 
 #include <c10/core/Stream.h>

@@ -124,7 +124,8 @@ void device_spends(stream *on, const char *name, enum span_kind kind, double us)
     holding lock(device_lock);
     stream_time &of = on->time;
     double begin = std::max(host, of.ready);
-    spans.push_back({begin, begin + us, host, of.ready, of.busy_until, ++last_serial, of.cause, on->id, kind, name});
+    spans.push_back(
+        {begin, begin + us, host, of.ready, of.busy_until, ++last_serial, of.cause, on->id, kind, name});
     of = {begin + us, begin + us, last_serial, -1};
 }
 

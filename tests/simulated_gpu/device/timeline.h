@@ -5,15 +5,16 @@
  *   stream 1    [ a           ] -- record        |                          :
  *   stream 2                           '- wait [ c ............................]
  *
- * Invariant: the host has a time, each stream the time from which it is free, each event the time at which it is over, all in
- * microseconds since the start. What is launched begins at the latest of the host's time, the end of what its stream did before, and
- * what that was told to wait for; it takes what the bytes, the floating-point operations and the machine say. A host that waits
- * moves on to the time for which it waited. Kernels beside each other do not slow each other down, but the collectives of one
- * group follow each other, as NCCL's do.
+ * Invariant: the host has a time, each stream the time from which it is free, each event the time at which it
+ * is over, all in microseconds since the start. What is launched begins at the latest of the host's time, the
+ * end of what its stream did before, and what that was told to wait for; it takes what the bytes, the
+ * floating-point operations and the machine say. A host that waits moves on to the time for which it waited.
+ * Kernels beside each other do not slow each other down, but the collectives of one group follow each other,
+ * as NCCL's do.
  *
- * SIMULATED_GPU_TIMELINE=1 switches it on. SIMULATED_GPU_SHAPES=1 does too, and nothing is computed: operators run on shapes alone,
- * the device's memory is address space that nobody touches, and one process stands for all ranks. So a model of any size on any
- * number of ranks takes seconds, without a GPU. */
+ * SIMULATED_GPU_TIMELINE=1 switches it on. SIMULATED_GPU_SHAPES=1 does too, and nothing is computed:
+ * operators run on shapes alone, the device's memory is address space that nobody touches, and one process
+ * stands for all ranks. So a model of any size on any number of ranks takes seconds, without a GPU. */
 #pragma once
 
 #include "streams.h"
@@ -22,16 +23,21 @@ namespace simulated_gpu {
 
 enum span_kind { COMPUTE, COPY, GATHER, SCATTER, OTHER_COLLECTIVE, HOST_WAITS };
 
-/* What a machine takes: us, or bytes and floating-point operations per us. The device's are those of an H100 SXM. */
+/* What a machine takes: us, or bytes and floating-point operations per us. The device's are those of an H100
+ * SXM. */
 struct machine_costs {
-    double memory = 3.35e6 * 0.85;                         /* bytes of the device's memory: 85 % of its peak */
-    double flops_16 = 989e6 * 0.6, flops_32 = 495e6 * 0.6; /* 60 % of the tensor cores' peak, in 16 bits and in TF32 */
-    double least = 2;                                      /* of any kernel */
-    double pcie = 50e3;                                    /* bytes between host and device */
+    /* bytes of the device's memory: 85 % of its peak */
+    double memory = 3.35e6 * 0.85;
+    /* 60 % of the tensor cores' peak, in 16 bits and in TF32 */
+    double flops_16 = 989e6 * 0.6, flops_32 = 495e6 * 0.6;
+    double least = 2;   /* of any kernel */
+    double pcie = 50e3; /* bytes between host and device */
     double op = 5, view = 1.5, launch = 2.5, collective = 8, event = 1.5,
            segment = 150; /* of the host, for one of each */
     double unit =
-        0; /* of the host, for an FSDP's own work on one unit in one step: a third at each gather and reduction */
+        /* of the host, for an FSDP's own work on one unit in one step: a third at each gather and
+         * reduction */
+        0;
     double gpus_per_node = 8;
 };
 
@@ -42,7 +48,8 @@ struct span {
     double ready;  /* of its stream, with what that waited for */
     double before; /* the end of what the stream did before */
     int64_t serial;
-    int64_t cause;  /* what the stream waited for, if that was later than all that the stream did itself; -1 */
+    /* what the stream waited for, if that was later than all that the stream did itself; -1 */
+    int64_t cause;
     int64_t stream; /* torch's id; -1: the host */
     enum span_kind kind;
     std::string name;
@@ -55,7 +62,8 @@ DEVICE_API bool has_only_shapes();
 DEVICE_API machine_costs &costs();
 DEVICE_API double *cost_of_name(const std::string &name); /* nullptr: there is none */
 DEVICE_API double us_of_bytes(double nbytes);             /* of the device's memory */
-/* A wire, by the us that a gather takes of so many bytes in all: straight between the sizes that are given. */
+/* A wire, by the us that a gather takes of so many bytes in all: straight between the sizes that are
+ * given. */
 enum wire { WITHIN_NODE, BETWEEN_NODES, NUM_WIRES };
 DEVICE_API void set_wire(enum wire which, std::vector<std::pair<double, double>> us_by_nbytes);
 DEVICE_API double us_on_wire(enum wire which, double nbytes);
@@ -64,7 +72,8 @@ DEVICE_API double us_on_wire(enum wire which, double nbytes);
 DEVICE_API double host_time();
 DEVICE_API void host_spends(double us);
 DEVICE_API void device_spends(stream *on, const char *name, enum span_kind kind, double us);
-DEVICE_API void begins_after(stream *on, const event *until); /* in time alone: no order that a program may rely on */
+/* in time alone: no order that a program may rely on */
+DEVICE_API void begins_after(stream *on, const event *until);
 DEVICE_API std::vector<span> take_spans();
 
 /* While it lives, what the host does is paid for as a whole by somebody else. */

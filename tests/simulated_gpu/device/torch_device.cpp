@@ -1,4 +1,5 @@
-/* What torch asks of a device type: memory, streams, events, generators and hooks, for CUDA in a torch built for the CPU. */
+/* What torch asks of a device type: memory, streams, events, generators and hooks, for CUDA in a torch built
+ * for the CPU. */
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -44,8 +45,8 @@ struct device_allocator final : c10::DeviceAllocator {
     c10::DataPtr allocate(size_t nbytes) override {
         int device = current_device();
         void *memory = device_alloc(nbytes, device, current_stream(device));
-        TORCH_CHECK_WITH(OutOfMemoryError, memory || !nbytes, "CUDA out of memory. Tried to allocate ", nbytes,
-                         " bytes. GPU ", device, " is simulated and has ", total_memory(), " bytes");
+        TORCH_CHECK_WITH(OutOfMemoryError, memory || !nbytes, "CUDA out of memory. Tried to allocate ",
+                         nbytes, " bytes. GPU ", device, " is simulated and has ", total_memory(), " bytes");
         return {memory, memory, &device_free, device_of_index(device)};
     }
     c10::DeleterFnPtr raw_deleter() const override {
@@ -208,7 +209,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, device_guard)
 
 struct device_generator final : c10::GeneratorImpl {
     device_generator(int device, at::Generator cpu)
-        : GeneratorImpl(device_of_index(device), c10::DispatchKeySet(c10::DispatchKey::CUDA)), inner(std::move(cpu)) {
+        : GeneratorImpl(device_of_index(device), c10::DispatchKeySet(c10::DispatchKey::CUDA)),
+          inner(std::move(cpu)) {
     }
     void set_current_seed(uint64_t seed) override {
         inner.set_current_seed(seed);

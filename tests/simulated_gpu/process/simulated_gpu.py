@@ -1,8 +1,8 @@
 """Puts the simulated device where torch's Python looks for CUDA: torch.cuda's own code runs on top of it.
 
-``wait_for_torch`` is called before torch is imported, and acts just before three of torch's modules are: torch._C asks
-for the hooks of CUDA as it is made and keeps the answer, so the library is loaded before; torch.cuda takes what it
-finds in torch._C; distributed_c10d looks for ProcessGroupNCCL.
+``wait_for_torch`` is called before torch is imported, and acts just before three of torch's modules are:
+torch._C asks for the hooks of CUDA as it is made and keeps the answer, so the library is loaded before;
+torch.cuda takes what it finds in torch._C; distributed_c10d looks for ProcessGroupNCCL.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ def launches() -> dict[str, int]:
 
 
 def log_order(on: bool) -> None:
-    """Keep what is ``ordered``, beginning with nothing: call it when the host knows the device to be through."""
+    """Keep what is ``ordered``, beginning with nothing: call it when the host knows the device to be
+    through."""
     library().log_order(on)
 
 
 def ordered() -> list[tuple[str, int, dict[int, int]]]:
-    """What has been done since: each launch and allocation, its stream, and how much of each stream's work is before.
+    """What has been done since: each launch and allocation, its stream, and how much of each stream's work is
+    before.
 
-    Streams by their ids, the default ones' too; 0 is the host. Work is counted in launches since the log began, with
-    the launch itself.
+    Streams by their ids, the default ones' too; 0 is the host. Work is counted in launches since the log
+    began, with the launch itself.
     """
     return library().order_so_far()
 
 
 def drop_wait(nth: int) -> None:
-    """Leave out the nth wait of a stream, or of the host, for an event from now on, of those asked of the driver.
+    """Leave out the nth wait of a stream, or of the host, for an event from now on, of those asked of the
+    driver.
 
     -1: none.
     """
@@ -67,7 +70,8 @@ def waits() -> int:
 
 
 def put_off(streams: str) -> None:
-    """Streams that run their work when something waits for it, no sooner: ``side``, ``default``, ``all`` or ``""``."""
+    """Streams that run their work when something waits for it, no sooner: ``side``, ``default``, ``all`` or
+    ``""``."""
     library().set_late(streams)
 
 
@@ -122,7 +126,10 @@ def _before_torch_cuda() -> None:
     torch_c._CUDAGraph, torch_c._graph_pool_handle = native.CUDAGraph, native.new_pool
     for absent in ("_cuda_CUDAAllocator", "_cuda_CUDAAllocator_AllocatorState"):
         setattr(torch_c, absent, type(absent, (), {}))
-    torch_c._CudaStreamBase, torch_c._CudaEventBase = _stream_class(torch, native), _event_class(torch, native)
+    torch_c._CudaStreamBase, torch_c._CudaEventBase = (
+        _stream_class(torch, native),
+        _event_class(torch, native),
+    )
     torch_c._CudaDeviceProperties, torch_c._MemPool = native.DeviceProperties, native.MemPool
     torch_c._cudart = SimpleNamespace(
         cudaMemGetInfo=lambda device: _free_and_total(native, device),
@@ -151,7 +158,12 @@ def _free_and_total(native: Any, device: int) -> tuple[int, int]:
 def _stream_class(torch: Any, native: Any) -> type:
     class CudaStreamBase(torch._C.Stream):
         def __new__(
-            cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, stream_ptr: int = 0
+            cls,
+            priority: int = 0,
+            stream_id: int = 0,
+            device_index: int = 0,
+            device_type: int = 0,
+            stream_ptr: int = 0,
         ) -> Any:
             if stream_ptr:
                 stream_id, device_index, device_type = (
@@ -160,7 +172,9 @@ def _stream_class(torch: Any, native: Any) -> type:
                     int(torch._C._autograd.DeviceType.CUDA),
                 )
             if device_type:
-                return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
+                return super().__new__(
+                    cls, stream_id=stream_id, device_index=device_index, device_type=device_type
+                )
             return super().__new__(cls, device=torch.device("cuda", native.getDevice()), priority=priority)
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -184,7 +198,11 @@ def _stream_class(torch: Any, native: Any) -> type:
 def _event_class(torch: Any, native: Any) -> type:
     class CudaEventBase(torch._C.Event):
         def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+            cls,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            external: bool = False,
         ) -> Any:
             return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 

@@ -1,4 +1,5 @@
-"""Run by Python as it starts, where this folder is on PYTHONPATH: the simulated GPU is there before torch is."""
+"""Run by Python as it starts, where this folder is on PYTHONPATH: the simulated GPU is there before torch
+is."""
 
 from __future__ import annotations
 
