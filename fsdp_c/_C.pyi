@@ -41,7 +41,7 @@ NO_SHARD: int
 HYBRID_SHARD: int
 HYBRID_SHARD_ZERO2: int
 
-# Handle.__init__(slots=...): how a module is made to show something else
+# Handle.__init__(param_views=...): how a module is made to show something else
 SET_DIRECTLY: int  # in its dicts
 SET_BY_SETATTR: int  # by delattr and setattr, in every forward
 SET_BYPASSING: int  # in its dicts, in __dict__ always
@@ -147,7 +147,7 @@ class Handle:
         shapes: tuple[torch.Size, ...],
         strides: tuple[tuple[int, ...] | None, ...],  # None for a contiguous parameter
         # (parameter, module, name, SET_...): each parameter once in order, then shared
-        slots: list[tuple[int, nn.Module, str, int]],
+        param_views: list[tuple[int, nn.Module, str, int]],
         process_group: ProcessGroup,
         replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
         node_group: ProcessGroup
@@ -205,7 +205,7 @@ class Handle:
         """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at
         construction, and after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound.
         Gradients follow."""
-    def set_layer_calls(self, calls: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
+    def set_call_guards(self, calls: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
         """Have layers, each given by its ``__dict__``, make these calls while they would compute with sharded
         parameters. A layer that the user has compiled is left alone. TypeError when called twice."""
     def call_layers_directly(self) -> None:
@@ -313,7 +313,7 @@ class Unit:
         """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs
         one."""
     def handle_to_prefetch(self, training_state: int, /) -> Handle | None:
-        """The handle that is gathered ahead while this unit's is in ``training_state``, or None."""
+        """The handle that is prefetched while this unit's is in ``training_state``, or None."""
     def set_summoning(self, summoning: bool, /) -> None:
         """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it
         otherwise."""
@@ -332,9 +332,7 @@ class Runtime:
         bool  # writable: check_backward is called at the end of the next backward, which sets it to False
     )
     handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
-    _backward_prefetch_limit: (
-        int  # writable, for the clients that write them: units gathered ahead of the current one
-    )
+    _backward_prefetch_limit: int  # writable, for the clients that write them: units prefetched
     _forward_prefetch_limit: int
     def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
         """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's

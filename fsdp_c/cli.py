@@ -153,10 +153,10 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward-prefetch", choices=PREFETCHES, default="pre", help=DEFAULT)
     parser.add_argument("--forward-prefetch", action="store_true", help="(default: False)")
     parser.add_argument(
-        "--backward-prefetch-limit", type=int, default=1, metavar="N", help=f"units gathered ahead {DEFAULT}"
+        "--backward-prefetch-limit", type=int, default=1, metavar="N", help=f"units prefetched {DEFAULT}"
     )
     parser.add_argument(
-        "--forward-prefetch-limit", type=int, default=1, metavar="N", help=f"units gathered ahead {DEFAULT}"
+        "--forward-prefetch-limit", type=int, default=1, metavar="N", help=f"units prefetched {DEFAULT}"
     )
     parser.add_argument(
         "--reshard-after-forward",

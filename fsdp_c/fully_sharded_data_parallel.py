@@ -163,7 +163,7 @@ class FullyShardedDataParallel(ShardedModule):
             else the current accelerator, else the CPU.
         sync_module_states: broadcast parameters and buffers from the group's rank 0 first.
         forward_prefetch: gather the next unit, in the order of the first forward, while this one computes.
-        limit_all_gathers: let at most two units be gathered ahead of the device.
+        limit_all_gathers: let the host be at most two gathers ahead of the device.
         use_orig_params: show the original parameters (as 1-D parts of the shard) instead of the flat one.
         ignored_states: all modules or all parameters to leave alone.
         device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid

@@ -43,7 +43,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 3_830,
     "csrc/torch": 3_720,
     "csrc/collective": 360,
-    "csrc/handle": 5_460,
+    "csrc/handle": 5_480,
     "csrc/runtime": 6_030,
     "csrc/python": 1_850,
     "fsdp_c": 22_520,

@@ -84,7 +84,7 @@ int flat_param_init(struct flat_param *param, const struct handle_spec *spec, in
     param->num_params = spec->layout->num_params;
     param->shapes = Py_NewRef(spec->shapes);
     param->strides = Py_NewRef(spec->strides);
-    param->slots = Py_NewRef(spec->slots);
+    param->param_views = Py_NewRef(spec->param_views);
     param->strategy = (enum sharding_strategy)spec->strategy;
     param->sharded = param->strategy != NO_SHARD;
     param->use_orig_params = spec->use_orig_params;
@@ -114,14 +114,14 @@ void flat_param_fini(struct flat_param *param) {
     Py_CLEAR(param->params);
     Py_CLEAR(param->shapes);
     Py_CLEAR(param->strides);
-    Py_CLEAR(param->slots);
+    Py_CLEAR(param->param_views);
     Py_CLEAR(param->device);
 }
 
 int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg) {
     Py_VISIT(param->tensor);
     Py_VISIT(param->params);
-    Py_VISIT(param->slots);
+    Py_VISIT(param->param_views);
     return 0;
 }
 
@@ -149,7 +149,7 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
     if (fqn)
         return fqn;
     PyErr_Clear();
-    return PySequence_GetItem(PyList_GetItem(param->slots, index), 2);
+    return PySequence_GetItem(PyList_GetItem(param->param_views, index), 2);
 }
 
 /* ---- views ---- */

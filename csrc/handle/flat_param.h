@@ -40,8 +40,9 @@ struct flat_param {
     int64_t num_params;
     PyObject *shapes, *strides;       /* owned; tuples; a stride entry is None for a contiguous parameter */
     struct param_shape *param_shapes; /* owned; the same as integers */
-    PyObject *slots; /* owned; list of (param, module, name, setting): a parameter's own name comes first */
-    int64_t op_id;   /* by which torch.ops.fsdp_c find the handle */
+    PyObject
+        *param_views; /* owned; list of (param, module, name, setting): a parameter's own name comes first */
+    int64_t op_id;    /* by which torch.ops.fsdp_c find the handle */
 
     enum sharding_strategy strategy;
     bool sharded; /* not NO_SHARD */
@@ -60,7 +61,7 @@ struct handle_spec {
     const struct flat_layout *layout;
     PyObject *layout_owner; /* the object that owns the layout's arrays */
     PyObject *flat_param, *params /* or None */, *shapes, *strides,
-        *slots /* list of (param, module, name, setting) */;
+        *param_views /* list of (param, module, name, setting) */;
     PyObject *process_group, *replicate_group /* or None */, *node_group /* or None */, *device, *param_dtype,
         *reduce_dtype, *name;
     PyObject *flat_param_owner; /* the dict where it is registered, or None */

@@ -75,15 +75,15 @@ int handle_alloc_unsharded(struct handle *handle) {
 static int detach_views(struct handle *handle, bool shows) {
     if (storage_detach_views(&handle->storage) < 0)
         return -1;
-    slots_forget_wrapped(&handle->slots);
+    param_views_forget_wrapped(&handle->param_views);
     if (!shows)
         return 0;
-    return slots_show_nothing(&handle->slots) < 0 ? -1 : handle_show_views(handle);
+    return param_views_show_nothing(&handle->param_views) < 0 ? -1 : handle_show_views(handle);
 }
 
 /* A module that keeps a view with its node keeps the whole unit for ever: one failure is not the end. */
 int handle_detach_views(struct handle *handle) {
-    bool shows = handle->slots.shown == SHOWN_VIEWS;
+    bool shows = handle->param_views.shown == SHOWN_VIEWS;
     if (detach_views(handle, shows) == 0)
         return 0;
     PyErr_Clear();
@@ -92,23 +92,24 @@ int handle_detach_views(struct handle *handle) {
 
 /* ---- precision ---- */
 
-/* The slots let go of the views; without original parameters they show those of the copy that is in use
+/* The modules let go of the views; without original parameters they show those of the copy that is in use
  * then. */
 static int hide_views(struct handle *handle) {
-    if (handle->slots.shown != SHOWN_VIEWS)
+    if (handle->param_views.shown != SHOWN_VIEWS)
         return 0;
-    return handle->param.use_orig_params ? handle_show_sharded(handle) : slots_show_nothing(&handle->slots);
+    return handle->param.use_orig_params ? handle_show_sharded(handle)
+                                         : param_views_show_nothing(&handle->param_views);
 }
 
 int handle_use_precision(struct handle *handle, enum precision precision) {
     if (storage_precision(&handle->storage) == precision)
         return 0;
-    bool shows_views = handle->slots.shown == SHOWN_VIEWS && !handle->param.use_orig_params;
+    bool shows_views = handle->param_views.shown == SHOWN_VIEWS && !handle->param.use_orig_params;
     if (storage_reshard(&handle->storage, true) < 0 || hide_views(handle) < 0)
         return -1;
     if (storage_use_copy(&handle->storage, precision) < 0)
         return -1;
-    slots_forget_wrapped(&handle->slots);
+    param_views_forget_wrapped(&handle->param_views);
     return shows_views ? handle_show_views(handle) : 0;
 }
 

@@ -90,16 +90,16 @@ struct handle *handle_table_find(int64_t id) {
 static void zero(struct handle *handle) {
     memset(handle, 0, sizeof *handle);
     storage_bind(&handle->storage, &handle->param);
-    slots_bind(&handle->slots, &handle->param);
+    param_views_bind(&handle->param_views, &handle->param);
     gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->attributes);
-    writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
-                   &handle->training_state);
+    writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->param_views,
+                   &handle->gradients, &handle->training_state);
 }
 
 static int init_components(struct handle *handle, const struct handle_spec *spec) {
     int64_t op_id = handle_table_add(handle);
     if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
-        storage_init(&handle->storage, spec) < 0 || slots_init(&handle->slots, spec) < 0)
+        storage_init(&handle->storage, spec) < 0 || param_views_init(&handle->param_views, spec) < 0)
         return -1;
     gradients_init(&handle->gradients, spec);
     handle->summon.flat_param_owner =
@@ -119,10 +119,10 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
 void handle_fini(struct handle *handle) {
     gradients_fini(&handle->gradients);
     storage_fini(&handle->storage);
-    slots_fini(&handle->slots);
+    param_views_fini(&handle->param_views);
     handle_table_remove(handle->param.op_id);
     attributes_fini(&handle->attributes);
-    layer_calls_fini(&handle->layer_calls);
+    call_guards_fini(&handle->call_guards);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
@@ -138,9 +138,9 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     if (!result)
         result = storage_visit(&handle->storage, visit, arg);
     if (!result)
-        result = slots_visit(&handle->slots, visit, arg);
+        result = param_views_visit(&handle->param_views, visit, arg);
     if (!result)
-        result = layer_calls_visit(&handle->layer_calls, visit, arg);
+        result = call_guards_visit(&handle->call_guards, visit, arg);
     return result ? result : gradients_visit(&handle->gradients, visit, arg);
 }
 
@@ -150,7 +150,9 @@ int handle_init_shard(struct handle *handle) {
     handle->ready = false;
     if (storage_read_shard(&handle->storage) < 0)
         return -1;
-    return handle->param.params ? slots_point_params_at(&handle->slots, handle->storage.local_shard) : 0;
+    return handle->param.params
+               ? param_views_point_params_at(&handle->param_views, handle->storage.local_shard)
+               : 0;
 }
 
 int handle_lazy_init(struct handle *handle) {
@@ -158,7 +160,7 @@ int handle_lazy_init(struct handle *handle) {
         return -1;
     if (handle_init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
-    slots_forget_wrapped(&handle->slots);
+    param_views_forget_wrapped(&handle->param_views);
     if (gradients_lazy_init(&handle->gradients) < 0)
         return -1;
     handle->ready = true;
@@ -176,7 +178,7 @@ int handle_publish(struct handle *handle) {
 
 static int follow_other_data(struct handle *handle) {
     writeback_note_copied(&handle->writeback);
-    if (!handle->param.use_orig_params && slots_show_nothing(&handle->slots) < 0)
+    if (!handle->param.use_orig_params && param_views_show_nothing(&handle->param_views) < 0)
         return -1;
     if (handle_lazy_init(handle) < 0)
         return -1;
@@ -227,7 +229,7 @@ int handle_leave(struct handle *handle) {
 }
 
 int handle_follow(struct handle *handle) {
-    if (slots_show_nothing(&handle->slots) < 0)
+    if (param_views_show_nothing(&handle->param_views) < 0)
         return -1;
     if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
         return -1;

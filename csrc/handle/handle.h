@@ -1,9 +1,9 @@
 /* One flat parameter with all that belongs to it. The components own their state; what takes several of them
  * is a sequence here.
  *
- *   flat_param  what it is                storage    shard and unsharded parameters   slots  what the modules
+ *   flat_param  what it is                storage    shard and unsharded parameters   param_views  what the modules
  * show attributes  what outside code reads   gradients  from autograd to .grad           writeback  what the
- * user did to both layer_calls what layers do meanwhile when they are called past their unit
+ * user did to both call_guards what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
  * `training_state` says who is using the unit, and is written by one function (states.c) against a table of
@@ -13,10 +13,10 @@
 #define FSDP_HANDLE_HANDLE_H
 
 #include "handle/attributes.h"
+#include "handle/call_guards.h"
 #include "handle/flat_param.h"
 #include "handle/gradients.h"
-#include "handle/layer_calls.h"
-#include "handle/slots.h"
+#include "handle/param_views.h"
 #include "handle/storage.h"
 #include "handle/training_state.h"
 #include "handle/writeback.h"
@@ -35,11 +35,11 @@ struct summon {
 struct handle {
     struct flat_param param;
     struct storage storage;
-    struct slots slots;
+    struct param_views param_views;
     struct attributes attributes;
     struct gradients gradients;
     struct writeback writeback;
-    struct layer_calls layer_calls;
+    struct call_guards call_guards;
     struct summon summon;
     enum training_state training_state;
     bool ready;
@@ -119,7 +119,7 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 int handle_detach_views(struct handle *handle);
 
 static inline int handle_show_views(struct handle *handle) {
-    return slots_show_views(&handle->slots, handle->storage.copy->views);
+    return param_views_show_views(&handle->param_views, handle->storage.copy->views);
 }
 
 /* In a training step, of which there are many. */
@@ -130,21 +130,23 @@ static inline bool handle_is_trained(const struct handle *handle) {
 }
 
 static inline int handle_show_sharded(struct handle *handle) {
-    int result = slots_show_sharded(&handle->slots, handle->storage.local_shard, handle->storage.copy->views);
-    return result ? result : layer_calls_place(&handle->layer_calls, handle_is_trained(handle));
+    int result = param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
+                                          handle->storage.copy->views);
+    return result ? result : call_guards_place(&handle->call_guards, handle_is_trained(handle));
 }
 
 /* A layer that is called now computes with sharded parameters. */
 static inline bool handle_shows_sharded(const struct handle *handle) {
-    bool freed = handle->storage.param_state == PARAM_SHARDED && handle->slots.shown != SHOWN_FULL_PARAMS;
-    return handle->param.sharded && (freed || handle->slots.shown == SHOWN_SHARDED);
+    bool freed =
+        handle->storage.param_state == PARAM_SHARDED && handle->param_views.shown != SHOWN_FULL_PARAMS;
+    return handle->param.sharded && (freed || handle->param_views.shown == SHOWN_SHARDED);
 }
 
-/* `calls` of its layers, see layer_calls.h. 0 or -1. */
-static inline int handle_set_layer_calls(struct handle *handle, PyObject *calls) {
-    if (layer_calls_init(&handle->layer_calls, calls) < 0)
+/* `calls` of its layers, see call_guards.h. 0 or -1. */
+static inline int handle_set_call_guards(struct handle *handle, PyObject *calls) {
+    if (call_guards_init(&handle->call_guards, calls) < 0)
         return -1;
-    return handle_shows_sharded(handle) ? layer_calls_place(&handle->layer_calls, false) : 0;
+    return handle_shows_sharded(handle) ? call_guards_place(&handle->call_guards, false) : 0;
 }
 
 /* Do modules show the views between a forward and its backward (C-091)? */
@@ -159,7 +161,7 @@ static inline int handle_take_over_views(struct handle *handle) {
     bool in_backward =
         handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
     bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
-    if (!expected || handle->storage.copy->is_local || handle->slots.shown != SHOWN_VIEWS ||
+    if (!expected || handle->storage.copy->is_local || handle->param_views.shown != SHOWN_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
     return writeback_take_over_views(&handle->writeback) < 0 ? -1 : 0;
@@ -181,13 +183,13 @@ static inline int handle_take_over_writes(struct handle *handle) {
 /* No backward comes for which views would stay. 0 or -1. */
 static inline int handle_hide_views(struct handle *handle) {
     if (!handle->param.use_orig_params || handle->training_state != USE_IDLE ||
-        handle->slots.shown != SHOWN_VIEWS)
+        handle->param_views.shown != SHOWN_VIEWS)
         return 0;
     return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
 }
 
 static inline int handle_wrap_views(struct handle *handle) {
-    return slots_wrap_views(&handle->slots, handle->storage.copy->views);
+    return param_views_wrap_views(&handle->param_views, handle->storage.copy->views);
 }
 
 /* What the user did to gradients since the last step. 0 or -1. */

@@ -2,7 +2,7 @@
  * What holds of them meanwhile, for those without states as well. */
 #include "handle/gradients.h"
 #include "handle/handle.h"
-#include "handle/slots.h"
+#include "handle/param_views.h"
 #include "handle/storage.h"
 #include "handle/unit_error.h"
 #include "torch/names.h"
@@ -54,7 +54,7 @@ void storage_check(const struct storage *storage) {
 #endif
 }
 
-/* ---- what the slots show ---- */
+/* ---- what the param_views show ---- */
 
 static const bool shown_allowed[SHOWN_KINDS][SHOWN_KINDS] = {
     [SHOWN_NOTHING] = {[SHOWN_NOTHING] = true, /* failed half-way, and tried again */
@@ -68,19 +68,19 @@ static const bool shown_allowed[SHOWN_KINDS][SHOWN_KINDS] = {
 
 static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEWS", "FULL_PARAMS"};
 
-int slots_set_shown(struct slots *slots, enum shown shown) {
-    if (!shown_allowed[slots->shown][shown])
-        return refuse(slots->param, shown_names[slots->shown], shown_names[shown], "");
-    slots->shown = shown;
-    CHECKED(slots_check(slots));
+int param_views_set_shown(struct param_views *param_views, enum shown shown) {
+    if (!shown_allowed[param_views->shown][shown])
+        return refuse(param_views->param, shown_names[param_views->shown], shown_names[shown], "");
+    param_views->shown = shown;
+    CHECKED(param_views_check(param_views));
     return 0;
 }
 
-void slots_check(const struct slots *slots) {
-    (void)slots; /* without FSDP_C_CHECK */
-    INVARIANT(slots->count >= slots->param->num_params);
-    INVARIANT(slots->shown != SHOWN_SHARDED || slots->param->use_orig_params);
-    INVARIANT(!slots->wrapped_views || slots->wrap_views);
+void param_views_check(const struct param_views *param_views) {
+    (void)param_views; /* without FSDP_C_CHECK */
+    INVARIANT(param_views->count >= param_views->param->num_params);
+    INVARIANT(param_views->shown != SHOWN_SHARDED || param_views->param->use_orig_params);
+    INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
 }
 
 /* ---- what `.grad` holds between backwards ---- */
@@ -180,7 +180,7 @@ void flat_param_check(const struct flat_param *param) {
     INVARIANT(param->layout.num_params == param->num_params);
     INVARIANT(PyTuple_Size(param->shapes) == param->num_params &&
               PyTuple_Size(param->strides) == param->num_params);
-    INVARIANT(PyList_Size(param->slots) >= param->num_params);
+    INVARIANT(PyList_Size(param->param_views) >= param->num_params);
     INVARIANT(param->use_orig_params == (param->params != NULL));
     INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
 }
@@ -201,7 +201,7 @@ void writeback_check(const struct writeback *writeback) {
               (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
 }
 
-void layer_calls_check(const struct layer_calls *layers) {
+void call_guards_check(const struct call_guards *layers) {
     (void)layers;
     for (int64_t i = 0; layers->placed && i < layers->count; i++)
         INVARIANT(layers->all[i].compiled ||
@@ -210,15 +210,16 @@ void layer_calls_check(const struct layer_calls *layers) {
 
 void handle_check(const struct handle *handle) {
     (void)handle;
-    INVARIANT(handle->storage.param == &handle->param && handle->slots.param == &handle->param);
+    INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
     INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
-    INVARIANT(handle->writeback.storage == &handle->storage && handle->writeback.slots == &handle->slots);
+    INVARIANT(handle->writeback.storage == &handle->storage &&
+              handle->writeback.param_views == &handle->param_views);
     INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
     flat_param_check(&handle->param);
     storage_check(&handle->storage);
-    slots_check(&handle->slots);
+    param_views_check(&handle->param_views);
     attributes_check(&handle->attributes, &handle->storage);
     gradients_check(&handle->gradients);
     writeback_check(&handle->writeback);
-    layer_calls_check(&handle->layer_calls);
+    call_guards_check(&handle->call_guards);
 }

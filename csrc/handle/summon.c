@@ -75,11 +75,12 @@ static int copy_to(PyObject *tensor, PyObject *source) {
 
 /* A Parameter whose data the user replaced is copied to where its data was. */
 static int settle_replaced(struct handle *handle, PyObject *views, int64_t param) {
-    PyObject *value = slots_value(&handle->slots, param), *view = PyTuple_GetItem(views, param), *data;
+    PyObject *value = param_views_value(&handle->param_views, param), *view = PyTuple_GetItem(views, param),
+             *data;
     struct tensor_view is, was;
     if (!value)
         return PyErr_Occurred() ? -1 : 0;
-    value = slots_local_value(&handle->slots, value);
+    value = param_views_local_value(&handle->param_views, value);
     if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
         return -1;
     if (is.data == was.data || !(data = torch_data(value)))
@@ -163,7 +164,7 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
     handle->summon.writeback = writeback;
     ref_set(&handle->summon.full, full);
     if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) == 0 && hide_flat_param(handle) == 0 &&
-        slots_show_full_params(&handle->slots, full) == 0)
+        param_views_show_full_params(&handle->param_views, full) == 0)
         return 0;
     settle_debt(handle, leave, -1);
     handle_set_training_state(handle, USE_IDLE);
@@ -266,7 +267,7 @@ int handle_summon_grads(struct handle *handle) {
         return -1;
     int result = gradients_show_full_grad(&handle->gradients, full);
     if (!result && full != Py_None)
-        result = slots_show_wrapped_grads(&handle->slots, full);
+        result = param_views_show_wrapped_grads(&handle->param_views, full);
     ref_set(&handle->summon.grad, full);
     return result;
 }

@@ -6,11 +6,11 @@
 #include "torch/tensor.h"
 
 void writeback_bind(struct writeback *writeback, const struct flat_param *param,
-                    const struct storage *storage, const struct slots *slots, struct gradients *gradients,
-                    const enum training_state *use) {
+                    const struct storage *storage, const struct param_views *param_views,
+                    struct gradients *gradients, const enum training_state *use) {
     writeback->param = param;
     writeback->storage = storage;
-    writeback->slots = slots;
+    writeback->param_views = param_views;
     writeback->gradients = gradients;
     writeback->use = use;
 }
@@ -108,7 +108,7 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
 }
 
 static int take_back_param(struct writeback *writeback, int64_t param) {
-    PyObject *value = slots_value(writeback->slots, param);
+    PyObject *value = param_views_value(writeback->param_views, param);
     struct tensor_view view;
     if (!value)
         return PyErr_Occurred() ? -1 : 0; /* deregistered */
@@ -155,7 +155,7 @@ static int check_unheld(struct writeback *writeback, int64_t param, PyObject *va
 /* A new object is seen at once, new data of the same object in one parameter per gather, in turn: most
  * parameters lie elsewhere, and asking each for its size would be a third of the host work of a step. */
 static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
-    PyObject *value = slots_value(writeback->slots, param);
+    PyObject *value = param_views_value(writeback->param_views, param);
     if (!value)
         return PyErr_Occurred() ? -1 : 0; /* deregistered */
     if (!in_turn && value == PyList_GetItem(writeback->param->params, param))
@@ -174,7 +174,7 @@ static int64_t next_unheld(struct writeback *writeback) {
 }
 
 int writeback_check_unheld(struct writeback *writeback) {
-    if (!writeback->param->use_orig_params || writeback->slots->shown != SHOWN_SHARDED ||
+    if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_SHARDED ||
         writeback->param->skip_writeback_check)
         return 0;
     for (int64_t i = 0; i < writeback->param->num_params; i++)
@@ -185,22 +185,23 @@ int writeback_check_unheld(struct writeback *writeback) {
 
 /* ---- all parameters ---- */
 
-static int check_shared(struct writeback *writeback, const struct slot *slot) {
-    PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
-    const struct slot *primary = &writeback->slots->all[slot->param];
+static int check_shared(struct writeback *writeback, const struct param_view *param_view) {
+    PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
+    const struct param_view *primary = &writeback->param_views->all[param_view->param];
     if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
         return PyErr_Occurred() ? -1 : 0;
     PyObject *infos = PyObject_GetAttrString(writeback->param->tensor, "_shared_param_infos");
-    PyObject *info =
-        infos ? PySequence_GetItem(infos, slot - writeback->slots->all - writeback->param->num_params) : NULL;
+    PyObject *info = infos ? PySequence_GetItem(infos, param_view - writeback->param_views->all -
+                                                           writeback->param->num_params)
+                           : NULL;
     PyObject *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
-    PyObject *fqn = where ? flat_param_fqn(writeback->param, slot->param) : NULL;
+    PyObject *fqn = where ? flat_param_fqn(writeback->param, param_view->param) : NULL;
     if (fqn)
         PyErr_Format(
             PyExc_NotImplementedError,
             "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were "
             "one when the unit was wrapped and are two now. Untie parameters before wrapping.",
-            (long long)writeback->param->layout.rank, writeback->param->name, fqn, slot->name, where);
+            (long long)writeback->param->layout.rank, writeback->param->name, fqn, param_view->name, where);
     Py_XDECREF(infos);
     Py_XDECREF(info);
     Py_XDECREF(where);
@@ -210,7 +211,7 @@ static int check_shared(struct writeback *writeback, const struct slot *slot) {
 
 /* Sharded parameters as the user left them go into the shard that they were shown from. */
 int writeback_take_over_params(struct writeback *writeback) {
-    if (!writeback->param->use_orig_params || writeback->slots->shown != SHOWN_SHARDED ||
+    if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_SHARDED ||
         writeback->param->skip_writeback_check)
         return 0;
     int64_t turn = next_unheld(writeback);
@@ -218,8 +219,8 @@ int writeback_take_over_params(struct writeback *writeback) {
         if ((is_held(writeback, i) ? take_back_param(writeback, i)
                                    : look_at_unheld(writeback, i, i == turn)) < 0)
             return -1;
-    for (int64_t i = writeback->param->num_params; i < writeback->slots->count; i++)
-        if (check_shared(writeback, &writeback->slots->all[i]) < 0)
+    for (int64_t i = writeback->param->num_params; i < writeback->param_views->count; i++)
+        if (check_shared(writeback, &writeback->param_views->all[i]) < 0)
             return -1;
     return 0;
 }
@@ -335,8 +336,8 @@ int writeback_take_over_writes(struct writeback *writeback) {
 
 /* ---- views that are replaced ---- */
 
-static int refuse_changed_view(struct writeback *writeback, const struct slot *slot) {
-    PyObject *fqn = flat_param_fqn(writeback->param, slot->param);
+static int refuse_changed_view(struct writeback *writeback, const struct param_view *param_view) {
+    PyObject *fqn = flat_param_fqn(writeback->param, param_view->param);
     PyErr_Format(PyExc_AssertionError,
                  "FSDP does not support changing the parameters between forward and backward for strategies "
                  "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
@@ -347,24 +348,24 @@ static int refuse_changed_view(struct writeback *writeback, const struct slot *s
 }
 
 int writeback_check_views(struct writeback *writeback) {
-    if (!writeback->param->use_orig_params || writeback->slots->shown != SHOWN_VIEWS ||
+    if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_VIEWS ||
         writeback->param->skip_writeback_check)
         return 0;
     const char *full = writeback->storage->copy->is_local ? writeback->storage->local_view.data
                                                           : writeback->storage->copy->full.view.data;
-    for (int64_t i = 0; i < writeback->slots->count; i++) {
-        const struct slot *slot = &writeback->slots->all[i];
-        PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
-        int64_t offset = layout_param_offset(&writeback->param->layout, slot->param);
+    for (int64_t i = 0; i < writeback->param_views->count; i++) {
+        const struct param_view *param_view = &writeback->param_views->all[i];
+        PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
+        int64_t offset = layout_param_offset(&writeback->param->layout, param_view->param);
         struct tensor_view view;
         if (!value && PyErr_Occurred())
             return -1;
-        if (!value || !layout_param_numel(&writeback->param->layout, slot->param))
+        if (!value || !layout_param_numel(&writeback->param->layout, param_view->param))
             continue;
-        if (tensor_view_of(slots_local_value(writeback->slots, value), &view) < 0)
+        if (tensor_view_of(param_views_local_value(writeback->param_views, value), &view) < 0)
             return -1;
         if ((const char *)view.data != full + offset * dtype_nbytes(writeback->storage->copy->kind))
-            return refuse_changed_view(writeback, slot);
+            return refuse_changed_view(writeback, param_view);
     }
     return 0;
 }

@@ -1,7 +1,7 @@
 /* What the user did to a unit's parameters and gradients between steps, and is taken over before the next
  * gather (C-130 to C-136).
  *
- * Invariant: after writeback_take_over_params the Parameters that the slots show lie in the shard, and are
+ * Invariant: after writeback_take_over_params the Parameters that modules show lie in the shard, and are
  * the objects in `params`; after writeback_collect_grads the flat parameter's gradient is made of theirs.
  * Both are taken over only while the storage is SHARDED, and what was written to views only while it is
  * UNSHARDED. */
@@ -9,13 +9,13 @@
 #define FSDP_HANDLE_WRITEBACK_H
 
 #include "handle/gradients.h"
-#include "handle/slots.h"
+#include "handle/param_views.h"
 #include "handle/training_state.h"
 
 struct writeback {
-    const struct flat_param *param; /* borrowed, as all of these */
-    const struct storage *storage;  /* what was edited belongs here */
-    const struct slots *slots;      /* what was edited is found here */
+    const struct flat_param *param;        /* borrowed, as all of these */
+    const struct storage *storage;         /* what was edited belongs here */
+    const struct param_views *param_views; /* what was edited is found here */
     struct gradients *gradients;
     const enum training_state *use; /* who is using the unit, for messages */
 
@@ -30,8 +30,8 @@ struct writeback {
 };
 
 void writeback_bind(struct writeback *writeback, const struct flat_param *param,
-                    const struct storage *storage, const struct slots *slots, struct gradients *gradients,
-                    const enum training_state *use);
+                    const struct storage *storage, const struct param_views *param_views,
+                    struct gradients *gradients, const enum training_state *use);
 
 void writeback_check(const struct writeback *writeback); /* the invariant, where FSDP_C_CHECK is defined */
 

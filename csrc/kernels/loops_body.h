@@ -40,7 +40,7 @@
 /* Whole vectors, and then what is left. The cache lines that come next, above all those to be written, are
  * asked for in time: from memory beyond the caches this beats memcpy. A prefetch past the end does
  * nothing. */
-enum { AHEAD_NUMEL = 512 };
+enum { PREFETCH_NUMEL = 512 };
 
 /* Keeps the compiler from making vectors of what is too short for one, which would be most of the code. */
 static inline bool one_by_one(void) {
@@ -52,16 +52,16 @@ static inline bool one_by_one(void) {
     int64_t i = 0;                                                                                           \
     ELEMENTWISE for (; i + FLOATS <= numel; i += FLOATS)
 #define OVER_REST for (; i < numel && one_by_one(); i++)
-#define ASK_AHEAD                                                                                            \
-    PREFETCH(source + i + AHEAD_NUMEL, 0);                                                                   \
-    PREFETCH(target + i + AHEAD_NUMEL, 1)
+#define PREFETCH_BOTH                                                                                        \
+    PREFETCH(source + i + PREFETCH_NUMEL, 0);                                                                \
+    PREFETCH(target + i + PREFETCH_NUMEL, 1)
 
 #define DEFINE_CAST(to, from)                                                                                \
     static void to##_cast_##from(void *output, const void *input, int64_t numel) {                           \
         to *target = output;                                                                                 \
         const from *source = input;                                                                          \
         OVER_VECTORS {                                                                                       \
-            ASK_AHEAD;                                                                                       \
+            PREFETCH_BOTH;                                                                                   \
             floats_store_##to(target + i, floats_load_##from(source + i));                                   \
         }                                                                                                    \
         OVER_REST {                                                                                          \
@@ -74,7 +74,7 @@ static inline bool one_by_one(void) {
         to *target = accumulator;                                                                            \
         const from *source = input;                                                                          \
         OVER_VECTORS {                                                                                       \
-            ASK_AHEAD;                                                                                       \
+            PREFETCH_BOTH;                                                                                   \
             floats addends = floats_##to##_from_##from(floats_load_##from(source + i));                      \
             floats_store_##to(target + i, floats_load_##to(target + i) + addends);                           \
         }                                                                                                    \
@@ -91,7 +91,7 @@ static inline bool one_by_one(void) {
         const float operand = (float)number;                                                                 \
         const floats operands = floats_of(operand);                                                          \
         OVER_VECTORS {                                                                                       \
-            ASK_AHEAD;                                                                                       \
+            PREFETCH_BOTH;                                                                                   \
             floats values = floats_##to##_from_##from(floats_load_##from(source + i));                       \
             floats_store_##to(target + i, values operator operands);                                         \
         }                                                                                                    \
@@ -106,7 +106,7 @@ static inline bool one_by_one(void) {
         const float operand = (float)number;                                                                 \
         const floats operands = floats_of(operand);                                                          \
         OVER_VECTORS {                                                                                       \
-            ASK_AHEAD;                                                                                       \
+            PREFETCH_BOTH;                                                                                   \
             floats results = floats_round_##from(floats_load_##from(source + i) operator operands);          \
             floats addends = floats_##to##_from_##from(results);                                             \
             floats_store_##to(target + i, floats_load_##to(target + i) + addends);                           \
@@ -175,7 +175,7 @@ static bool any_is_nan(floats values) {
         floats zeros = floats_of(0.0f);                                                                      \
         float zero = 0.0f;                                                                                   \
         OVER_VECTORS {                                                                                       \
-            ASK_AHEAD;                                                                                       \
+            PREFETCH_BOTH;                                                                                   \
             floats values = floats_load_##type(source + i);                                                  \
             zeros = floats_add_product(zeros, values, floats_of(0.0f));                                      \
             floats_store_##type(target + i, values * factors);                                               \
@@ -264,10 +264,10 @@ DEFINE_SINGLE(float16)
     static void type##_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {    \
         ADAMW_NUMBERS(type, float);                                                                          \
         OVER_VECTORS {                                                                                       \
-            PREFETCH(params + i + AHEAD_NUMEL, 1);                                                           \
-            PREFETCH(grads + i + AHEAD_NUMEL, 0);                                                            \
-            PREFETCH(averages + i + AHEAD_NUMEL, 1);                                                         \
-            PREFETCH(squares + i + AHEAD_NUMEL, 1);                                                          \
+            PREFETCH(params + i + PREFETCH_NUMEL, 1);                                                        \
+            PREFETCH(grads + i + PREFETCH_NUMEL, 0);                                                         \
+            PREFETCH(averages + i + PREFETCH_NUMEL, 1);                                                      \
+            PREFETCH(squares + i + PREFETCH_NUMEL, 1);                                                       \
             ADAMW_STEP(floats, floats_of, floats_load_##type, floats_store_##type, floats_fused,             \
                        floats_root, floats_larger);                                                          \
         }                                                                                                    \

@@ -32,7 +32,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "params",
                             "shapes",
                             "strides",
-                            "slots",
+                            "param_views",
                             "process_group",
                             "replicate_group",
                             "node_group",
@@ -61,7 +61,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
     }
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "OOOO!O!O!OOOOOOUOUOippppddp", names, &layout, &spec.flat_param, &spec.params,
-            &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots,
+            &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.param_views,
             &spec.process_group, &spec.replicate_group, &spec.node_group, &spec.device, &spec.param_dtype,
             &spec.reduce_dtype, &spec.name, &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views,
             &spec.strategy, &orig, &keep, &skip, &verbose, &spec.predivide, &spec.postdivide, &offload))
@@ -181,19 +181,19 @@ static PyObject *leave_shard(PyObject *self, PyObject *unused) {
     return call(self, handle_leave);
 }
 
-static PyObject *set_layer_calls(PyObject *self, PyObject *calls) {
+static PyObject *set_call_guards(PyObject *self, PyObject *calls) {
     struct handle *handle = made(self);
     if (!handle)
         return NULL;
-    if (PyList_Check(calls) && !handle->layer_calls.count)
-        return none_or_error(handle_set_layer_calls(handle, calls));
-    PyErr_SetString(PyExc_TypeError, "set_layer_calls takes a list, once");
+    if (PyList_Check(calls) && !handle->call_guards.count)
+        return none_or_error(handle_set_call_guards(handle, calls));
+    PyErr_SetString(PyExc_TypeError, "set_call_guards takes a list, once");
     return NULL;
 }
 
 static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
     struct handle *handle = made(self);
-    return none_or_error(handle ? layer_calls_remove(&handle->layer_calls) : -1);
+    return none_or_error(handle ? call_guards_remove(&handle->call_guards) : -1);
 }
 
 static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
@@ -321,7 +321,7 @@ static PyMethodDef methods[] = {
     {"sharded_grads", sharded_grads, METH_NOARGS, NULL},
     {"leave_shard", leave_shard, METH_NOARGS, NULL},
     {"show_sharded", show_sharded, METH_NOARGS, NULL},
-    {"set_layer_calls", set_layer_calls, METH_O, NULL},
+    {"set_call_guards", set_call_guards, METH_O, NULL},
     {"call_layers_directly", call_layers_directly, METH_NOARGS, NULL},
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},

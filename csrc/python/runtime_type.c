@@ -191,7 +191,7 @@ static int read_limit(PyObject *value, int64_t *limit) {
     if (number < 0) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError,
-                            "a prefetch limit is the number of units to gather ahead, 0 or more");
+                            "a prefetch limit is the number of units to prefetch, 0 or more");
         return -1;
     }
     *limit = number < INT32_MAX ? number : INT32_MAX; /* an index and a limit must not overflow when added */

@@ -44,7 +44,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
         if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 ||
-            layer_calls_remove(&handle->layer_calls) < 0)
+            call_guards_remove(&handle->call_guards) < 0)
             return -1;
     }
     int trainable = is_trainable(unit);

@@ -195,7 +195,7 @@ int unit_gather_and_wait(struct unit *unit) {
 
 int unit_reshard(struct unit *unit, bool free_storage) {
     bool held = unit->handle->storage.param_state != PARAM_SHARDED;
-    if (wait_gathered(unit) < 0) /* gathered ahead for nothing */
+    if (wait_gathered(unit) < 0) /* prefetched for nothing */
         return -1;
     if (unit->runtime->operations->reshard(unit, free_storage) < 0)
         return -1;

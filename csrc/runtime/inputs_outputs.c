@@ -230,12 +230,12 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     return result;
 }
 
-/* Not those that were gathered ahead on the user's word. */
+/* Not those that were prefetched on the user's word. */
 bool unit_shows_views(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
-    return part->handle && handle_leaves_views(part->handle) && part->handle->slots.shown == SHOWN_VIEWS &&
-           unit->phase == PHASE_IDLE && part->handle->training_state == USE_IDLE &&
-           unit->gathered_for != FOR_NEXT_FORWARD;
+    return part->handle && handle_leaves_views(part->handle) &&
+           part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
+           part->handle->training_state == USE_IDLE && unit->gathered_for != FOR_NEXT_FORWARD;
 }
 
 /* The outputs of the last forward are gone, and no backward has come through them. */

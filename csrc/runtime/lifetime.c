@@ -31,7 +31,7 @@ int unit_unshard_for_forward(struct unit *unit) {
     if (unit_keep_secondary_shards(unit) < 0 || optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
-    return unit_prefetch(unit, USE_FORWARD);
+    return unit_prefetch_next(unit, USE_FORWARD);
 }
 
 void unit_expect_backward(struct unit *unit, bool expected) {
@@ -98,7 +98,7 @@ int unit_unshard_for_backward(struct unit *unit) {
     unit_set_prefetched(unit, false);
     if (optional_begin_backward(unit) < 0)
         return -1;
-    return unit_prefetch(unit, USE_BACKWARD_PRE);
+    return unit_prefetch_next(unit, USE_BACKWARD_PRE);
 }
 
 /* What a graph of a backward reads has no gather of its own: it stays for the step's backward. */
@@ -128,7 +128,7 @@ static int reshard_parts(struct unit *unit) {
 int unit_post_backward_reshard(struct unit *unit) {
     if (unit->optional.enclosing)
         return optional_hold(unit);
-    if (reshard_parts(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
+    if (reshard_parts(unit) < 0 || unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }
@@ -179,7 +179,7 @@ int runtime_reshard_units(struct runtime *runtime) {
 
 /* ---- prefetch ---- */
 
-/* Gathering a unit ahead of its turn: in the order of units (D-110 to D-116), or on the user's word. A step
+/* Prefetching a unit: in the order of units (D-110 to D-116), or on the user's word. A step
  * that begins without its root. */
 
 /* ---- in the order of units ---- */
@@ -229,7 +229,7 @@ void unit_set_prefetched(struct unit *unit, bool prefetched) {
         order_place_set_prefetched(&part->place, prefetched);
 }
 
-int unit_gather_ahead(struct unit *candidate, enum training_state state) {
+int unit_prefetch(struct unit *candidate, enum training_state state) {
     if (!can_prefetch(candidate))
         return 0;
     bool in_forward = state == USE_FORWARD;
@@ -243,12 +243,12 @@ int unit_gather_ahead(struct unit *candidate, enum training_state state) {
 
 int unit_prefetch_in_order(struct unit *unit, enum training_state state) {
     for (struct unit *next; (next = unit_next(unit, state)) != NULL;)
-        if (unit_gather_ahead(next, state) < 0)
+        if (unit_prefetch(next, state) < 0)
             return -1;
     return 0;
 }
 
-int unit_prefetch(struct unit *unit, enum training_state state) {
+int unit_prefetch_next(struct unit *unit, enum training_state state) {
     static const enum traced parts[USE_STATES] = {[USE_FORWARD] = TRACED_PRE_FORWARD_PREFETCH,
                                                   [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
                                                   [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
@@ -284,7 +284,7 @@ int unit_unshard(struct unit *unit) {
         return 0;
     if (handle->training_state == USE_SUMMON_FULL_PARAMS) {
         return unit_error(PyExc_RuntimeError, handle->param.layout.rank, unit->name,
-                          "its full parameters are summoned: gather it ahead outside "
+                          "its full parameters are summoned: prefetch it outside "
                           "of summon_full_params");
     }
     if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 ||

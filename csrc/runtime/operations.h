@@ -36,7 +36,7 @@ struct operations {
     int (*reshard)(struct unit *unit, bool free_storage);
     /* _runtime_utils._post_backward_reshard(state, handle) */
     int (*post_backward_reshard)(struct unit *unit);
-    /* _runtime_utils._get_handle_to_prefetch(state, handle): gather ahead what it returns, a handle or
+    /* _runtime_utils._get_handle_to_prefetch(state, handle): prefetch what it returns, a handle or
      * None */
     int (*prefetch)(struct unit *unit, enum training_state state);
     /* ..._register_pre_backward_hooks(state, module, outputs, handle): *outputs become those returned */

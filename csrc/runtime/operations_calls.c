@@ -116,7 +116,7 @@ static int call_prefetch(struct unit *unit, enum training_state state) {
             return -1;
         if (!chosen)
             return 0;
-        if (unit_gather_ahead(chosen, state) < 0)
+        if (unit_prefetch(chosen, state) < 0)
             return -1;
     }
     return 0;

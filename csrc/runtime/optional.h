@@ -12,7 +12,7 @@
  * Between these an optional unit runs as often as it likes and in any order; it sends nothing, and stays
  * gathered. What it does is this rank's own business, so nothing above may depend on it: not on what ran, nor
  * on what requires a gradient. The units inside an optional one are optional too. None is in the order of
- * units (order.h): they are neither gathered ahead nor validated.
+ * units (order.h): they are neither prefetched nor validated.
  *
  * Invariants: an optional unit is in the list of its enclosing unit, which is not optional itself. Outside of
  * a step nothing is open and nothing reached. */

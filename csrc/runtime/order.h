@@ -18,7 +18,7 @@ struct order {
     int64_t num_units, num_pre, num_post;
     int64_t capacity; /* of `post`: a unit can be recorded again */
     int64_t iteration;
-    /* units that are gathered ahead of the current one */
+    /* units that are prefetched */
     int64_t backward_prefetch_limit, forward_prefetch_limit;
     struct order_validation *validation; /* owned; NULL unless the order is validated */
 };
@@ -27,7 +27,7 @@ struct order {
 struct order_place {
     int64_t unit; /* its index */
     int64_t pre_forward, post_forward;
-    bool prefetched; /* gathered ahead, and not used yet */
+    bool prefetched; /* and not used yet */
 };
 
 /* 0, or -1 with MemoryError; order_fini follows in any case */

@@ -4,7 +4,7 @@
  * nothing gathered is left in it, its last reduction reads the same memory. */
 #include "runtime/runtime.h"
 
-/* In use, gathered ahead, and in forward held until its last use is over. */
+/* In use, prefetched, and in forward held until its last use is over. */
 static int64_t units_at_a_time(const struct runtime *runtime) {
     int64_t forward = 2, backward = 1;
     for (int64_t i = 0; i < runtime->num_units; i++) {

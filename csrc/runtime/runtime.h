@@ -83,7 +83,7 @@ int runtime_reshard_units(
 /* stale.c: see [Note: stale parameters] there. 0 or -1 */
 int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
 int runtime_give_back_unused(
-    /* it ends: what was gathered ahead of units that it has not run */
+    /* it ends: what was prefetched for units that it has not run */
     struct runtime *runtime);
 int runtime_note_kept(struct runtime *runtime); /* a backward has ended */
 /* a forward begins: is what that backward has left still good? */

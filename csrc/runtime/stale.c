@@ -2,13 +2,13 @@
 #include "runtime/runtime.h"
 
 /* [Note: stale parameters] A forward may leave gathered what its backward will read: the root, all units of a
- * strategy that does not reshard after forward, what was gathered ahead and not run. The backward may never
+ * strategy that does not reshard after forward, what was prefetched and not run. The backward may never
  * come, and parameters change: by an optimizer, by a state dict that is loaded, by the user's own hand. All
  * of that goes to the shards. A change through `.data` leaves no trace, and ranks that hold nothing of a
  * parameter may be left out of one: so it is not asked whether there was any, as all ranks must gather or
  * none. Each unit knows for which forward it was gathered, and another one gathers anew: forwards are counted
  * where none is on its way yet, on each rank alike. Within one forward a unit that runs again, or that was
- * gathered ahead, is gathered once.
+ * prefetched, is gathered once.
  *
  * What is gathered on the user's word is for the next forward that it runs in. So is what a backward under
  * no_sync keeps, whose use is that nothing is sent: it goes where any parameter of the root, empty or not,

@@ -183,15 +183,15 @@ bool unit_shows_views(struct unit *part);
 
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1,
  * where nothing else is said. */
-/* The unit, the optional ones that belong to it, and ahead what comes after it in the order. It may have no
- * parameters. */
+/* The unit, the optional ones that belong to it, and by prefetching what comes after it in the order. It may
+ * have no parameters. */
 int unit_set_training_state(struct unit *unit, enum training_state state); /* of all its parts */
 int unit_unshard_for_forward(struct unit *unit);
 void unit_expect_backward(struct unit *unit, bool expected);
 int unit_reshard_after_forward(struct unit *unit);
 int unit_unshard_for_backward(struct unit *unit);
-int unit_reshard_in_backward(
-    struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
+/* under no_sync a strategy that keeps parameters stays gathered (D-070) */
+int unit_reshard_in_backward(struct unit *unit);
 /* its backward is over for the optional units that belong to it */
 int unit_reshard_optional(struct unit *around);
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
@@ -200,17 +200,17 @@ int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs
  * The others are amid their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
 
-/* lifetime.c, ahead of its turn. 0 or -1, where nothing else is said */
-/* The unit to gather ahead while `unit` is in `state`, or NULL. */
+/* lifetime.c, prefetching. 0 or -1, where nothing else is said */
+/* The unit to prefetch while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
-/* it was gathered ahead of its turn */
+/* it was prefetched */
 void unit_set_prefetched(struct unit *unit, bool prefetched);
-int unit_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already */
-/* what is to be gathered ahead now */
-int unit_prefetch(struct unit *unit, enum training_state state);
-int unit_prefetch_in_order(struct unit *unit,
-                           enum training_state state); /* as order.h says, unless outside code does */
-/* gather ahead, on the user's word; the module shows the whole parameters */
+int unit_prefetch(struct unit *candidate, enum training_state state); /* unless it is gathered already */
+/* what is to be prefetched now */
+int unit_prefetch_next(struct unit *unit, enum training_state state);
+/* as order.h says, unless outside code does */
+int unit_prefetch_in_order(struct unit *unit, enum training_state state);
+/* prefetch on the user's word; the module shows the whole parameters */
 int unit_unshard(struct unit *unit);
 int unit_wait_unsharded(struct unit *unit); /* computation may use them */
 int unit_begin_step_alone(

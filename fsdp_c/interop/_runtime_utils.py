@@ -65,12 +65,12 @@ def _register_post_backward_hook(state: ShardedModule, handle: FlatParamHandle) 
 
 
 def _get_training_state(handle: FlatParamHandle) -> HandleTrainingState:
-    """What the handle is used for now, which decides what is gathered ahead."""
+    """What the handle is used for now, which decides what is prefetched."""
     return handle._training_state
 
 
 def _get_handle_to_prefetch(state: ShardedModule, current_handle: FlatParamHandle) -> FlatParamHandle | None:
-    """The handle to gather ahead while ``current_handle`` computes, or None."""
+    """The handle to prefetch while ``current_handle`` computes, or None."""
     training_state = _current["_get_training_state"](current_handle)
     found = state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
     return cast("FlatParamHandle | None", found)

@@ -201,7 +201,7 @@ class Occurrences:
         for info in self.infos:
             info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
 
-    def slots(self) -> list[tuple[int, nn.Module, str, int]]:
+    def param_views(self) -> list[tuple[int, nn.Module, str, int]]:
         bypass = os.environ.get("FSDP_USE_UNSAFE_SETATTR", "") == "1"
         places: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(self.infos), *self.shared]
         return [
@@ -369,7 +369,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
                 None if contiguous else stride
                 for stride, contiguous in zip(strides, contiguities, strict=True)
             ),
-            slots=found.slots(),
+            param_views=found.param_views(),
             process_group=process_group,
             replicate_group=replicate_group,
             node_group=node_group,

@@ -42,7 +42,7 @@ else:
 
 
 class PrefetchLimits(Protocol):
-    """How many units are gathered ahead of the one at hand."""
+    """How many units are prefetched."""
 
     _backward_prefetch_limit: int
     _forward_prefetch_limit: int

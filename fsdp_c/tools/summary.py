@@ -73,7 +73,7 @@ class UnitSummary:
     device_type: str  # of the device that computes
     parent: int | None  # which unit is around it, by its place in Summary.units
     offload_params: bool = False  # shards and gradients are in CPU memory
-    backward_prefetch_limit: int = 1  # units gathered ahead; its root's count
+    backward_prefetch_limit: int = 1  # units prefetched; its root's count
     forward_prefetch_limit: int = 1
     tied: tuple[
         tuple[str, str], ...
@@ -432,7 +432,7 @@ def plan(
     Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is.
     A hybrid strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is
     where the ranks will compute, by default where ``module`` would here: on "cuda" forwards hold one unit
-    more. The limits say how many units are gathered ahead, as
+    more. The limits say how many units are prefetched, as
     ``model._exec_order_data._backward_prefetch_limit`` does for a wrapped model. ``reshard_after_forward``:
     how many ranks gather for a backward, as under ``fsdp_c.wrap.reshard_after_forward()``.
 

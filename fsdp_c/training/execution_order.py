@@ -17,7 +17,7 @@ __all__ = ["ExecutionOrder"]
 class ExecutionOrder:
     """``_exec_order_data`` of a unit; from lazy initialisation on that of its root.
 
-    ``_forward_prefetch_limit`` and ``_backward_prefetch_limit``, how many units are gathered ahead, can be
+    ``_forward_prefetch_limit`` and ``_backward_prefetch_limit``, how many units are prefetched, can be
     written at any time. Raises ValueError for a negative one.
     """
 

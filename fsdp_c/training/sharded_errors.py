@@ -51,7 +51,7 @@ def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None
     _explain_layer(error, units_of(fsdp_module))
 
 
-class LayerCall:
+class CallGuard:
     """What a layer's ``__call__`` calls while its unit keeps its parameters sharded: explains the error this
     ends in.
 
@@ -93,7 +93,7 @@ def explain_layers(fsdp_module: ShardedModule) -> None:
     for handle in (part._handle for part in parts_of(fsdp_module)):
         if handle is not None and handle.uses_sharded_strategy and handle.world_size > 1:
             layers = [layer for layer in _layers(handle) if layer not in explained]
-            handle.set_layer_calls([(vars(layer), LayerCall(handle, layer)) for layer in layers])
+            handle.set_call_guards([(vars(layer), CallGuard(handle, layer)) for layer in layers])
             explained.update(layers)
 
 

@@ -132,18 +132,18 @@ bool torch_grad_enabled(void) {
     return true;
 }
 
-int slots_show_views(struct slots *slots, PyObject *views) {
-    (void)slots;
+int param_views_show_views(struct param_views *param_views, PyObject *views) {
+    (void)param_views;
     (void)views;
     return 0;
 }
 
-int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views) {
+int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views) {
     (void)shard;
-    return slots_show_views(slots, views);
+    return param_views_show_views(param_views, views);
 }
 
-int layer_calls_place(struct layer_calls *layers, bool training) {
+int call_guards_place(struct call_guards *layers, bool training) {
     (void)layers;
     (void)training;
     return 0;

@@ -100,7 +100,7 @@ int buffer_free(struct buffer *buffer) {
 
 static struct handle handle;
 static PyObject *held_by_layer;
-static struct layer_call layer;
+static struct call_guard layer;
 
 static PyVarObject two, three;
 static PyObject shard, full;
@@ -113,24 +113,24 @@ static void begin_param(void) {
     handle.param.sharded = handle.param.layout.sharded = handle.param.use_orig_params = true;
     handle.param.num_params = handle.param.layout.num_params = 2;
     handle.param.shapes = handle.param.strides = handle.param.params = (PyObject *)&two;
-    handle.param.slots = (PyObject *)&three;
+    handle.param.param_views = (PyObject *)&three;
 }
 
 static void begin(void) {
     memset(&handle, 0, sizeof handle);
     held_by_layer = (PyObject *)&handle;
-    layer = (struct layer_call){.attributes = (PyObject *)(void *)&held_by_layer};
-    handle.layer_calls = (struct layer_calls){.all = &layer, .count = 1, .placed = true};
+    layer = (struct call_guard){.attributes = (PyObject *)(void *)&held_by_layer};
+    handle.call_guards = (struct call_guards){.all = &layer, .count = 1, .placed = true};
     begin_param();
-    handle.slots.count = 3;
+    handle.param_views.count = 3;
     handle.writeback.storage = &handle.storage;
-    handle.writeback.slots = &handle.slots;
+    handle.writeback.param_views = &handle.param_views;
     handle.writeback.param = &handle.param;
     handle.storage.local_shard = &shard;
     handle.storage.copies[0].full.tensor = &full;
     attributes = (struct entries){.names = {"_local_shard", "_full_param_padded"}, .values = {&shard, &full}};
     handle.attributes.dict = (PyObject *)&attributes;
-    handle.storage.param = handle.slots.param = handle.gradients.param = &handle.param;
+    handle.storage.param = handle.param_views.param = handle.gradients.param = &handle.param;
     handle.gradients.storage = &handle.storage;
     handle.storage.copy = handle.storage.copies;
     handle.storage.copies[0].full.allocated = true;
@@ -149,15 +149,15 @@ static int param_state_now(void) {
 }
 
 static void put_shown(int shown) {
-    handle.slots.shown = (enum shown)shown;
+    handle.param_views.shown = (enum shown)shown;
 }
 
 static int move_shown(int shown) {
-    return slots_set_shown(&handle.slots, (enum shown)shown);
+    return param_views_set_shown(&handle.param_views, (enum shown)shown);
 }
 
 static int shown_now(void) {
-    return handle.slots.shown;
+    return handle.param_views.shown;
 }
 
 static void put_kind(int kind) {
@@ -281,8 +281,8 @@ static void test_an_illegal_transition_names_both_states(void) {
     begin();
     CHECK_EQUAL(storage_set_state(&handle.storage, PARAM_UNSHARDED), -1);
     CHECK(!strcmp(from_in_error, "SHARDED") && !strcmp(to_in_error, "UNSHARDED"));
-    handle.slots.shown = SHOWN_VIEWS;
-    CHECK_EQUAL(slots_set_shown(&handle.slots, SHOWN_FULL_PARAMS), -1);
+    handle.param_views.shown = SHOWN_VIEWS;
+    CHECK_EQUAL(param_views_set_shown(&handle.param_views, SHOWN_FULL_PARAMS), -1);
     CHECK(!strcmp(from_in_error, "VIEWS") && !strcmp(to_in_error, "FULL_PARAMS"));
     handle.gradients.kind = GRAD_SHARDED;
     CHECK_EQUAL(gradients_set_kind(&handle.gradients, GRAD_UNSHARDED), -1);
@@ -321,11 +321,11 @@ static void use_a_copy_of_another_handle(void) {
 static void show_shards_without_original_parameters(void) {
     handle.param.use_orig_params = false;
     handle.param.params = NULL;
-    handle.slots.shown = SHOWN_SHARDED;
+    handle.param_views.shown = SHOWN_SHARDED;
 }
 
 static void keep_wrapped_views_of_nobody(void) {
-    handle.slots.wrapped_views = (PyObject *)&handle;
+    handle.param_views.wrapped_views = (PyObject *)&handle;
 }
 
 static void hand_over_amid_a_backward(void) {
@@ -366,7 +366,7 @@ static void shape_a_parameter_too_many(void) {
 
 static void find_a_parameter_nowhere(void) {
     static PyVarObject one = {.ob_size = 1};
-    handle.param.slots = (PyObject *)&one;
+    handle.param.param_views = (PyObject *)&one;
 }
 
 static void keep_original_parameters_unasked(void) {
@@ -378,8 +378,8 @@ static void lose_an_original_parameter(void) {
     handle.param.params = (PyObject *)&one;
 }
 
-static void fill_fewer_slots_than_there_are_parameters(void) {
-    handle.slots.count = 1;
+static void fill_fewer_param_views_than_there_are_parameters(void) {
+    handle.param_views.count = 1;
 }
 
 static void publish_another_shard(void) {
@@ -429,7 +429,7 @@ static void watch_a_gradient_that_is_not_shown(void) {
 
 static void share_a_component_with_another_handle(void) {
     static struct flat_param stranger;
-    handle.slots.param = &stranger;
+    handle.param_views.param = &stranger;
 }
 
 static void place_no_call_in_a_layer(void) {
@@ -632,7 +632,7 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {gather_in_two_precisions, "holds_nothing("},
         {use_a_copy_of_another_handle, "copy >= storage->copies"},
         {show_shards_without_original_parameters, "!= SHOWN_SHARDED"},
-        {keep_wrapped_views_of_nobody, "!slots->wrapped_views"},
+        {keep_wrapped_views_of_nobody, "!param_views->wrapped_views"},
         {hand_over_amid_a_backward, "!gradients->in_backward"},
         {reduce_without_an_output, "!gradients->work"},
         {keep_an_unsharded_gradient_of_what_is_not_sharded, "!= GRAD_UNSHARDED"},
@@ -641,10 +641,10 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {lay_out_for_another_rank, "param->shard_group.rank"},
         {lay_out_a_parameter_too_few, "param->layout.num_params == param->num_params"},
         {shape_a_parameter_too_many, "PyTuple_Size(param->shapes)"},
-        {find_a_parameter_nowhere, "PyList_Size(param->slots)"},
+        {find_a_parameter_nowhere, "PyList_Size(param->param_views)"},
         {keep_original_parameters_unasked, "param->params != NULL"},
         {lose_an_original_parameter, "PyList_Size(param->params)"},
-        {fill_fewer_slots_than_there_are_parameters, "slots->count >="},
+        {fill_fewer_param_views_than_there_are_parameters, "param_views->count >="},
         {publish_another_shard, "_local_shard"},
         {publish_no_full_parameter, "_full_param_padded"},
         {publish_a_copy_of_low_precision, "_mp_shard"},
@@ -655,7 +655,7 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {summon_without_saying_so, "!handle->summon.full"},
         {receive_gradients_of_another_handle, "handle->gradients.param"},
         {watch_a_gradient_that_is_not_shown, "!gradients->shown"},
-        {share_a_component_with_another_handle, "slots.param == &handle->param"},
+        {share_a_component_with_another_handle, "param_views.param == &handle->param"},
         {place_no_call_in_a_layer, "layers->all[i].compiled"},
         {leave_a_unit_in_a_step, "unit->phase != PHASE_IN_STEP"},
         {leave_a_handle_in_use, "handle->training_state == USE_IDLE"},

@@ -1,10 +1,10 @@
 /* What the modules of a unit show as their parameters.
  *
- * Invariant: while `shown` is not SHOWN_NOTHING, all slots show the same kind of tensor. A change of kind
+ * Invariant: while `shown` is not SHOWN_NOTHING, all param_views show the same kind of tensor. A change of kind
  * passes SHOWN_NOTHING, where it also ends when it fails half-way. Without original parameters there is
  * nothing sharded to show: the views stay. */
-#ifndef FSDP_HANDLE_SLOTS_H
-#define FSDP_HANDLE_SLOTS_H
+#ifndef FSDP_HANDLE_PARAM_VIEWS_H
+#define FSDP_HANDLE_PARAM_VIEWS_H
 
 #include "handle/flat_param.h"
 
@@ -17,7 +17,7 @@ enum shown {
     SHOWN_KINDS
 };
 
-/* How a slot is made to show something else. */
+/* How a module is made to show something else. */
 enum setting {
     SETTING_DIRECT,     /* in the dicts, as nn.Module does it */
     SETTING_BY_SETATTR, /* delattr and setattr: somebody takes part in them (RNNs keep a second list) */
@@ -26,7 +26,7 @@ enum setting {
 };
 
 /* Where one parameter (or one more name of a shared one) is found in a module. */
-struct slot {
+struct param_view {
     PyObject *module;     /* owned */
     PyObject *parameters; /* owned; module._parameters */
     PyObject *attributes; /* owned; module.__dict__ */
@@ -35,14 +35,14 @@ struct slot {
     enum setting setting;
 };
 
-struct slots {
+struct param_views {
     const struct flat_param *param; /* borrowed */
     enum shown shown;               /* written by states.c */
     /* owned; the first num_params are the parameters in order, then shared names */
-    struct slot *all;
+    struct param_view *all;
     int64_t count;
-    bool watched; /* some slot is set by setattr */
-    /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
+    bool watched; /* some module is set by setattr */
+    /* owned; tuple of views -> what modules show for them (DTensors), NULL: the views */
     PyObject *wrap_views;
     PyObject *wrapped_views; /* owned; what wrap_views made of the views in use, with history; or NULL */
     /* original parameters may have full values for their data, and are pointed back first */
@@ -52,36 +52,40 @@ struct slots {
     PyObject *empty_param;
 };
 
-void slots_bind(struct slots *slots, const struct flat_param *param); /* of zeros; init follows */
-int slots_init(struct slots *slots, const struct handle_spec *spec);  /* 0 or -1; fini follows in any case */
-void slots_fini(struct slots *slots);
-int slots_visit(const struct slots *slots, visitproc visit, void *arg);
+void param_views_bind(struct param_views *param_views,
+                      const struct flat_param *param); /* of zeros; init follows */
+int param_views_init(struct param_views *param_views,
+                     const struct handle_spec *spec); /* 0 or -1; fini follows in any case */
+void param_views_fini(struct param_views *param_views);
+int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg);
 
 /* states.c: the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds. */
-int slots_set_shown(struct slots *slots, enum shown shown);
-void slots_check(const struct slots *slots); /* the invariant, where FSDP_C_CHECK is defined */
+int param_views_set_shown(struct param_views *param_views, enum shown shown);
+void param_views_check(
+    const struct param_views *param_views); /* the invariant, where FSDP_C_CHECK is defined */
 
-/* `views`: a tuple, one per parameter. The slots show them, or what wrap_views makes of them. 0 or -1. */
-int slots_show_views(struct slots *slots, PyObject *views);
-int slots_wrap_views(struct slots *slots,
-                     /* anew, after their history has changed; a no-op without wrap_views */
-                     PyObject *views);
-void slots_forget_wrapped(struct slots *slots); /* other views are in use from now on */
+/* `views`: a tuple, one per parameter. Modules show them, or what wrap_views makes of them. 0 or -1. */
+int param_views_show_views(struct param_views *param_views, PyObject *views);
+int param_views_wrap_views(struct param_views *param_views,
+                           /* anew, after their history has changed; a no-op without wrap_views */
+                           PyObject *views);
+void param_views_forget_wrapped(struct param_views *param_views); /* other views are in use from now on */
 
 /* The original parameters, each with its part of `shard` for its data; without them the views. 0 or -1. */
-int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views);
-int slots_show_full_params(struct slots *slots, PyObject *full /* flat, unsharded */);
-int slots_show_nothing(struct slots *slots); /* what they show is shown anew the next time. 0 or -1 */
+int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views);
+int param_views_show_full_params(struct param_views *param_views, PyObject *full /* flat, unsharded */);
+int param_views_show_nothing(
+    struct param_views *param_views); /* what they show is shown anew the next time. 0 or -1 */
 
 /* params[i].data = its part of the shard. 0 or -1 */
-int slots_point_params_at(struct slots *slots, PyObject *shard);
+int param_views_point_params_at(struct param_views *param_views, PyObject *shard);
 
-/* The slot's entry in its module's _parameters. Borrowed, or NULL where it is not there; look at
+/* The entry in the module's _parameters. Borrowed, or NULL where it is not there; look at
  * PyErr_Occurred(). */
-PyObject *slots_value(const struct slots *slots, int64_t index);
+PyObject *param_views_value(const struct param_views *param_views, int64_t index);
 /* borrowed; what a DTensor holds here */
-PyObject *slots_local_value(const struct slots *slots, PyObject *value);
+PyObject *param_views_local_value(const struct param_views *param_views, PyObject *value);
 /* inside summon: on the Parameters shown there */
-int slots_show_wrapped_grads(struct slots *slots, PyObject *full);
+int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *full);
 
 #endif

@@ -7,33 +7,33 @@
  *
  * Invariant: while `placed`, each layer has its call in its __dict__, unless the user has compiled the
  * layer. */
-#ifndef FSDP_HANDLE_LAYER_CALLS_H
-#define FSDP_HANDLE_LAYER_CALLS_H
+#ifndef FSDP_HANDLE_CALL_GUARDS_H
+#define FSDP_HANDLE_CALL_GUARDS_H
 
 #include <Python.h>
 #include <stdbool.h>
 #include <stdint.h>
 
-struct layer_call {
+struct call_guard {
     PyObject *attributes; /* owned; the layer's __dict__ */
     PyObject *call;       /* owned */
     bool compiled;        /* the user's own call is there, and stays */
 };
 
-struct layer_calls {
-    struct layer_call *all; /* owned */
+struct call_guards {
+    struct call_guard *all; /* owned */
     int64_t count;
     bool placed;
     int trained; /* how often they were placed in a training step */
 };
 
 /* `calls`: a list of pairs (__dict__, call), one per layer; once. 0 or -1. */
-int layer_calls_init(struct layer_calls *layers, PyObject *calls);
-void layer_calls_fini(struct layer_calls *layers);
-int layer_calls_visit(const struct layer_calls *layers, visitproc visit, void *arg);
-int layer_calls_place(struct layer_calls *layers, bool training); /* 0 or -1 */
-int layer_calls_remove(struct layer_calls *layers);               /* 0 or -1 */
+int call_guards_init(struct call_guards *layers, PyObject *calls);
+void call_guards_fini(struct call_guards *layers);
+int call_guards_visit(const struct call_guards *layers, visitproc visit, void *arg);
+int call_guards_place(struct call_guards *layers, bool training); /* 0 or -1 */
+int call_guards_remove(struct call_guards *layers);               /* 0 or -1 */
 /* the invariant, where FSDP_C_CHECK is defined */
-void layer_calls_check(const struct layer_calls *layers);
+void call_guards_check(const struct call_guards *layers);
 
 #endif

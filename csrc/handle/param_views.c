@@ -1,0 +1,329 @@
+/* What modules show as their parameters: sharded Parameters, views of the unsharded storage, or full Parameters. */
+#include "handle/param_views.h"
+#include "handle/unit_error.h"
+
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* ---- life ---- */
+
+static int param_view_init(struct param_view *param_view, PyObject *entry) {
+    long long param;
+    int setting;
+    PyObject *module, *name;
+    if (!PyArg_ParseTuple(entry, "LOO!i", &param, &module, &PyUnicode_Type, &name, &setting))
+        return -1;
+    param_view->param = param;
+    param_view->module = Py_NewRef(module);
+    param_view->name = Py_NewRef(name);
+    PyUnicode_InternInPlace(&param_view->name);
+    param_view->parameters = PyObject_GetAttrString(module, "_parameters");
+    param_view->attributes = param_view->parameters ? PyObject_GetAttrString(module, "__dict__") : NULL;
+    param_view->setting = (enum setting)setting;
+    return param_view->attributes ? 0 : -1;
+}
+
+void param_views_bind(struct param_views *param_views, const struct flat_param *param) {
+    param_views->param = param;
+}
+
+int param_views_init(struct param_views *param_views, const struct handle_spec *spec) {
+    param_views->wrap_views = spec->wrap_views == Py_None ? NULL : Py_NewRef(spec->wrap_views);
+    param_views->count = PyList_Size(spec->param_views);
+    param_views->all = PyMem_Calloc((size_t)param_views->count + 1, sizeof *param_views->all);
+    if (!param_views->all)
+        return tensor_check(STATUS_NO_MEMORY, "param views of a unit");
+    for (int64_t i = 0; i < param_views->count; i++) {
+        if (param_view_init(&param_views->all[i], PyList_GetItem(spec->param_views, i)) < 0)
+            return -1;
+        param_views->watched = param_views->watched || param_views->all[i].setting == SETTING_BY_SETATTR;
+    }
+    return 0;
+}
+
+void param_views_fini(struct param_views *param_views) {
+    for (int64_t i = 0; param_views->all && i < param_views->count; i++) {
+        Py_CLEAR(param_views->all[i].module);
+        Py_CLEAR(param_views->all[i].parameters);
+        Py_CLEAR(param_views->all[i].attributes);
+        Py_CLEAR(param_views->all[i].name);
+    }
+    PyMem_Free(param_views->all);
+    Py_CLEAR(param_views->wrapped_views);
+    Py_CLEAR(param_views->wrap_views);
+    Py_CLEAR(param_views->empty_param);
+}
+
+int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg) {
+    for (int64_t i = 0; param_views->all && i < param_views->count; i++) {
+        Py_VISIT(param_views->all[i].module);
+        Py_VISIT(param_views->all[i].parameters);
+        Py_VISIT(param_views->all[i].attributes);
+    }
+    Py_VISIT(param_views->wrapped_views);
+    Py_VISIT(param_views->wrap_views);
+    return 0;
+}
+
+/* ---- wrapped views ---- */
+
+/* What wrap_views makes of `views`, or `views` themselves. New reference. */
+static PyObject *wrapped(const struct param_views *param_views, PyObject *views) {
+    return param_views->wrap_views ? PyObject_CallFunctionObjArgs(param_views->wrap_views, views, NULL)
+                                   : Py_NewRef(views);
+}
+
+int param_views_wrap_views(struct param_views *param_views, PyObject *views) {
+    if (!param_views->wrap_views)
+        return 0;
+    ref_set(&param_views->wrapped_views, wrapped(param_views, views));
+    return param_views->wrapped_views ? 0 : -1;
+}
+
+void param_views_forget_wrapped(struct param_views *param_views) {
+    Py_CLEAR(param_views->wrapped_views);
+}
+
+PyObject *param_views_local_value(const struct param_views *param_views, PyObject *value) {
+    PyObject *local = param_views->wrap_views ? PyObject_GetAttrString(value, "_local_tensor") : NULL;
+    if (!local) {
+        PyErr_Clear();
+        return value;
+    }
+    Py_DECREF(local); /* `value` keeps it */
+    return local;
+}
+
+/* ---- the shard ---- */
+
+static PyObject *shard_part(struct param_views *param_views, PyObject *shard, int64_t param) {
+    const struct layout_shard_range *range = &param_views->param->layout.shard_ranges[param];
+    if (!param_views->param->sharded)
+        return torch_view(shard, layout_param_offset(&param_views->param->layout, param),
+                          layout_param_numel(&param_views->param->layout, param),
+                          PyTuple_GetItem(param_views->param->shapes, param),
+                          PyTuple_GetItem(param_views->param->strides, param));
+    if (!range->in_shard)
+        return Py_NewRef(param_views->empty_param);
+    PyObject *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
+    PyObject *part =
+        shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
+    Py_XDECREF(shape);
+    return part;
+}
+
+int param_views_point_params_at(struct param_views *param_views, PyObject *shard) {
+    ref_set(&param_views->empty_param, PyObject_CallMethod(shard, "new_empty", "(i)", 0));
+    if (!param_views->empty_param)
+        return -1;
+    for (int64_t i = 0; i < param_views->param->num_params; i++) {
+        PyObject *part = shard_part(param_views, shard, i);
+        int result = part ? torch_set_data(PyList_GetItem(param_views->param->params, i), part) : -1;
+        Py_XDECREF(part);
+        if (result < 0)
+            return -1;
+    }
+    param_views->params_are_full = false;
+    return 0;
+}
+
+/* ---- entries of modules ---- */
+
+PyObject *param_views_value(const struct param_views *param_views, int64_t index) {
+    return PyDict_GetItemWithError(param_views->all[index].parameters, param_views->all[index].name);
+}
+
+/* As a user's `setattr` would do it, for classes that watch their attributes. */
+static int show_by_setattr(const struct param_view *param_view, PyObject *value) {
+    if (PyObject_HasAttr(param_view->module, param_view->name) &&
+        PyObject_DelAttr(param_view->module, param_view->name) < 0)
+        return -1;
+    return PyObject_SetAttr(param_view->module, param_view->name, value);
+}
+
+static int show_in_parameters(const struct param_view *param_view, PyObject *value) {
+    if (param_view->setting == SETTING_BY_SETATTR && show_by_setattr(param_view, value) < 0)
+        return -1;
+    if (param_view->setting == SETTING_BYPASS &&
+        PyDict_SetItem(param_view->attributes, param_view->name, value) < 0)
+        return -1;
+    return PyDict_SetItem(param_view->parameters, param_view->name, value);
+}
+
+static int remove_key(PyObject *dict, PyObject *key) {
+    if (PyDict_Contains(dict, key) != 1)
+        return PyErr_Occurred() ? -1 : 0;
+    return PyDict_DelItem(dict, key);
+}
+
+/* A plain attribute: in the instance's __dict__ and not among the parameters. */
+static int show_as_attribute(const struct param_view *param_view, PyObject *value) {
+    if (remove_key(param_view->parameters, param_view->name) < 0)
+        return -1;
+    if (param_view->setting == SETTING_BY_SETATTR)
+        return show_by_setattr(param_view, value);
+    return PyDict_SetItem(param_view->attributes, param_view->name, value);
+}
+
+static int put_views(struct param_views *param_views, PyObject *views) {
+    for (int64_t i = 0; i < param_views->count; i++) {
+        const struct param_view *param_view = &param_views->all[i];
+        PyObject *view = PyTuple_GetItem(views, param_view->param);
+        int result = param_views->param->use_orig_params ? show_in_parameters(param_view, view)
+                                                         : show_as_attribute(param_view, view);
+        if (result < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* `params`: a list of Parameters. */
+static int put_params(struct param_views *param_views, PyObject *params) {
+    for (int64_t i = 0; i < param_views->count; i++) {
+        const struct param_view *param_view = &param_views->all[i];
+        if (show_in_parameters(param_view, PyList_GetItem(params, param_view->param)) < 0)
+            return -1;
+        if (param_view->setting == SETTING_BY_SETATTR &&
+            remove_key(param_view->attributes, param_view->name) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Nothing is shown until all modules agree. */
+static int change(struct param_views *param_views, enum shown to,
+                  int (*put)(struct param_views *, PyObject *), PyObject *values) {
+    if (param_views_set_shown(param_views, SHOWN_NOTHING) < 0 || put(param_views, values) < 0)
+        return -1;
+    return param_views_set_shown(param_views, to);
+}
+
+int param_views_show_nothing(struct param_views *param_views) {
+    return param_views_set_shown(param_views, SHOWN_NOTHING);
+}
+
+static int refuse_assigned(const struct param_views *param_views, const struct param_view *param_view) {
+    PyObject *fqn = flat_param_fqn(param_views->param, param_view->param);
+    unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
+               "something else was assigned to %S after wrapping. With use_orig_params=False it "
+               "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
+               "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
+               "use_orig_params=True.",
+               fqn);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+/* What modules keep from forward to forward is still there, or was deleted. */
+static int check_kept(const struct param_views *param_views, PyObject *views) {
+    for (int64_t i = 0; i < param_views->count; i++) {
+        const struct param_view *param_view = &param_views->all[i];
+        PyObject *value = PyDict_GetItemWithError(param_view->attributes, param_view->name);
+        if (value == PyTuple_GetItem(views, param_view->param))
+            continue;
+        if (!value)
+            value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
+        if (value && value != Py_None)
+            return refuse_assigned(param_views, param_view);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+/* In the first two forwards, later in one of eight: to look costs a lookup for each parameter. */
+static bool is_looked_at(struct param_views *param_views) {
+    uint32_t shown = param_views->num_kept++;
+    return shown < 2 || shown % 8 == 0;
+}
+
+int param_views_show_views(struct param_views *param_views, PyObject *views) {
+    if (param_views->wrap_views) {
+        if (!param_views->wrapped_views && param_views_wrap_views(param_views, views) < 0)
+            return -1;
+        return change(param_views, SHOWN_VIEWS, put_views, param_views->wrapped_views);
+    }
+    if (param_views->shown == SHOWN_VIEWS && !param_views->param->use_orig_params && !param_views->watched)
+        return is_looked_at(param_views) ? check_kept(param_views, views) : 0;
+    return change(param_views, SHOWN_VIEWS, put_views, views);
+}
+
+int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views) {
+    if (param_views->shown == SHOWN_SHARDED && !param_views->params_are_full)
+        return 0;
+    if (!param_views->param->use_orig_params)
+        return param_views->shown == SHOWN_VIEWS ? 0 : param_views_show_views(param_views, views);
+    if (param_views->params_are_full && param_views_point_params_at(param_views, shard) < 0)
+        return -1;
+    return change(param_views, SHOWN_SHARDED, put_params, param_views->param->params);
+}
+
+/* ---- full parameters ---- */
+
+static PyObject *new_parameter(PyObject *view, PyObject *model) {
+    PyObject *requires_grad = PyObject_GetAttr(model, torch_names.requires_grad);
+    PyObject *param =
+        requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL)
+                      : NULL;
+    Py_XDECREF(requires_grad);
+    return param;
+}
+
+/* What stands for one parameter in full, new reference: the original Parameter where it can take `view` for
+ * its data, which is not so for a DTensor; else what the wrapper made of the view, as a Parameter. */
+static PyObject *full_param(struct param_views *param_views, int64_t i, PyObject *view, PyObject *value) {
+    int is_param = value == view ? 0 : PyObject_IsInstance(value, torch_names.parameter_type);
+    if (is_param < 0)
+        return NULL;
+    if (!param_views->param->use_orig_params)
+        return is_param ? Py_NewRef(value) : new_parameter(value, param_views->param->tensor);
+    PyObject *param = PyList_GetItem(param_views->param->params, i);
+    if (value != view && !is_param)
+        return new_parameter(value, param);
+    return torch_set_data(param, view) < 0 ? NULL : Py_NewRef(param);
+}
+
+static PyObject *full_params(struct param_views *param_views, PyObject *views, PyObject *values) {
+    PyObject *params = PyList_New(param_views->param->num_params);
+    param_views->params_are_full = true;
+    for (int64_t i = 0; params && i < param_views->param->num_params; i++) {
+        PyObject *param = full_param(param_views, i, PyTuple_GetItem(views, i), PyTuple_GetItem(values, i));
+        if (!param || PyList_SetItem(params, i, param) < 0)
+            Py_CLEAR(params);
+    }
+    return params;
+}
+
+/* One Parameter per parameter; a shared one appears under all its names. */
+static int put_full_params(struct param_views *param_views, PyObject *params) {
+    for (int64_t i = 0; !param_views->param->use_orig_params && i < param_views->count; i++)
+        if (remove_key(param_views->all[i].attributes, param_views->all[i].name) < 0)
+            return -1;
+    return put_params(param_views, params);
+}
+
+int param_views_show_full_params(struct param_views *param_views, PyObject *full) {
+    PyObject *views = flat_param_views(param_views->param, full),
+             *values = views ? wrapped(param_views, views) : NULL;
+    PyObject *params = values ? full_params(param_views, views, values) : NULL;
+    int result = params ? change(param_views, SHOWN_FULL_PARAMS, put_full_params, params) : -1;
+    Py_XDECREF(views);
+    Py_XDECREF(values);
+    Py_XDECREF(params);
+    return result;
+}
+
+int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *full) {
+    PyObject *views = param_views->wrap_views ? flat_param_views(param_views->param, full) : NULL;
+    PyObject *values = views ? wrapped(param_views, views) : NULL;
+    int result = values || !param_views->wrap_views ? 0 : -1;
+    for (int64_t i = 0; values && !result && i < param_views->param->num_params; i++) {
+        PyObject *value = PyTuple_GetItem(values, i), *param = param_views_value(param_views, i);
+        int requires_grad = param ? torch_requires_grad(param) : PyErr_Occurred() ? -1 : 0;
+        bool is_wrapped = value != PyTuple_GetItem(views, i);
+        result = requires_grad > 0 && is_wrapped ? torch_set_grad(param, value) : requires_grad < 0 ? -1 : 0;
+    }
+    Py_XDECREF(views);
+    Py_XDECREF(values);
+    return result;
+}
