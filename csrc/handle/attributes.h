@@ -18,8 +18,8 @@ int attributes_storage(struct attributes *attributes,
                        /* after lazy init, each time. 0 or -1 */
                        struct storage *storage);
 int attributes_cpu_grad(struct attributes *attributes, PyObject *grad); /* 0 or -1 */
-void attributes_check(const struct attributes *attributes,
-                      const struct storage *storage); /* the invariant, where FSDP_C_CHECK is defined */
+/* the invariant, where FSDP_C_CHECK is defined */
+void attributes_check(const struct attributes *attributes, const struct storage *storage);
 
 /* What stands under "_full_param_padded" and "_mp_shard". Borrowed; NULL where that entry is not there.
  * Without sharding the low-precision copy of the shard is the unsharded parameter. */

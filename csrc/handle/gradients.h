@@ -92,8 +92,8 @@ void gradients_check(const struct gradients *gradients); /* the invariant, where
 /* ---- received: gradients.c ---- */
 
 bool gradients_have_new(const struct gradients *gradients);
-int gradients_receive(struct gradients *gradients,
-                      PyObject *args); /* one contribution: the arguments of the node's backward */
+/* one contribution: the arguments of the node's backward */
+int gradients_receive(struct gradients *gradients, PyObject *args);
 /* A contribution as it is, for autograd itself: new tensor, None where there is no gradient, or NULL. */
 PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
 /* where nothing is to be packed yet: zeros. 0 or -1 */
@@ -135,8 +135,8 @@ void gradients_reduce_release(struct gradients *gradients);
 /* ---- the user's hooks ---- */
 
 /* reduction.c. The hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
-int gradients_check_hookless(
-    const struct gradients *gradients); /* 0, or -1 with RuntimeError: there is one, or it is too late */
+/* 0, or -1 with RuntimeError: there is one, or it is too late */
+int gradients_check_hookless(const struct gradients *gradients);
 void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
 
 /* param_hooks.c, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
@@ -150,15 +150,15 @@ int gradients_call_param_hooks(struct gradients *gradients);
 /* ---- shown as .grad: grad.c ---- */
 
 int gradients_init_shown(struct gradients *gradients); /* of lazy init. 0 or -1 */
-int gradients_prepare(
-    struct gradients *gradients); /* first pre-backward: move a sharded .grad aside, to accumulate onto */
+/* first pre-backward: move a sharded .grad aside, to accumulate onto */
+int gradients_prepare(struct gradients *gradients);
 int gradients_hand_over(struct gradients *gradients); /* saved_shard becomes .grad */
 /* the original parameters' .grad follow flat_param.grad */
 int gradients_show_flat_grad(struct gradients *gradients);
-int gradients_show_full_grad(struct gradients *gradients,
-                             PyObject *grad); /* ... follow a full-size flat gradient, or None */
-int gradients_hide_unsharded(
-    struct gradients *gradients); /* amid a backward: no .grad shows what no_sync left. 0 or -1 */
+/* ... follow a full-size flat gradient, or None */
+int gradients_show_full_grad(struct gradients *gradients, PyObject *grad);
+/* amid a backward: no .grad shows what no_sync left. 0 or -1 */
+int gradients_hide_unsharded(struct gradients *gradients);
 /* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or
  * -1 */
 int gradients_follow(struct gradients *gradients);
@@ -169,8 +169,8 @@ void gradients_watch_nothing(struct gradients *gradients); /* what is shown may 
 int gradients_drop_shown(struct gradients *gradients);
 /* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
 int gradients_forget_reduced(struct gradients *gradients, int64_t index);
-int gradients_note_hidden(struct gradients *gradients,
-                          int64_t index); /* the parameter's .grad was found None. 0 or -1 */
+/* the parameter's .grad was found None. 0 or -1 */
+int gradients_note_hidden(struct gradients *gradients, int64_t index);
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New
  * reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
@@ -204,8 +204,8 @@ PyObject *
 gradients_take_received(struct gradients *gradients);
 
 /* reduction.c */
-int gradients_read_comm_hook(
-    struct gradients *gradients); /* before gradients are packed: a native hook's state as it is now */
+/* before gradients are packed: a native hook's state as it is now */
+int gradients_read_comm_hook(struct gradients *gradients);
 PyObject *
 /* reduce what was packed; None, or NULL with an exception */
 gradients_call_comm_hook(struct gradients *gradients);

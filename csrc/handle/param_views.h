@@ -52,17 +52,17 @@ struct param_views {
     PyObject *empty_param;
 };
 
-void param_views_bind(struct param_views *param_views,
-                      const struct flat_param *param); /* of zeros; init follows */
-int param_views_init(struct param_views *param_views,
-                     const struct handle_spec *spec); /* 0 or -1; fini follows in any case */
+/* of zeros; init follows */
+void param_views_bind(struct param_views *param_views, const struct flat_param *param);
+/* 0 or -1; fini follows in any case */
+int param_views_init(struct param_views *param_views, const struct handle_spec *spec);
 void param_views_fini(struct param_views *param_views);
 int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg);
 
 /* states.c: the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds. */
 int param_views_set_shown(struct param_views *param_views, enum shown shown);
-void param_views_check(
-    const struct param_views *param_views); /* the invariant, where FSDP_C_CHECK is defined */
+/* the invariant, where FSDP_C_CHECK is defined */
+void param_views_check(const struct param_views *param_views);
 
 /* `views`: a tuple, one per parameter. Modules show them, or what wrap_views makes of them. 0 or -1. */
 int param_views_show_views(struct param_views *param_views, PyObject *views);
@@ -74,8 +74,8 @@ void param_views_forget_wrapped(struct param_views *param_views); /* other views
 /* The original parameters, each with its part of `shard` for its data; without them the views. 0 or -1. */
 int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views);
 int param_views_show_full_params(struct param_views *param_views, PyObject *full /* flat, unsharded */);
-int param_views_show_nothing(
-    struct param_views *param_views); /* what they show is shown anew the next time. 0 or -1 */
+/* what they show is shown anew the next time. 0 or -1 */
+int param_views_show_nothing(struct param_views *param_views);
 
 /* params[i].data = its part of the shard. 0 or -1 */
 int param_views_point_params_at(struct param_views *param_views, PyObject *shard);

@@ -115,14 +115,14 @@ void storage_check(const struct storage *storage); /* the invariant, where FSDP_
 /* ---- storage.c: the shard, after the flat parameter as it is now ---- */
 
 int storage_read_shard(struct storage *storage); /* its dtype and data. 0 or -1 */
-int storage_follow_shard(
-    struct storage *storage); /* after that: the device that computes, and the precision copies. 0 or -1 */
-bool storage_is_current(const struct storage *storage,
-                        const struct tensor_view *data); /* is that the shard it knows? */
+/* after that: the device that computes, and the precision copies. 0 or -1 */
+int storage_follow_shard(struct storage *storage);
+/* is that the shard it knows? */
+bool storage_is_current(const struct storage *storage, const struct tensor_view *data);
 /* 0, or -1 where the user has moved the shard away */
 int storage_refuse_elsewhere(const struct storage *storage);
-int storage_leave_device(
-    struct storage *storage); /* the user has: nothing is kept for it on the one it has left. 0 or -1 */
+/* the user has: nothing is kept for it on the one it has left. 0 or -1 */
+int storage_leave_device(struct storage *storage);
 
 /* Streams and memory of a root, or NULL for none: memory is then freed at once. */
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further);
@@ -136,16 +136,16 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
 /* New; only says what to allocate later. */
 PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device);
-int storage_init_copies(
-    struct storage *storage); /* after the dtypes and the shard; the one to compute with is in use */
-int storage_make_copy(struct storage *storage,
-                      enum precision precision); /* so that its tensors are there, freed. 0 or -1 */
-int storage_use_copy(struct storage *storage,
-                     enum precision precision); /* while SHARDED: it is in use from now on. 0 or -1 */
+/* after the dtypes and the shard; the one to compute with is in use */
+int storage_init_copies(struct storage *storage);
+/* so that its tensors are there, freed. 0 or -1 */
+int storage_make_copy(struct storage *storage, enum precision precision);
+/* while SHARDED: it is in use from now on. 0 or -1 */
+int storage_use_copy(struct storage *storage, enum precision precision);
 /* others, without history, take the place of all. 0 or -1 */
 int storage_detach_views(struct storage *storage);
-int storage_fix_reduce_dtype(struct storage *storage,
-                             PyObject *dtype); /* also for copies that are yet to be made. 0 or -1 */
+/* also for copies that are yet to be made. 0 or -1 */
+int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype);
 void storage_fini_copies(struct storage *storage);
 bool storage_has_mixed_precision(const struct storage *storage);
 
@@ -186,8 +186,8 @@ static inline const struct collective_group *storage_gather_group(const struct s
 int storage_make_input(
     /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
     struct storage *storage);
-int storage_unshard_enqueue(
-    struct storage *storage); /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
+/* while SHARDED: start the all-gather. 0, or -1 and all is freed */
+int storage_unshard_enqueue(struct storage *storage);
 /* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1
  * and all is freed */
 int storage_unshard_add(struct storage *storage, struct gather_batch *batch);

@@ -55,8 +55,8 @@ static inline void order_place_end_step(struct order_place *place) {
     place->prefetched = false;
 }
 
-int order_validate(struct order *order,
-                   const struct order_place *place); /* the unit is about to be gathered. 0 or -1 */
+/* the unit is about to be gathered. 0 or -1 */
+int order_validate(struct order *order, const struct order_place *place);
 void order_record_pre_forward(struct order *order, struct order_place *place);
 int order_record_post_forward(struct order *order, struct order_place *place); /* 0, or -1 with MemoryError */
 

@@ -59,11 +59,11 @@ struct runtime {
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
 
-int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects,
-                 struct unit **units); /* steals nothing */
+/* steals nothing */
+int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units);
 int runtime_clear(struct runtime *runtime);
-int runtime_release(
-    struct runtime *runtime); /* of an idle runtime: the units are as before lazy init, gradients stay */
+/* of an idle runtime: the units are as before lazy init, gradients stay */
+int runtime_release(struct runtime *runtime);
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 
 /* The start of a step. 0 or -1. */
@@ -77,8 +77,8 @@ int runtime_reserve(struct runtime *runtime);
 /* in one piece, before it is taken for each storage */
 int64_t runtime_piece_nbytes(const struct runtime *runtime);
 int runtime_take_memory(struct runtime *runtime); /* for each, and give it back. 0 or -1 */
-int runtime_reshard_units(
-    struct runtime *runtime); /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
+/* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
+int runtime_reshard_units(struct runtime *runtime);
 
 /* stale.c: see [Note: stale parameters] there. 0 or -1 */
 int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
@@ -99,8 +99,8 @@ int runtime_pack(struct runtime *runtime, struct unit *unit);
 /* what was packed; it is in flight from now on */
 int runtime_reduce(struct runtime *runtime, struct unit *unit);
 int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
-int runtime_reduce_optional(
-    struct unit *around); /* the backward of the unit around them ends: zeros where nothing came */
+/* the backward of the unit around them ends: zeros where nothing came */
+int runtime_reduce_optional(struct unit *around);
 int runtime_reduce_all_optional(
     /* the whole backward does: what was not, and what no_sync has left */
     struct runtime *runtime);
@@ -112,8 +112,8 @@ int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 int runtime_reset(struct runtime *runtime);
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
-void runtime_have_script_wait(
-    struct runtime *runtime); /* amid a backward that hides gradients: before the script goes on */
+/* amid a backward that hides gradients: before the script goes on */
+void runtime_have_script_wait(struct runtime *runtime);
 
 /* runtime.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
 int runtime_check_thread(const struct runtime *runtime);

@@ -213,8 +213,8 @@ int unit_prefetch_in_order(struct unit *unit, enum training_state state);
 /* prefetch on the user's word; the module shows the whole parameters */
 int unit_unshard(struct unit *unit);
 int unit_wait_unsharded(struct unit *unit); /* computation may use them */
-int unit_begin_step_alone(
-    struct unit *unit); /* outside of the root's forward the script has called this unit by itself */
+/* outside of the root's forward the script has called this unit by itself */
+int unit_begin_step_alone(struct unit *unit);
 
 /* precision.c: in which precision the unit is gathered next. 0 or -1. */
 int unit_precision_for_forward(
@@ -231,8 +231,8 @@ int unit_note_checkpointed(struct unit *unit);
 
 /* backward.c: reentrant checkpoints around parts of the module. 0 or -1, where nothing else is said. */
 int unit_begin_backward(struct unit *unit);
-int unit_awaits_gradients(
-    struct unit *unit); /* at the anchor's hook: does it come again in this backward? 1, 0 or -1 */
+/* at the anchor's hook: does it come again in this backward? 1, 0 or -1 */
+int unit_awaits_gradients(struct unit *unit);
 
 /* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
 
@@ -243,8 +243,8 @@ int unit_post_backward(struct unit *unit);
 /* backward.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
-int unit_check_named(
-    struct unit *unit); /* warns where a backward to named tensors gives its parameters nothing. 0 or -1 */
+/* warns where a backward to named tensors gives its parameters nothing. 0 or -1 */
+int unit_check_named(struct unit *unit);
 int unit_edge_use(PyObject *context,
                   /* that to the flat parameter of the part with this index; or -1 */
                   Py_ssize_t index);

@@ -77,8 +77,8 @@ int stream_enter(struct streams *streams, enum stream_role role);
  * that one: autograd's nodes remember which it was when they were made. */
 int stream_enter_lasting(struct streams *streams);
 int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
-int stream_record(struct streams *streams, enum stream_role role,
-                  stream_event *event); /* reuses *event when not NULL */
+/* reuses *event when not NULL */
+int stream_record(struct streams *streams, enum stream_role role, stream_event *event);
 int stream_wait(struct streams *streams, enum stream_role role, stream_event event);
 int stream_synchronize(struct streams *streams, stream_event event); /* the host waits */
 void stream_event_destroy(struct streams *streams, stream_event *event);
