@@ -682,9 +682,8 @@ class FullyShardedDataParallel(ShardedModule):
         raise TypeError(
             f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the "
             "plain module and wrap the copy, as for a frozen teacher; to save a model, save its "
-            "state_dict(). An average of the weights, as of AveragedModel, needs no copy: keep one tensor "
-            "for each of parameters(), which are this rank's shards, and after a step "
-            "torch._foreach_lerp_(average, list(model.parameters()), 1 - decay)"
+            "state_dict(). An average of the weights, as of AveragedModel, needs no copy: "
+            "fsdp_c.optim.ParameterAverage(model) keeps one of this rank's shards"
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

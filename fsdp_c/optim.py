@@ -1,4 +1,4 @@
-"""Optimizers that step over shards in one pass of native code."""
+"""Optimizers that step over shards in one pass of native code, and averages of what they step over."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
+from fsdp_c.state.parameter_average import ParameterAverage
 
-__all__ = ["FlatAdamW", "param_groups"]
+__all__ = ["FlatAdamW", "ParameterAverage", "param_groups"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
