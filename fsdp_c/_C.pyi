@@ -295,6 +295,7 @@ class Unit:
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
     recorder_index: int  # writable; of the unit's name in the flight recorder, -1 where it has none
     sync_gradients: bool  # writable: no_sync() sets it
+    brings_zeros: bool  # writable: gradients that come count as zeros
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the
         unit and propagates. Inside summon_full_params ``wrapped`` alone, on what is shown; RuntimeError

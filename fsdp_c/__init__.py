@@ -60,6 +60,7 @@ from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import plan as plan
 from fsdp_c.tools.summary import summary as summary
 from fsdp_c.training.forward_methods import register_forward_method as register_forward_method
+from fsdp_c.training.join import join as join
 
 __all__ = [
     "BackwardPrefetch",
@@ -82,7 +83,7 @@ __all__ = [
 
 _BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall "
-    "optional plan summary api checkpoint debug optim wrap"
+    "optional join plan summary api checkpoint debug optim wrap"
 ).split()
 
 _ALIASES = {  # second names of modules, which libraries, pickles and programs use

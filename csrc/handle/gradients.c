@@ -185,15 +185,26 @@ PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
     return grad;
 }
 
-int gradients_receive_nothing(struct gradients *gradients) {
-    if (gradients->pending || gradients->sum || *gradients_previous(gradients))
-        return 0;
+/* Packed, they are zeros. */
+static int receive_none(struct gradients *gradients) {
     Py_ssize_t count = (Py_ssize_t)gradients->param->num_params + 1;
     PyObject *nothing = PyTuple_New(count);
     for (Py_ssize_t i = 0; nothing && i < count; i++)
         PyTuple_SetItem(nothing, i, Py_NewRef(Py_None));
     gradients->pending = nothing;
     return nothing ? 0 : -1;
+}
+
+int gradients_receive_zeros(struct gradients *gradients, PyObject *args) {
+    if (gradients->pending || !has_gradient(args, gradients->param->num_params))
+        return 0;
+    return receive_none(gradients);
+}
+
+int gradients_receive_nothing(struct gradients *gradients) {
+    if (gradients->pending || gradients->sum || *gradients_previous(gradients))
+        return 0;
+    return receive_none(gradients);
 }
 
 /* ---- towards the reduction ---- */

@@ -154,10 +154,11 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     if (trains <= 0)
         return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(gradients);
-    if (callbacks_watch(part, args) < 0 ||
-        (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0))
+    if (!part->brings_zeros && callbacks_watch(part, args) < 0)
         return -1;
-    return gradients_receive(gradients, args);
+    if (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0)
+        return -1;
+    return part->brings_zeros ? gradients_receive_zeros(gradients, args) : gradients_receive(gradients, args);
 }
 
 /* What one run of the node has brought, and what it answers autograd with. */

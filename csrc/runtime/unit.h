@@ -58,6 +58,7 @@ struct unit {
 
     bool is_root;
     bool sync_gradients;
+    bool brings_zeros;     /* of a part: gradients that come count as zeros (fsdp_c.join) */
     enum unit_phase phase; /* written by states.c */
 
     /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its
