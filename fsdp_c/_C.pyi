@@ -470,8 +470,8 @@ def open_flight_recorder(path: str, rank: int, world_size: int, /) -> None:
     alone. OSError, and no file, where it cannot be made or the disk has no room for all of it.
     """
 
-def read_flight_recorder(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str]:
-    """(rank, world size, process, step, phase, unit, failed, host) of a rank's file; see
+def read_flight_recorder(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str, int]:
+    """(rank, world size, process, step, phase, unit, failed, host, events) of a rank's file; see
     tools.flight_recorder.Entry.
 
     Where the rank is between steps after a collective has failed, phase and unit are those of the failure.

@@ -118,10 +118,11 @@ static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
     if (result > 0)
         return PyErr_Format(PyExc_ValueError, "%S is no flight record, or a damaged one", argument);
-    return Py_BuildValue("(LLLKKNNN)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
+    return Py_BuildValue("(LLLKKNNNK)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
                          (unsigned long long)page.step,
                          (unsigned long long)(flight_recorder_place(&page) >> 32), decoded(name),
-                         PyBool_FromLong(page.failed != 0), decoded(page.host));
+                         PyBool_FromLong(page.failed != 0), decoded(page.host),
+                         (unsigned long long)page.events);
 }
 
 static PyObject *close_flight_recorder(PyObject *self, PyObject *unused) {

@@ -37,6 +37,7 @@ struct recorder_page {
     volatile uint64_t place;   /* phase << 32 | unit */
     volatile uint64_t failed;  /* the place where a collective failed last; 0: none */
     char host[64];
+    volatile uint64_t events; /* places that were entered: a rank for which it stays the same does not move */
 };
 
 extern struct recorder_page *flight_recorder;
@@ -63,6 +64,7 @@ static inline uint64_t flight_recorder_enter(int32_t unit, enum recorder_phase p
         return 0;
     uint64_t left = flight_recorder->place;
     flight_recorder->place = (uint64_t)phase << 32 | (uint32_t)unit;
+    flight_recorder->events = flight_recorder->events + 1;
     return left;
 }
 

@@ -2,16 +2,19 @@
 
 ``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called flight records. The
 runtime in C writes phase, unit and step into a mapped page, a few stores per unit; where the file cannot be
-had, a full disk for instance, a warning says so and nothing is recorded. A forked process leaves the record
-of its parent alone, and keeps none of its own. For errors to say where the other ranks are, the folder must
-be one for all: on several hosts, one on a shared file system.
+had, a full disk for instance, a warning says so and nothing is recorded. A thread looks at the page every few
+seconds: where no rank moves and they are not at one place, it logs where they are. A forked process leaves
+the record of its parent alone, and keeps none of its own. For ranks to know where the others are, the folder
+must be one for all: on several hosts, one on a shared file system.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -41,13 +44,18 @@ _PHASES = (  # enum recorder_phase: what one rank does, and several
     ("is in optim_state_dict()", "are in optim_state_dict()"),
     ("is in summon_full_params()", "are in summon_full_params()"),
 )
+_BETWEEN_STEPS, _IN_STEP = 0, 1  # phases: from the latter on those of a step, up to that of a save
 _PROCESS_STATES = {  # proc(5); a killed process stays as Z until its parent asks for it
     "T": "the process is stopped",
     "X": "the process has ended",
     "Z": "the process has ended",
 }
 _SETTLING_S = 0.3
+_THREAD = "fsdp_c.flight_recorder"
+_LOOK_S = 2.0  # from one look at the own record to the next
 _open_folder: str | None = None
+_closed = threading.Event()  # the thread's that looks at the open record
+logger = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
@@ -60,6 +68,7 @@ class Entry(NamedTuple):
     unit: str
     failed: bool  # a collective failed there
     process: str  # "the process has ended" or "the process is stopped", where it is on this host
+    events: int = 0  # how many places it has entered
 
 
 # ----------------------------------------------------------------- writing
@@ -77,16 +86,17 @@ def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
 
 
 def _open_if_wanted() -> None:
-    global _open_folder
+    global _open_folder, _closed
     folder = os.environ.get(VARIABLE)
     if not folder or _open_folder is not None or not dist.is_initialized():
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        _C.open_flight_recorder(
-            str(Path(folder) / f"rank{dist.get_rank():05d}.ledger"), dist.get_rank(), dist.get_world_size()
-        )
-        _open_folder = folder
+        path = Path(folder) / f"rank{dist.get_rank():05d}.ledger"
+        _C.open_flight_recorder(str(path), dist.get_rank(), dist.get_world_size())
+        _open_folder, _closed = folder, threading.Event()
+        thread = threading.Thread(target=_watch, args=(path, _closed), name=_THREAD, daemon=True)
+        thread.start()
     except OSError as error:  # an exception here would leave the other ranks waiting in a collective
         warnings.warn(f"rank {dist.get_rank()}: no flight record in {folder}: {error}", stacklevel=3)
 
@@ -95,6 +105,7 @@ def close() -> None:
     """Record no more. The files stay."""
     global _open_folder
     _open_folder = None
+    _closed.set()
     _C.close_flight_recorder()
 
 
@@ -121,9 +132,9 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    rank, world_size, pid, step, phase, unit, failed, host = _C.read_flight_recorder(path)
+    rank, world_size, pid, step, phase, unit, failed, host, events = _C.read_flight_recorder(path)
     process = _process_state(pid) if host == socket.gethostname() else ""
-    return Entry(rank, world_size, step, phase, unit or "a unit without a name", failed, process)
+    return Entry(rank, world_size, step, phase, unit or "a unit without a name", failed, process, events)
 
 
 def _process_state(pid: int) -> str:
@@ -173,6 +184,48 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
     parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     return ("ranks " if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank ") + ", ".join(parts)
+
+
+# ----------------------------------------------------------------- ranks that wait for each other
+
+
+def _watch(path: Path, closed: threading.Event) -> None:
+    """Until the record at ``path`` is closed, log where all ranks are once none moves and they disagree.
+
+    The records of others are read at the first look at a place that this rank has not left, the second,
+    fourth, eighth and so on: all ranks of a large job may be amid a long save.
+    """
+    seen: list[Entry] = []
+    own, looks, told = None, 0, False
+    while not closed.wait(_LOOK_S):
+        with contextlib.suppress(OSError, ValueError):  # somebody has removed the folder
+            now = _read_one(path)
+            own, looks, told = (now, looks + 1, told) if now == own else (now, 0, False)
+            if told or not looks or looks & (looks - 1):
+                continue
+            seen, before = read(path.parent), seen
+            told = seen == before and _disagree(seen)
+            if told:
+                logger.warning(
+                    "rank %d has not moved for %.0f s: %s. What is collective is for all ranks to call, as "
+                    "state_dict(), summon_full_params, saves and loads are; fsdp_c.join(model, batches) is "
+                    "for unequal numbers of batches.",
+                    now.rank,
+                    looks * _LOOK_S,
+                    describe(seen),
+                )
+
+
+def _coarse(phase: int) -> int:
+    """All phases of a step as one."""
+    return min(phase, _IN_STEP) if phase < _C.RECORDER_SAVE else phase
+
+
+def _disagree(entries: Sequence[Entry]) -> bool:
+    """Whether some are in a step, and others in another one, between steps or elsewhere, or have ended."""
+    places = {(entry.step, _coarse(entry.phase)) for entry in entries}
+    waits = any(entry.phase != _BETWEEN_STEPS for entry in entries)
+    return waits and (len(places) > 1 or any(entry.process for entry in entries))
 
 
 # ----------------------------------------------------------------- in errors

@@ -3,12 +3,15 @@ them."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,7 +191,7 @@ def test_the_command_says_what_is_wrong_with_a_folder(
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 2**40), (0, -1), (4, 4), (-1, 4), (2**40, 2**41)])
 def test_a_record_of_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int, world_size: int) -> None:
     path = tmp_path / "rank00000.ledger"
-    path.write_bytes(struct.pack("=8s7q64s", b"FSDPCLG1", rank, world_size, 1, 0, 0, 0, 0, b"somewhere"))
+    path.write_bytes(struct.pack("=8s7q64sq", b"FSDPCLG1", rank, world_size, 1, 0, 0, 0, 0, b"somewhere", 0))
     with pytest.raises(ValueError, match=f"{path} is no flight record, or a damaged one"):
         flight_recorder.read(tmp_path)
 
@@ -196,7 +199,7 @@ def test_a_record_of_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int,
 def test_ranks_without_a_record_are_told_in_runs_however_many_there_are(tmp_path: Path) -> None:
     for rank in (1, 4, 5):
         (tmp_path / f"rank{rank:05}.ledger").write_bytes(
-            struct.pack("=8s7q64s", b"FSDPCLG1", rank, 2**31 - 1, 1, 0, 0, 0, 0, b"somewhere")
+            struct.pack("=8s7q64sq", b"FSDPCLG1", rank, 2**31 - 1, 1, 0, 0, 0, 0, b"somewhere", 0)
         )
     described = flight_recorder.describe(flight_recorder.read(tmp_path))
     assert described == (
@@ -394,6 +397,118 @@ def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path
         ALONE[what](model, optimizer)
         dist.barrier()
         assert places(folder)[rank] == f"rank {rank} is between steps (step 1)"
+
+
+# ----------------------------------------------------------------- ranks that wait for each other
+
+
+class Told(logging.Handler):
+    """What the flight recorder has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def wait_for_one(self) -> str:
+        deadline = time.monotonic() + 20
+        while not self.lines:
+            assert time.monotonic() < deadline, "nothing was told"
+            time.sleep(0.01)
+        return self.lines[0]
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[Told]:
+    told = Told()
+    flight_recorder.logger.addHandler(told)
+    try:
+        with mock.patch.object(flight_recorder, "_LOOK_S", 0.1), flight_records(str(folder)):
+            yield told
+    finally:
+        flight_recorder.logger.removeHandler(told)
+
+
+@pytest.mark.parametrize("what", ALONE)
+@on_ranks(2, label="faults")
+def test_ranks_of_which_one_calls_what_all_must_are_told_while_they_wait(
+    rank: int, world_size: int, tmp_path: Path, what: str
+) -> None:
+    with watched(tmp_path / "records") as told:
+        model = build()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        waited = tmp_path / "waited"
+        if rank == 1:
+            line = told.wait_for_one()  # here in the place of a step that this rank would be in
+            waited.touch()
+        ALONE[what](model, optimizer)
+        if rank == 0:
+            line = told.lines[0]
+            assert waited.exists()
+    assert re.match(rf"rank {rank} has not moved for [\d.]+ s: ", line)
+    places = f"rank 0 is in {what}() (step 1), rank 1 is between steps (step 1). "
+    assert f"{places}What is collective is for all ranks to call" in line
+
+
+@on_ranks(2, label="faults")
+def test_ranks_with_unequal_numbers_of_batches_are_told_while_they_wait(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    with watched(tmp_path) as told:
+        model = build()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        if rank == 0:
+            model(torch.ones(1, WIDTH)).sum().backward()
+            line = told.lines[0]
+        else:
+            line = told.wait_for_one()
+            model(torch.ones(1, WIDTH)).sum().backward()
+    places = r"rank 0 waits in the all-gather of the root \(step 1\), rank 1 is between steps \(step 1\)"
+    assert re.match(rf"rank {rank} has not moved for .* s: {places}\. .*fsdp_c\.join\(model, batches\)", line)
+
+
+@on_ranks(2, label="faults")
+def test_nothing_is_told_of_ranks_that_train_or_wait_together(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    def pause(*_: object) -> None:
+        time.sleep(0.5)
+
+    with watched(tmp_path / "records") as told:
+        model = build()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        time.sleep(0.5)  # between steps
+        hook = model.module.head.register_forward_hook(pause)  # amid one
+        model(torch.ones(1, WIDTH)).sum().backward()
+        hook.remove()
+        with FSDP.summon_full_params(model):
+            dist.barrier()
+            pause()
+        checkpoint.save(model, None, tmp_path / "saved")
+    assert told.lines == []
+
+
+@on_ranks(2, label="faults")
+def test_the_thread_that_looks_ends_with_the_record_and_outlives_its_folder(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == flight_recorder._THREAD]
+
+    with watched(tmp_path / "records"):
+        build()(torch.ones(1, WIDTH))
+        mine = threads()
+        assert len(mine) == 1
+        dist.barrier()
+        shutil.rmtree(tmp_path / "records", ignore_errors=True)
+        time.sleep(0.3)
+        assert mine[0].is_alive()
+    mine[0].join(5)
+    assert not threads()
 
 
 @on_ranks(2, label="faults")
