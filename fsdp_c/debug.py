@@ -1,5 +1,4 @@
-"""Looking for the rank where numbers go wrong: gradients that are not finite, replicas that have drifted
-apart."""
+"""Looking for where numbers go wrong: gradients that are not finite, lost updates, replicas that differ."""
 
 from __future__ import annotations
 
@@ -13,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import _C
+from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.common import tell
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined
 from fsdp_c.tools.flight_recorder import ranks_text
+from fsdp_c.training.grad_clipping import param_grad
 
 _NOTHING = torch.iinfo(torch.int64).max
 
@@ -67,11 +68,12 @@ def detect_anomalies() -> Iterator[None]:
     """In the body, every backward raises when a gradient is NaN or inf, before the reduction spreads it.
 
     FloatingPointError on every rank of the unit's groups, naming the lowest rank that has one, the unit and
-    its parameter: the first unit in the order of the backward, and in it the parameter that was registered
-    last, which backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8
-    bytes per unit, and waits for both: for looking, not for training. Collective: all ranks are in the body,
-    or none. Gradients of ``no_sync`` are noted, and raise at the reduction. Losses of a grad scaler overflow
-    on purpose: leave the scaler out. RuntimeError inside another ``detect_anomalies``.
+    its
+    parameter: the first unit in the order of the backward, and in it the parameter that was registered last,
+    which backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8 bytes per
+    unit, and waits for both: for looking, not for training. Collective: all ranks are in the body, or none.
+    Gradients of ``no_sync`` are noted, and raise at the reduction. Losses of a grad scaler overflow on
+    purpose: leave the scaler out. RuntimeError inside another ``detect_anomalies``.
     """
     global _watching
     if _watching:
@@ -86,6 +88,71 @@ def detect_anomalies() -> Iterator[None]:
 
 
 _watching = False
+
+
+# ----------------------------------------------------------------- updates
+
+
+class Updates:
+    """What ``updates`` has counted over all ranks, of the elements whose gradient is not zero."""
+
+    def __init__(self) -> None:
+        self.by_parameter: dict[str, tuple[int, int]] = {}  # how many have changed, and how many there are
+
+    @property
+    def changed(self) -> int:
+        return sum(changed for changed, _ in self.by_parameter.values())
+
+    @property
+    def total(self) -> int:
+        return sum(total for _, total in self.by_parameter.values())
+
+    def __str__(self) -> str:
+        lost = {name: total - changed for name, (changed, total) in self.by_parameter.items()}
+        text = f"{self.changed:,} of {self.total:,} elements with a gradient changed"
+        most = [name for name in sorted(lost, key=lambda name: -lost[name]) if lost[name]][:3]
+        told = ", ".join(f"{name} ({lost[name]:,} of {self.by_parameter[name][1]:,})" for name in most)
+        return f"{text}; most of those that did not are in {told}" if told else text
+
+
+@contextlib.contextmanager
+def updates(model: nn.Module) -> Iterator[Updates]:
+    """Count which elements of the parameters an optimizer's step in the body changes.
+
+    ``with fsdp_c.debug.updates(model) as found: optimizer.step()``, then ``print(found)``. An element with a
+    gradient that stays as it is has lost its update, mostly for being of 16 bits and the learning rate small:
+    wrap the model in float32, with ``MixedPrecision(param_dtype=torch.bfloat16)``. A step that a grad scaler
+    skips changes none.
+
+    Costs a copy of this rank's shards while the body runs. Collective over the groups of all units, between
+    steps; replicas count once.
+    """
+    found = Updates()
+    before = [
+        (handle, path, [(value.clone(), value, had) for value, had in _with_gradients(handle)])
+        for path, module in units_with_paths(model)
+        if (handle := module._handle) is not None
+    ]
+    yield found
+    for handle, path, values in before:
+        names = [clean_name(joined(path, fqn)) for fqn in handle.flat_param._fqns]
+        counts = [[int((had & (old != new)).sum()), int(had.sum())] for old, new, had in values]
+        summed = torch.tensor(counts, device=handle.device)
+        if handle.uses_sharded_strategy:
+            dist.all_reduce(summed, group=handle.process_group)
+        counted = zip(names, summed.tolist(), strict=True)
+        found.by_parameter |= {name: (changed, total) for name, (changed, total) in counted if total}
+
+
+def _with_gradients(handle: FlatParamHandle) -> Iterator[tuple[Tensor, Tensor]]:
+    """What this rank holds of each parameter, and where its gradient is not zero."""
+    held = _held(handle)
+    for index in range(len(handle.flat_param._fqns)):
+        value, grad = held[index], param_grad(handle, index)
+        if grad is None:
+            yield value, torch.zeros_like(value, dtype=torch.bool)
+        else:
+            yield value, tensor_parallel.local(grad).flatten() != 0
 
 
 # ----------------------------------------------------------------- replicas
@@ -127,13 +194,16 @@ def _group_of_replicas(handle: FlatParamHandle) -> dist.ProcessGroup | None:
 
 def _parameters(path: str, handle: FlatParamHandle) -> dict[str, Tensor]:
     """What this rank holds of each parameter, by its name in the user's model."""
-    layout, shard = handle.layout, handle.local_shard
+    named = zip(handle.flat_param._fqns, _held(handle), strict=True)
+    return {clean_name(joined(path, fqn)): value for fqn, value in named if value.numel()}
+
+
+def _held(handle: FlatParamHandle) -> list[Tensor]:
+    """What this rank holds of each parameter, 1-D; nothing of some."""
+    shard = handle.local_shard
     shard = handle.flat_param.detach() if shard is None else shard
-    return {
-        clean_name(joined(path, fqn)): shard[start : start + numel]
-        for fqn, (held, start, numel, _) in zip(handle.flat_param._fqns, layout.shard_ranges(), strict=True)
-        if held
-    }
+    ranges = handle.layout.shard_ranges()
+    return [shard[start : start + numel] if held else shard[:0] for held, start, numel, _ in ranges]
 
 
 def _drift(

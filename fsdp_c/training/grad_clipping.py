@@ -167,14 +167,14 @@ def _grads_by_groups(handle: FlatParamHandle, wanted: Container[int] | None) -> 
     found: GradsByGroups = {}
     for index, param_extension in enumerate(handle.flat_param._param_extensions):
         grads = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
-        grad = _param_grad(handle, index)
+        grad = param_grad(handle, index)
         param = (handle.flat_param._params or [handle.flat_param] * (index + 1))[index]
         if grad is not None and (wanted is None or id(param) in wanted):
             grads.append(grad)
     return found
 
 
-def _param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
+def param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
     """The part of the gradient that belongs to one parameter."""
     flat_param, layout = handle.flat_param, handle.layout
     if flat_param._params is not None:

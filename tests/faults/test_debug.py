@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.debug import checksum, detect_anomalies
+from fsdp_c.debug import Updates, checksum, detect_anomalies, updates
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import device, device_type, on_ranks
 
 
 def build(**arguments: Any) -> FSDP:
@@ -134,3 +134,87 @@ def test_hybrid_replicas_that_drift_are_named_on_all_ranks(rank: int, world_size
     with pytest.raises(RuntimeError, match=r"head\.(weight|bias) is one on rank 1 and another on rank 3"):
         checksum(model)
     dist.barrier()
+
+
+# ----------------------------------------------------------------- updates
+
+
+def stepped(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> Updates:
+    loss(model, rank).backward()
+    with updates(model) as found:
+        optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def expected_updates(lr: float, dtype: torch.dtype, world_size: int) -> dict[str, tuple[int, int]]:
+    """What a plain model makes of the batches of all ranks."""
+    torch.manual_seed(5)
+    net = Net(blocks=2).to(device(), dtype)
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    for rank in range(world_size):
+        batch = torch.randn(1, WIDTH, generator=torch.Generator(device()).manual_seed(rank)).to(dtype)
+        (net(batch).float().square().mean() / world_size).backward()
+    torch.optim.SGD(net.parameters(), lr).step()
+    had = {name: param.grad != 0 for name, param in net.named_parameters()}
+    return {
+        name: (int((had[name] & (param != before[name])).sum()), int(had[name].sum()))
+        for name, param in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, label="faults")
+def test_updates_that_bf16_loses_are_counted_once_and_those_of_float32_are_there(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    low, lr = torch.bfloat16, 1e-3
+
+    def found(dtype: torch.dtype) -> Updates:
+        torch.manual_seed(5)
+        model = FSDP(
+            Net(blocks=2).to(dtype),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=MixedPrecision(param_dtype=dtype),
+            device_id=device(),
+        )
+        return stepped(model, torch.optim.SGD(model.parameters(), lr), rank)
+
+    exact = found(torch.float32)
+    assert exact.by_parameter == expected_updates(lr, torch.float32, world_size)
+    assert exact.total - exact.changed <= exact.total // 20
+    lost = found(low)
+    assert set(lost.by_parameter) == set(exact.by_parameter)
+    assert lost.changed < lost.total // 2  # sums of two ranks round otherwise than those of a plain model
+    close = expected_updates(lr, low, world_size)
+    assert abs(lost.changed - sum(changed for changed, _ in close.values())) <= lost.total // 20
+    text = f"{lost.changed:,} of {lost.total:,} elements with a gradient changed; most of those that did not are in "
+    assert str(lost).startswith(text)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(4, label="faults")
+def test_updates_of_replicas_count_once_and_frozen_parameters_not_at_all(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    torch.manual_seed(5)
+    net = Net(blocks=2)
+    net.blocks[0].requires_grad_(False)
+    model = FSDP(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=init_device_mesh(device_type(), (2, 2)),
+        use_orig_params=use_orig_params,
+        device_id=device(),
+    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    found = stepped(model, torch.optim.SGD(trained, lr=0.0), 0)
+    named = Net(blocks=2).named_parameters()
+    numels = {name: param.numel() for name, param in named if "blocks.0" not in name}
+    assert set(found.by_parameter) == set(numels)
+    assert all(0 < total <= numels[name] for name, (_, total) in found.by_parameter.items())
+    assert found.changed == 0 and "0 of" in str(found)
