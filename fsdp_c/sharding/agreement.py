@@ -101,6 +101,22 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     root._agreed_plan = digest
 
 
+def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Raise unless all ranks of ``groups`` wrap with sync_module_states, as this one does in the unit
+    ``name``.
+
+    Collective. The others are first heard of at their first step, by what ``agree`` sends there: it is as
+    long.
+    """
+    groups = [group for group in groups if group.size() > 1]
+    if detect_fake_mode() is None and not _all_equal(digest_of(b"sync_module_states"), groups, device):
+        failure = (
+            f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
+            "would never take the values that are sent. Pass the same on every rank."
+        )
+        raise RuntimeError(difference(_exchange(RankPlan(dist.get_rank(), failure, []), groups)))
+
+
 def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
     handle = handle_of(module)
     flat_param = handle.flat_param

@@ -174,6 +174,11 @@ def sharing(ignored_params: set[nn.Parameter]) -> Iterator[None]:
         _shared.reset(before)
 
 
+def is_built_by_policy() -> bool:
+    """Whether the unit at hand is one inside of another, that an auto-wrap policy has chosen."""
+    return _shared.get() is not None
+
+
 def resolve_ignored_states(
     tree: Subtree,
     ignored_modules: Iterable[nn.Module] | None,

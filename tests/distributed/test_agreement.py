@@ -200,6 +200,36 @@ def test_error_of_one_rank_is_told_to_the_others(rank: int, world_size: int) -> 
     model(X)
 
 
+@pytest.mark.parametrize("with_it", [(0,), (1, 2)], ids=["rank 0", "ranks 1 and 2"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_ranks_of_which_only_some_send_their_values_are_named_by_all(
+    rank: int, world_size: int, strategy: str, with_it: tuple[int, ...]
+) -> None:
+    mesh = init_device_mesh(device().type, (2, 2)) if strategy == "HYBRID_SHARD" else None
+    torch.manual_seed(1)  # what differs is the argument alone
+    with pytest.raises(RuntimeError) as found:
+        arguments = {"sharding_strategy": ShardingStrategy[strategy], "device_mesh": mesh}
+        per_block(sync_module_states=rank in with_it, **arguments)(X)
+    told = [
+        line
+        for line in str(found.value).splitlines()
+        if "unit Net is wrapped with sync_module_states" in line
+    ]
+    assert [line.partition(":")[0] for line in told] == [f"rank {one}" for one in with_it]
+    model = per_block(sync_module_states=True, **arguments)
+    model(X)
+
+
+@on_ranks(2)
+def test_ranks_that_send_their_values_compare_that_once_per_tree(rank: int, world_size: int) -> None:
+    with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gathered:
+        per_block(sync_module_states=True)
+        assert gathered.call_count == 1
+        per_block()
+        assert gathered.call_count == 1
+
+
 @on_ranks(2)
 def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> None:
     """Each rank has an expert of its own size, in a group of its own, whose gradients are not averaged."""
