@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
@@ -116,8 +117,9 @@ def made_up(planner: Planner, plan: Any, rank: int) -> RankResult:
 def measured(model: str, ranks: int, folder: Path) -> list[str]:
     longest, sent, first = 0.0, [], None
     for rank in range(ranks):
-        planner = Planner(lambda nbytes: None)
-        planner.set_up_planner(state_of(model, ranks, rank), None, rank == 0)
+        state, paths = flatten_state_dict(state_of(model, ranks, rank))
+        planner = Planner(lambda nbytes: None, paths)
+        planner.set_up_planner(state, None, rank == 0)
         start = time.process_time()
         sent.append(pickle.dumps(planner.create_local_plan()))
         longest = max(longest, time.process_time() - start)

@@ -4,9 +4,11 @@
 inspects, verifies, converts and compares checkpoints without ranks.
 """
 
+from fsdp_c.checkpoint.background import BackgroundSave
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.model_state import model_state
 from fsdp_c.checkpoint.optim_state import optim_state
 from fsdp_c.checkpoint.saving import load, save
+from fsdp_c.checkpoint.series import latest
 
-__all__ = ["CheckpointError", "load", "model_state", "optim_state", "save"]
+__all__ = ["BackgroundSave", "CheckpointError", "latest", "load", "model_state", "optim_state", "save"]

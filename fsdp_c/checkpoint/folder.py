@@ -126,6 +126,11 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether all is there that it names."""
+    return is_checkpoint(folder) and all((folder / name).exists() for name in named_in(_metadata(folder)))
+
+
 def lies_in(folder: Path, path: Path) -> bool:
     """Whether ``path`` is a file of ``folder``, and no link out of it."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
@@ -353,6 +358,28 @@ def _remove_leftovers(path: Path) -> None:
         if _lock_beside(path).exists() or _left_beside(path):
             with beside(path):
                 pass
+
+
+def has_data(folder: Path) -> bool:
+    """Whether there are data of a checkpoint, whole or not."""
+    return any(re.fullmatch(f"{_DATA}({_GONE})?|{_FILE}", each.name) for each in folder.iterdir())
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the checkpoint ``path``, or what is left of one; anything else in its folder stays.
+    CheckpointError where someone saves to it."""
+    with _locked(path / ".saving.lock", path):
+        named = named_in(_metadata(path))
+        (path / METADATA).unlink(missing_ok=True)  # from here on it is none
+        for each in list(path.iterdir()):
+            if re.fullmatch(f"{_DATA}({_GONE})?", each.name):
+                _remove(each)
+            elif each.name in named or re.fullmatch(_FILE, each.name):
+                each.unlink()
+            elif each.name in (CHECKSUMS, LAYOUT) and _is_own(each):
+                each.unlink()
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def _left_beside(path: Path) -> list[Path]:

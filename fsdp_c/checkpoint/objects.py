@@ -64,6 +64,8 @@ def plain(value: object) -> Any:
 
 def pickled(value: object) -> io.BytesIO:
     """``value`` as ``torch.save`` writes it. Raises TypeError for what ``load`` could not read back."""
+    if isinstance(value, Pickled):
+        return value.content
     content = io.BytesIO()
     try:
         torch.save(value, content)
@@ -72,6 +74,13 @@ def pickled(value: object) -> io.BytesIO:
         kind = _name(type(value)).removeprefix("builtins.")
         raise TypeError(f"{kind} cannot be saved so that it can be read: {reason(error)}") from error
     return content
+
+
+class Pickled:
+    """An object that has been pickled before it is written, so that the script may change it meanwhile."""
+
+    def __init__(self, value: object) -> None:
+        self.content = pickled(value)
 
 
 def load(content: bytes) -> Any:

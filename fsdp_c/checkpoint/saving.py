@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.checkpoint.utils import _DistWrapper, find_tensor_shard
 
 from fsdp_c import _C
+from fsdp_c.checkpoint import background as in_background
+from fsdp_c.checkpoint.background import BackgroundSave, GlooRanks
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
     StrPath,
@@ -31,6 +31,7 @@ from fsdp_c.checkpoint.folder import (
     new_folder,
     unless_replaced,
 )
+from fsdp_c.checkpoint.host_copies import HostCopies
 from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import (
@@ -45,6 +46,7 @@ from fsdp_c.checkpoint.model_state import (
 )
 from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
+from fsdp_c.checkpoint.series import check_keep, remove_older
 from fsdp_c.checkpoint.storage import (
     Reader,
     Report,
@@ -54,6 +56,7 @@ from fsdp_c.checkpoint.storage import (
     read_nested,
     read_object,
 )
+from fsdp_c.checkpoint.table import RankResult
 from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tensors, whole_value
 from fsdp_c.checkpoint.writing import Planner, Writer
 from fsdp_c.compat.aliases import StateDict
@@ -63,6 +66,38 @@ from fsdp_c.tools import flight_recorder
 T = TypeVar("T")
 EXTRA = "extra"
 _TRIES = 100  # to find one checkpoint on all ranks, while others save
+
+
+@overload
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: StrPath,
+    *,
+    extra: StateDict | None = None,
+    model_key: str = "model",
+    optim_key: str = "optim",
+    process_group: dist.ProcessGroup | None = None,
+    progress: bool = False,
+    keep: int | None = None,
+    background: Literal[False] = False,
+) -> None: ...
+
+
+@overload
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: StrPath,
+    *,
+    extra: StateDict | None = None,
+    model_key: str = "model",
+    optim_key: str = "optim",
+    process_group: dist.ProcessGroup | None = None,
+    progress: bool = False,
+    keep: int | None = None,
+    background: Literal[True],
+) -> BackgroundSave: ...
 
 
 @flight_recorder.phase(_C.RECORDER_SAVE)
@@ -76,7 +111,9 @@ def save(
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
     progress: bool = False,
-) -> None:
+    keep: int | None = None,
+    background: bool = False,
+) -> BackgroundSave | None:
     """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which torch's DCP reads
     too.
 
@@ -95,34 +132,65 @@ def save(
     all parts, and ``load`` returns the whole. A parameter that is a part and that a unit divides besides is
     refused by name.
 
+    ``background``: return a ``BackgroundSave`` once this rank's part has been copied into memory of the
+    host's, which is kept for the next save, and write it from a thread while training goes on: see [Note:
+    Saves in the background] in fsdp_c/checkpoint/background.py. The next save waits for it. On a GPU the copy
+    is made beside the next step: until an optimizer's step, or ``wait()``, nothing else may write to
+    parameters and the optimizer's state.
+
+    ``keep``: once the checkpoint is in its place, remove the older of those beside it whose names differ in
+    the last number alone (step-100, step-200, ...), so that as many stay; see ``latest``.
+
     Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the
     rank on which something failed, as where another job is saving to ``path``; the old checkpoint is then as
-    it was. Raises ValueError for an address such as "s3://bucket/run", FileExistsError for a file.
+    it was. Raises ValueError for an address such as "s3://bucket/run", FileExistsError for a file. In the
+    background ``wait()`` raises them, or the next save, or the end of the process.
     """
+    in_background.finish()
     target, ranks = absolute(path), _Ranks(process_group)
+    check_keep(target, keep)
+
+    def state() -> _State:
+        return _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
+
+    if not background:
+        _write(path, target, state, ranks, progress, keep)
+        return None
+    beside = _Ranks(process_group, in_background.gloo_ranks(process_group) if ranks.is_distributed else None)
+    copied = _done(lambda: _copied(state()))
+    return in_background.start(
+        f"saving {target}", lambda: _write(path, target, lambda: _copies_of(copied), beside, progress, keep)
+    )
+
+
+def _write(
+    path: StrPath, target: Path, made: Callable[[], _State], ranks: _Ranks, progress: bool, keep: int | None
+) -> None:
     what = f"saving {target}"
     with ExitStack() as stack:
 
-        def prepare() -> tuple[StateDict, Path | None]:
+        def prepare() -> tuple[_State, Path | None]:
             check_target(path)
-            state = _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
-            return state, stack.enter_context(new_folder(target)) if ranks.is_first else None
+            return made(), stack.enter_context(new_folder(target)) if ranks.is_first else None
 
-        (state, _), told = ranks.agree(what, prepare, lambda prepared: prepared[1])
-        shown = progress and ranks.is_first
-        with warnings.catch_warnings(), progress_bar("saving", shown) as (report, set_total):
-            planner = Planner(set_total)
+        ((state, paths), _), told = ranks.agree(what, prepare, lambda prepared: prepared[1])
+        with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
+            planner = Planner(set_total, paths)
             writer = Writer(told[0], target, planner, report)
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+            def plan() -> SavePlan:
+                planner.set_up_planner(state, is_coordinator=ranks.is_first)
+                return planner.create_local_plan()
+
+            def finish(results: list[RankResult | None]) -> None:
+                writer.finish(results)
+                if keep is not None:
+                    remove_older(target, keep)
+
             try:
-                with flight_recorder.explained(what):
-                    dcp.save(
-                        state,
-                        storage_writer=writer,
-                        planner=planner,
-                        process_group=process_group,
-                        no_dist=not ranks.is_distributed,
-                    )
+                with flight_recorder.explained(what, of_step=ranks.gloo is None):
+                    own = ranks.dcp.reduce_scatter("plan", plan, writer.divided)
+                    ranks.dcp.all_reduce("write", lambda: writer.write(own), finish)
             except CheckpointException as failure:
                 raise _error(what, {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
 
@@ -152,6 +220,7 @@ def load(
     unless it was the data of tensors, which are read into place, or a module's set_extra_state():
     docs/reliability.md says what is left.
     """
+    in_background.finish(raises=False)
     ranks = _Ranks(process_group)
     what = f"loading {os.fspath(path)}"
 
@@ -185,10 +254,12 @@ def load(
 class _Ranks:
     """The ranks that save or load together; one where there is no process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, gloo: GlooRanks | None = None) -> None:
+        """``gloo``: these ranks in a group of their own, which is talked over in place of ``group``."""
+        self.group, self.gloo = group, gloo
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.is_first = not self.is_distributed or dist.get_rank(group) == 0
+        self.dcp: _DistWrapper = gloo or _DistWrapper(group, self.is_distributed, 0)
 
     def agree(
         self, what: str, work: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
@@ -200,7 +271,7 @@ class _Ranks:
             told = tell(result)
         except Exception as caught:
             error = caught
-        with flight_recorder.explained(what):
+        with flight_recorder.explained(what, of_step=self.gloo is None):
             everything = self._exchange((error and (type(error).__name__, _text(error)), told))
         errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
         kinds = [failed[0] if failed else None for failed, _ in everything]
@@ -211,6 +282,8 @@ class _Ranks:
         return result, [one for _, one in everything]  # type: ignore[return-value]  # a result, where no rank has an error
 
     def _exchange(self, told: T) -> list[T]:
+        if self.gloo is not None:
+            return self.gloo.all_gather_object(told)
         return tell(told, self.group) if self.is_distributed else [told]
 
 
@@ -227,13 +300,23 @@ def _error(what: str, errors: dict[int, str]) -> CheckpointError:
 # ----------------------------------------------------------------- saving
 
 
+class _State(NamedTuple):
+    """What is saved, by key, and the path of each key in nested dicts and lists."""
+
+    values: StateDict
+    paths: dict[str, PathInDict]
+
+
+_host_copies = HostCopies()
+
+
 def _saved_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: StateDict | None,
     model_key: str,
     optim_key: str,
-) -> StateDict:
+) -> _State:
     own = _plain_values(_model_state(model, as_saved=True))
     state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
@@ -246,7 +329,32 @@ def _saved_state(
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
         state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, _whole_on_rank_0))
+    return _State(*flatten_state_dict(state))
+
+
+def _copied(state: _State) -> _State:
+    return _State(_host_copies.copied(*state), state.paths)
+
+
+def _copies_of(prepared: Callable[[], _State]) -> _State:
+    state = prepared()
+    _host_copies.wait()
     return state
+
+
+def _done(work: Callable[[], T]) -> Callable[[], T]:
+    """What returns the result of ``work``, which is done now, or raises its error."""
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    else:
+        return lambda: result
+
+    def fail() -> T:
+        raise error
+
+    return fail
 
 
 def _plain_values(values: StateDict) -> StateDict:

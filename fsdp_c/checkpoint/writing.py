@@ -1,9 +1,8 @@
-"""DCP's two ends of a save: the plan of what each rank writes, and the writer of it."""
+"""The two ends of a save: the plan of what each rank writes, and the writer of it."""
 
 from __future__ import annotations
 
 import io
-import os
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, data_file, write_file
 from fsdp_c.checkpoint.held import Held
@@ -42,9 +39,10 @@ class _Write(NamedTuple):
 class Planner(DefaultSavePlanner):
     """Plans by ``RankPlan``s, which are sent in place of DCP's items."""
 
-    def __init__(self, set_total: Report) -> None:
-        super().__init__()
-        self.set_total = set_total
+    def __init__(self, set_total: Report, paths: dict[str, PathInDict]) -> None:
+        """``paths``: in nested dicts and lists, of the keys of what is to be saved."""
+        super().__init__(flatten_state_dict=False)
+        self.set_total, self.paths = set_total, paths
         self.planned = Planned([], [])  # on the first rank
         self.writes: list[_Write] = []
         self.parts = 0
@@ -58,7 +56,7 @@ class Planner(DefaultSavePlanner):
                 number = numbers.setdefault(held, len(numbers))
                 own = paths.setdefault(held, [])
                 self.writes.append(_Write(key, number, len(own), held, fetch))
-                own.append(self.mappings.get(key, (key,)))
+                own.append(self.paths.get(key, (key,)))
         self.parts = len(numbers)
         plan: RankPlan = [RankPart.of(*each) for each in paths.items()]
         return SavePlan([], planner_data=plan)
@@ -102,48 +100,30 @@ def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     )
 
 
-class Writer(StorageWriter):
+class Writer:
     """Writes ``temporary`` and publishes it as ``path``: see [Note: In place at once]."""
 
-    def __init__(self, temporary: Path, path: Path, planner: Planner, report: Report | None = None) -> None:
-        self.temporary, self.path, self.planner = temporary, path, planner
-        self.report = report or (lambda nbytes: None)
+    def __init__(self, temporary: Path, path: Path, planner: Planner, report: Report) -> None:
+        self.temporary, self.path, self.planner, self.report = temporary, path, planner, report
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def divided(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On one rank: what each is to write, and into which file."""
+        plans, _ = self.planner.create_global_plan(plans)
         names = [data_file(self.temporary, self.path, rank) for rank in range(len(plans))]
         return [
             SavePlan([], (rank, name), p.planner_data)
             for rank, (name, p) in enumerate(zip(names, plans, strict=True))
         ]
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self.path))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; the result, if there is any, is a ``RankResult``."""
-        results: list[Any] = []
-        rank, name = plan.storage_data
-        if self.planner.writes:
-            # exclusively: an existing file is another rank's
-            path = self.temporary / Path(name).name
-            with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
-                results = [self._write(rank, name, FileWriter(file))]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+    def write(self, plan: SavePlan) -> RankResult | None:
+        """Write this rank's file, if it has anything to write."""
+        rank, name = self.planner.finish_plan(plan).storage_data
+        if not self.planner.writes:
+            return None
+        # exclusively: an existing file is another rank's
+        path = self.temporary / Path(name).name
+        with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
+            return self._write(rank, name, FileWriter(file))
 
     def _write(self, rank: int, name: str, writer: FileWriter) -> RankResult:
         records = [bytearray() for _ in range(self.planner.parts)]
@@ -164,9 +144,9 @@ class Writer(StorageWriter):
         writer.finish()
         return RankResult(name, writer.size, writer.framing_crc32, [bytes(each) for each in records])
 
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, results: list[RankResult | None]) -> None:
         """On one rank, once all have written."""
-        by_rank: dict[int, RankResult] = {rank: each[0] for rank, each in enumerate(results) if each}
+        by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         table = stored(self.planner.planned, by_rank)
         names = {rank: each.file for rank, each in by_rank.items()}
         files = {each.file: (each.size, each.framing_crc32) for each in by_rank.values()}

@@ -252,19 +252,23 @@ def _read_settled(folder: str) -> list[Entry]:
 
 
 @contextlib.contextmanager
-def explained(doing: str) -> Iterator[None]:
+def explained(doing: str, of_step: bool = True) -> Iterator[None]:
     """For a body that only calls collectives, outside of any unit: adds to their RuntimeError what they were
-    for."""
+    for.
+
+    Without ``of_step`` a thread beside the training calls them, and where that is does not count as failed.
+    """
     try:
         yield
     except RuntimeError as error:
         if dist.is_initialized():
-            _explain(error, "", f"is {doing}")
+            _explain(error, "", f"is {doing}", of_step)
         raise
 
 
-def _explain(error: RuntimeError, step: str, doing: str) -> None:
-    _C.note_recorder_failure()
+def _explain(error: RuntimeError, step: str, doing: str, of_step: bool = True) -> None:
+    if of_step:
+        _C.note_recorder_failure()
     if len(error.args) != 1:
         return
     text = f"{error}\nrank {dist.get_rank()}{step}: a collective failed or timed out while this rank {doing}."

@@ -195,11 +195,11 @@ def test_a_folder_in_one_that_is_not_writable_is_saved_to_and_none_is_made_there
             for version in (1, 2):
                 save(path, version)
                 assert loaded(path) == version
-            with pytest.raises(PermissionError), mock.patch.object(saving.dcp, "save") as written:
+            with pytest.raises(PermissionError), mock.patch.object(saving, "Writer") as written:
                 save(Path(name) / "other", 1)
             path.chmod(0o555)
             before = listed(path)
-            with pytest.raises(PermissionError), mock.patch.object(saving.dcp, "save") as written:
+            with pytest.raises(PermissionError), mock.patch.object(saving, "Writer") as written:
                 save(path, 3)
             assert not written.called and listed(path) == before
 
