@@ -3,9 +3,16 @@ promises."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +24,7 @@ from torch import nn
 
 import fsdp_c
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import writing
+from fsdp_c.checkpoint import CheckpointError, writing
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import device, on_ranks
 
@@ -174,3 +181,219 @@ def test_the_memory_of_the_copies_is_used_again(rank, world_size):
     own = {value.data_ptr(): value.nbytes for value in values(model, optimizer).values()}
     assert len({*places}) == 1
     assert sum(own.values()) // 2 < _host_copies.memory.nbytes <= 1.1 * sum(own.values())
+
+
+# ----------------------------------------------------------------- what goes wrong
+
+
+def fails_on(bad: int, error: BaseException) -> Any:
+    """The writer fails on one rank, having written something."""
+    write = writing.Writer._write
+
+    def half(self: Any, rank: int, name: str, file: Any) -> Any:
+        result = write(self, rank, name, file)
+        if rank == bad:
+            raise error
+        return result
+
+    return mock.patch.object(writing.Writer, "_write", half)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@on_ranks(2)
+def test_a_full_disk_of_one_rank_is_an_error_of_all_and_leaves_the_old_checkpoint(rank, world_size, bad):
+    path = folder_of_ranks() / "ckpt"
+    model, optimizer = made()
+    step(model, optimizer, 0)
+    for version in (1, 2, 3):
+        with (
+            fails_on(bad, OSError(errno.ENOSPC, "No space left on device")) if version == 2 else nullcontext()
+        ):
+            handle = checkpoint.save(model, optimizer, path, extra={"version": version}, background=True)
+            step(model, optimizer, version)
+            if version != 2:
+                handle.wait()
+                continue
+            words = f"saving {path} failed on rank {bad}: OSError: .*No space left on device"
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=words):
+                    handle.wait()
+        assert checkpoint.load(*made(2), path) == {"version": 1}
+        assert not list(path.glob("fsdp_c-data-*")) and not list(path.parent.glob(".ckpt*"))
+    assert checkpoint.load(*made(2), path) == {"version": 3}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@on_ranks(2)
+def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save_alone(rank, world_size, background):
+    path = folder_of_ranks() / "ckpt"
+    model, optimizer = made()
+    own = object() if rank == 0 else None
+    checkpoint.save(model, optimizer, path, extra={"a": {"b": own}}, background=True)
+    with pytest.raises(CheckpointError, match=r"failed on rank 0: extra.a.b: object cannot be saved"):
+        checkpoint.save(model, optimizer, path, background=background)
+    assert not path.exists()
+    handle = checkpoint.save(model, optimizer, path, background=background)
+    if handle is not None:
+        handle.wait()
+    checkpoint.load(model, optimizer, path)
+
+
+@on_ranks(2)
+def test_a_mistake_of_one_rank_before_the_copy_is_told_by_all_and_a_mistake_of_all_is_theirs(
+    rank, world_size
+):
+    path = folder_of_ranks() / "ckpt"
+    model, optimizer = made()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    handle = checkpoint.save(model, other if rank == 1 else optimizer, path, background=True)
+    with pytest.raises(CheckpointError, match="failed on rank 1: ValueError: group 0 of the optimizer"):
+        handle.wait()
+    handle = checkpoint.save(model, other, path, background=True)
+    with pytest.raises(ValueError, match="group 0 of the optimizer"):
+        handle.wait()
+    handle = checkpoint.save(model, optimizer, "s3://bucket/run", background=True)
+    with pytest.raises(ValueError, match="an address"):
+        handle.wait()
+
+
+@on_ranks(2)
+def test_a_folder_that_is_taken_away_meanwhile_is_an_error_and_the_next_save_makes_it(rank, world_size):
+    path = folder_of_ranks() / "run" / "ckpt"
+    model, optimizer = made()
+    dist.barrier()
+    with held_back() as may_write:
+        handle = checkpoint.save(model, optimizer, path, background=True)
+        while rank == 0 and not list(path.parent.glob(".ckpt.saving-*")):
+            time.sleep(0.01)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path.parent)
+        dist.barrier()
+        may_write.set()
+        with pytest.raises(CheckpointError, match="failed on rank [01]: FileNotFoundError"):
+            handle.wait(60)
+    checkpoint.save(model, optimizer, path, background=True).wait()
+    checkpoint.load(model, optimizer, path)
+
+
+@on_ranks(4)
+def test_ranks_of_a_group_save_beside_each_other(rank, world_size):
+    folder = folder_of_ranks()
+    groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    own = groups[rank // 2]
+    torch.manual_seed(rank // 2)
+    options = {"process_group": own, "device_id": device()}
+    model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    expected = values(model, optimizer)
+    path = folder / str(rank // 2)
+    for _ in range(2):
+        handle = checkpoint.save(model, optimizer, path, process_group=own, background=True)
+    handle.wait()
+    step(model, optimizer, 1)
+    checkpoint.load(model, optimizer, path, process_group=own)
+    assert_same(values(model, optimizer), expected)
+
+
+# ----------------------------------------------------------------- how a process ends
+
+SCRIPT = """
+import errno, os, signal, sys, time
+import torch
+import torch.distributed as dist
+import fsdp_c
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import writing
+from tests.checkpoints import fill
+
+rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+model = fsdp_c.FullyShardedDataParallel(torch.nn.Linear(640, 640), device_id=torch.device("cpu"))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 640)).sum().backward()
+optimizer.step()
+fill(model, optimizer, 1)
+checkpoint.save(model, optimizer, f"{folder}/ckpt", extra={"version": 1})
+write = writing.Writer._write
+
+def slow(self, *args):
+    result = write(self, *args)
+    open(f"{folder}/writing-{rank}", "w").close()
+    time.sleep(1)
+    if what == "full" and rank == 1:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return result
+
+writing.Writer._write = slow
+fill(model, optimizer, 2)
+checkpoint.save(model, optimizer, f"{folder}/ckpt", extra={"version": 2}, background=True)
+fill(model, optimizer, 3)
+if what == "exception":
+    raise RuntimeError("in the training loop")
+if what == "destroy":
+    dist.destroy_process_group()
+if what == "sys.exit":
+    sys.exit(3)
+if what == "signal":
+    while not os.path.exists(f"{folder}/writing-{rank}"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), int(sys.argv[4]))
+if what == "_exit":
+    os._exit(4)
+"""
+ENDS = {  # how a rank ends: its exit status, what is there then
+    "exit": (0, 2),
+    "destroy": (0, 2),
+    "sys.exit": (3, 2),
+    "exception": (1, 2),
+    "_exit": (4, 1),
+    "full": (0, 1),
+    f"signal {signal.SIGTERM:d}": (-signal.SIGTERM, 1),
+    f"signal {signal.SIGKILL:d}": (-signal.SIGKILL, 1),
+}
+
+
+def ended(folder: Path, how: str) -> list[tuple[int, str]]:
+    """Exit status of both ranks, and what they said."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder), *how.split()], env=environment, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
+def loaded_version(path: Path) -> Any:
+    """What is there, loaded without ranks; an assertion fails if it is not of one piece."""
+    model = nn.Linear(640, 640)
+    optimizer = torch.optim.AdamW(model.parameters())
+    version = checkpoint.load(model, optimizer, path)["version"]
+    tensors = [
+        *model.state_dict().values(),
+        *(t for state in optimizer.state.values() for t in state.values()),
+    ]
+    assert {value for tensor in tensors for value in tensor.unique().tolist()} == {version}
+    return version
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("how", ENDS)
+def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, how: str) -> None:
+    status, version = ENDS[how]
+    for code, said in ended(tmp_path, how):
+        assert code == status, said
+        assert "terminate called" not in said
+        assert ("No space left on device" in said) == (how == "full"), said
+        assert ("failed on rank 1: OSError" in said) == (how == "full"), said
+    assert loaded_version(tmp_path / "ckpt") == version
+    model = nn.Linear(640, 640)
+    checkpoint.save(model, None, tmp_path / "ckpt")
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".ckpt")]
+    assert len(list((tmp_path / "ckpt").iterdir())) == 2
