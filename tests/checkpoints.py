@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,14 +28,28 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> No
 
 
 def save_versions(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int, background: bool
 ) -> None:
     """One save after the other, telling before and after each through the file descriptor ``report``."""
     for version in range(first, first + 1000):
         fill(model, optimizer, version)
         os.write(report, f"begin {version}\n".encode())
-        checkpoint.save(model, optimizer, path, extra={"version": version})
+        save_version(model, optimizer, path, version, background)
         os.write(report, f"done {version}\n".encode())
+
+
+def save_version(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, version: int, background: bool
+) -> None:
+    """In the background beside writes to all that was saved."""
+    extra = {"version": version}
+    if background:
+        handle = checkpoint.save(model, optimizer, path, extra=extra, background=True)
+        fill(model, optimizer, -1)
+        extra["version"] = -1
+        handle.wait()
+    else:
+        checkpoint.save(model, optimizer, path, extra=extra)
 
 
 _CALLS = {
@@ -69,6 +84,7 @@ def killed_at(call: int, work: Callable[[], object]) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         try:
+            threading.setprofile(count)
             sys.setprofile(count)
             work()
             sys.setprofile(None)

@@ -32,7 +32,7 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
 
 
-def save_on_and_on(rank: int, path: Path, first: int, report: int) -> None:
+def save_on_and_on(rank: int, path: Path, first: int, report: int, background: bool) -> None:
     """One save after the other, telling before and after each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}.rendezvous-{first}", rank=rank, world_size=2)
@@ -41,7 +41,7 @@ def save_on_and_on(rank: int, path: Path, first: int, report: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
-    save_versions(model, optimizer, path, first, report)
+    save_versions(model, optimizer, path, first, report, background)
 
 
 def save_plain(path: Path, version: int) -> None:
@@ -68,7 +68,7 @@ def loaded_version(path: Path) -> int:
     return version
 
 
-def started(rank: int, path: Path, first: int) -> tuple[int, BinaryIO]:
+def started(rank: int, path: Path, first: int, background: bool) -> tuple[int, BinaryIO]:
     """A rank's process, and the end of its pipe."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -77,17 +77,17 @@ def started(rank: int, path: Path, first: int) -> tuple[int, BinaryIO]:
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of the other's end
-            save_on_and_on(rank, path, first, writing)
+            save_on_and_on(rank, path, first, writing, background)
         finally:
             os._exit(1)
     os.close(writing)
     return child, os.fdopen(reading, "rb", buffering=0)
 
 
-def killed(path: Path, first: int, rng: random.Random) -> list[tuple[str, int]]:
+def killed(path: Path, first: int, rng: random.Random, background: bool) -> list[tuple[str, int]]:
     """What rank 0 told before both were killed, one sometimes a moment before the other, in the first
     saves."""
-    (one, told), (other, unread) = (started(rank, path, first) for rank in range(2))
+    (one, told), (other, unread) = (started(rank, path, first, background) for rank in range(2))
     begun = told.read(1)  # the first save
     time.sleep(rng.uniform(0.0, 0.06))
     for process in rng.sample([one, other], 2):
@@ -102,7 +102,10 @@ def killed(path: Path, first: int, rng: random.Random) -> list[tuple[str, int]]:
 
 
 @pytest.mark.timeout(280)
-def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(
+    tmp_path: Path, background: bool
+) -> None:
     path = tmp_path / "ckpt"
     rng = random.Random(0)
     current, kept, partial = 0, 0, 0
@@ -110,7 +113,7 @@ def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(tmp_path: 
         if trial % 5 == 0:
             shutil.rmtree(path, ignore_errors=True)  # a new one next, not one in place of another
             current = 0
-        told = killed(path, 1000 * trial + 1, rng)
+        told = killed(path, 1000 * trial + 1, rng, background)
         done = [version for what, version in told if what == "done"]
         begun = [version for what, version in told if what == "begin"]
         version = loaded_version(path) if (path / ".metadata").exists() else 0

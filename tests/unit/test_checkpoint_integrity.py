@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, metadata, saving
 from fsdp_c.checkpoint.folder import LAYOUT
-from tests.checkpoints import fill, killed_at
+from tests.checkpoints import fill, killed_at, save_version
 
 
 def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -38,8 +38,8 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
     return {value for tensor in tensors for value in tensor.unique().tolist()}
 
 
-def save(path: Path, version: int) -> None:
-    checkpoint.save(*model_of(version), path, extra={"version": version})
+def save(path: Path, version: int, background: bool = False) -> None:
+    save_version(*model_of(version), path, version, background)
 
 
 def loaded_version(path: Path) -> int:
@@ -77,9 +77,17 @@ def kinds_in(folder: Path) -> set[str]:
     return {name.split("-")[0] for name in os.listdir(folder)}
 
 
-@pytest.mark.parametrize("kind", ["new", "a folder", "a checkpoint", "one saved in place"])
+@pytest.mark.parametrize(
+    ("kind", "background"),
+    [
+        *((kind, False) for kind in ("new", "a folder", "a checkpoint", "one saved in place")),
+        *((kind, True) for kind in ("new", "one saved in place")),
+    ],
+)
 @pytest.mark.timeout(280)
-def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(kind: str, tmp_path: Path) -> None:
+def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(
+    kind: str, background: bool, tmp_path: Path
+) -> None:
     path, template = tmp_path / "in" / "ckpt", tmp_path / "template"
     old = prepare(template, kind)
     in_place = template.exists()
@@ -93,7 +101,7 @@ def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(kind: str, tmp_
         path.parent.mkdir()
         if in_place:
             shutil.copytree(template, path)
-        killed = killed_at(call, lambda: save(path, 2))
+        killed = killed_at(call, lambda: save(path, 2, background))
         assert (path / ".metadata").exists() or not old
         found.append(loaded_version(path) if (path / ".metadata").exists() else 0)
         assert found[-1] in (old, 2)
