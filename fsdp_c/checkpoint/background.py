@@ -15,12 +15,14 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from fsdp_c import _C
@@ -176,6 +178,6 @@ def gloo_ranks(group: dist.ProcessGroup | None) -> GlooRanks:
     return GlooRanks(gloo)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> Any:
-    backend = group._get_backend(torch.device(group._device_types[0]))
-    return backend.options._timeout
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return next((each._timeout for each in options if each is not None), default_pg_timeout)

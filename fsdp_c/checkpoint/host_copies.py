@@ -60,8 +60,8 @@ class HostCopies:
         copies: StateDict = {}
         sources = []
         for key, value in flat.items():
-            if isinstance(value, RangeTensor) and value.held is None:
-                copies[key] = value  # others write it
+            if _is_constant(value) or (isinstance(value, RangeTensor) and value.held is None):
+                copies[key] = value  # such a part of a tensor is written by others
             elif isinstance(value, Tensor):
                 tensor = _tensor_of(value)
                 if tensor is None:
@@ -76,12 +76,15 @@ class HostCopies:
         pieces = list(_pieces(sources))
         memory = self._memory(pieces)
         optim = {key for key, path in paths.items() if "param_groups" in path or "state" in path}
+        streams: dict[Any, torch.device] = {}
         for piece in pieces:
             beside = all(isinstance(flat[one.key], RangeTensor) or one.key in optim for one in piece.sources)
-            self._copy(piece, memory, beside)
+            stream = self._copy(piece, memory, beside)
+            if stream is not None:
+                streams[stream] = piece.sources[0].tensor.device
             for one in piece.sources:
                 copies[one.key] = _like(flat[one.key], one, piece, memory)
-        self._follow()
+        self._follow(streams)
         return {key: copies[key] for key in flat}
 
     def wait(self) -> None:
@@ -98,37 +101,48 @@ class HostCopies:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self.memory
 
-    def _copy(self, piece: _Piece, memory: Tensor, beside: bool) -> None:
-        source = piece.sources[0].tensor
-        numel = piece.end - piece.start
+    def _copy(self, piece: _Piece, memory: Tensor, beside: bool) -> Any:
+        """Returns the stream that copies, None on the CPU."""
+        source, numel = piece.sources[0].tensor, piece.end - piece.start
         given = torch.empty(0, dtype=torch.uint8, device=source.device)
         given.set_(source.untyped_storage(), piece.start, (numel,))  # type: ignore[call-overload]  # is not declared
         target = memory[piece.at : piece.at + numel]
         if source.device.type == "cpu":
             target.copy_(given)
-            return
+            return None
         module = torch.get_device_module(source.device)
         stream = module.current_stream(source.device)
         if beside:
-            own = self._streams.get(source.device)
-            if own is None:
-                own = self._streams[source.device] = module.Stream(source.device)
+            own = self._streams.get(source.device) or module.Stream(source.device)
+            self._streams[source.device] = own
             own.wait_stream(stream)
             stream = own
         with module.stream(stream):
             target.copy_(given, non_blocking=True)
-            event = module.Event()
-            event.record(stream)
-        self._on_the_way.append((source.device, event))
         self._held.append(given)
+        return stream
 
-    def _follow(self) -> None:
-        if self._on_the_way and self._hook is None:
+    def _follow(self, streams: dict[Any, torch.device]) -> None:
+        for stream, device in streams.items():
+            event = torch.get_device_module(device).Event()
+            event.record(stream)
+            self._on_the_way.append((device, event))
+        if streams and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: object) -> None:
         for device, event in self._on_the_way:
             torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+_CONSTANTS = (type(None), bool, int, float, str, bytes)
+
+
+def _is_constant(value: object) -> bool:
+    """Whether nobody can change it, so that it need not be pickled now."""
+    return type(value) in _CONSTANTS or (
+        type(value) is tuple and all(type(one) in _CONSTANTS for one in value)
+    )
 
 
 def _tensor_of(value: Tensor) -> Tensor | None:

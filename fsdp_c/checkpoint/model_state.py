@@ -90,20 +90,23 @@ def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
 
 
 @torch.no_grad()
-def _model_state(model: nn.Module, as_saved: bool) -> StateDict:
-    """``as_saved``: copies of buffers that mixed precision keeps in another dtype, in the dtype of their
-    own."""
+def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateDict:
+    """``as_saved``: copies of buffers that mixed precision keeps in another dtype, in the dtype of their own.
+
+    Without ``waits`` the host does not wait for a GPU that holds the shards: who reads them does so in its
+    order.
+    """
     managed: dict[tuple[nn.Module, str], Tensor] = {}
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
     for path, module in units_with_paths(model):
-        _settle(module)
+        _settle(module, waits)
         managed.update(_params_of_unit(path, module))
         if as_saved:
             original.update(_buffer_dtypes(module))
     return dict(_in_order(model, managed, original))
 
 
-def _settle(module: ShardedModule) -> None:
+def _settle(module: ShardedModule, waits: bool) -> None:
     """Bring the shard up to date with the parameters that the user sees."""
     handle = module._handle
     if handle is None:
@@ -114,7 +117,8 @@ def _settle(module: ShardedModule) -> None:
             f"checkpoint of a unit inside summon_full_params (rank {module.rank}): save and load outside of "
             "it"
         )
-    common.synchronize(module.compute_device)
+    if waits or handle.flat_param.device != module.compute_device:
+        common.synchronize(module.compute_device)
     with common.bound_runtime(module):
         handle.writeback()
 

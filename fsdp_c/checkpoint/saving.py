@@ -151,7 +151,8 @@ def save(
     check_keep(target, keep)
 
     def state() -> _State:
-        return _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
+        own = extra if ranks.is_first else None
+        return _saved_state(model, optimizer, own, model_key, optim_key, waits=not background)
 
     if not background:
         _write(path, target, state, ranks, progress, keep)
@@ -316,8 +317,9 @@ def _saved_state(
     extra: StateDict | None,
     model_key: str,
     optim_key: str,
+    waits: bool,
 ) -> _State:
-    own = _plain_values(_model_state(model, as_saved=True))
+    own = _plain_values(_model_state(model, as_saved=True, waits=waits))
     state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
         of_optimizer = optim_state(model, optimizer)

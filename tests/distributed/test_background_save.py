@@ -64,8 +64,8 @@ def made(seed: int = 1, use_orig_params: bool = True) -> tuple[Any, torch.optim.
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
-    loss = model(torch.randn(4, WIDTH, generator=generator).to(device())).square().mean()
+    generator = torch.Generator("cpu").manual_seed(seed + 1000 * dist.get_rank())
+    loss = model(torch.randn(4, WIDTH, generator=generator, device="cpu").to(device())).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,0 +1,112 @@
+"""A save in the background on a GPU: neither the host nor the computation waits for the copy, the optimizer
+does."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import saving
+from fsdp_c.checkpoint.host_copies import HostCopies
+from tests import simulated_gpu
+
+WIDTH = 640
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Any:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made() -> tuple[FSDP, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    layers = [FSDP(nn.Linear(WIDTH, WIDTH), device_id=device) for _ in range(2)]
+    model = FSDP(nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), device_id=device)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
+
+
+def backward(model: FSDP) -> None:
+    model(torch.ones(4, WIDTH, device="cuda")).square().mean().backward()
+
+
+def test_neither_the_host_nor_the_computation_waits_until_the_optimizer_steps(tmp_path: Path) -> None:
+    model, optimizer = made()
+    backward(model)
+    optimizer.step()
+    checkpoint.save(model, optimizer, tmp_path / "first", background=True).wait()  # pins the memory
+    checkpoint.save(model, optimizer, tmp_path / "expected")
+    begun: list[str] = []
+    stream = torch.cuda.current_stream()
+    waits = {"wait_event": torch.cuda.Stream.wait_event, "wait_stream": torch.cuda.Stream.wait_stream}
+
+    def noted(name: str) -> Any:
+        def wait(self: Any, other: Any) -> Any:
+            if self == stream:
+                begun.append(name)
+            return waits[name](self, other)
+
+        return wait
+
+    host = mock.Mock(side_effect=AssertionError("the host waits"))
+    copies = saving._host_copies
+    with (
+        mock.patch.multiple(torch.cuda.Stream, **{name: noted(name) for name in waits}),
+        mock.patch.multiple(torch.cuda, synchronize=host),
+        mock.patch.object(copies, "wait"),  # the thread's
+    ):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            handle = checkpoint.save(model, optimizer, tmp_path / "second", background=True)
+            assert begun == []
+            backward(model)
+            during = len(begun)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        handle.wait()
+    assert len(begun) > during
+    copies.wait()
+    for name in ("second", "expected"):
+        other, its = made()
+        checkpoint.load(other, its, tmp_path / name)
+    assert (tmp_path / "second" / "__0_0.distcp").read_bytes() == (
+        tmp_path / "expected" / "__0_0.distcp"
+    ).read_bytes()
+
+
+@pytest.mark.skipif(not simulated_gpu.is_on(), reason="only the simulated GPU finds races")
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_out: bool) -> None:
+    import simulated_gpu as device
+
+    model, optimizer = made()
+    backward(model)
+    optimizer.step()
+    stepped = threading.Event()
+    wait = HostCopies.wait
+
+    def later(copies: HostCopies) -> None:  # who waits on the host orders the optimizer as well
+        assert stepped.wait(60)
+        wait(copies)
+
+    with mock.patch.object(HostCopies, "wait", later):
+        handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", background=True)
+        backward(model)
+        with mock.patch.object(torch.cuda.Stream, "wait_event") if is_left_out else nullcontext():
+            optimizer.step()
+        stepped.set()
+        handle.wait()
+    assert bool(device.reports()) == is_left_out
