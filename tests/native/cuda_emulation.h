@@ -109,6 +109,7 @@ inline bool emulated_round(std::vector<emulated_thread> &threads) {
 /* ---- launches ---- */
 
 inline int emulated_device;
+inline int64_t emulated_block = -1; /* of each launch, this one alone; -1: all */
 
 /* A stream takes launches only while its device is the current one. */
 inline void emulated_grid(int64_t blocks, int device) {
@@ -118,17 +119,22 @@ inline void emulated_grid(int64_t blocks, int device) {
         abort();
     }
     gridDim.x = (unsigned)blocks;
+    blockIdx.x = (unsigned)(emulated_block < 0 ? 0 : emulated_block);
     emulated_launches++;
     emulated_most_blocks = blocks > emulated_most_blocks ? blocks : emulated_most_blocks;
 }
 
+inline bool emulated_next_block(int64_t blocks) {
+    return emulated_block < 0 && ++blockIdx.x < blocks;
+}
+
 template <typename Body> void emulate(int64_t blocks, unsigned threads, int device, Body body) {
     emulated_grid(blocks, device);
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+    do {
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
             body();
         }
-    }
+    } while (emulated_next_block(blocks));
 }
 
 template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned threads, int device, Body body) {
@@ -136,13 +142,13 @@ template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned thr
     emulated_grid(blocks, device);
     emulated_launches_with_barriers++;
     emulated_body = body;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+    do {
         for (emulated_thread &thread : running) {
             emulated_start(&thread);
         }
         while (!emulated_round(running)) {
         }
-    }
+    } while (emulated_next_block(blocks));
 }
 
 /* ---- the runtime, of one device unless a test says otherwise ---- */

@@ -7,9 +7,7 @@
 
 #include "kernels/cuda_launch.h"
 
-extern "C" void fake_cuda_emulate(const char *name,
-                                  void (*run)(const unsigned[3], const unsigned[3], void **, int),
-                                  const size_t *nbytes, size_t count);
+#include "launch.h"
 
 static std::mutex &emulation_lock() {
     static auto *made = new std::mutex; /* what is __shared__ is static: one block at a time, of one file */
@@ -25,17 +23,18 @@ template <class... A, void (*kernel)(A...), bool barriers> struct emulated_launc
         const size_t nbytes[] = {sizeof(std::remove_reference_t<A>)...};
         fake_cuda_emulate(name, &run, nbytes, sizeof...(A));
     }
-    static void run(const unsigned grid[3], const unsigned block[3], void **arguments, int device) {
+    static void run(const fake_cuda_launch *launch, int64_t only) {
         std::lock_guard<std::mutex> held(emulation_lock());
-        emulated_device = device;
-        if (block[0] != THREADS) {
+        emulated_device = launch->device;
+        emulated_block = only;
+        if (launch->block[0] != THREADS) {
             emulated_stop("a launch with another number of threads than the kernel was compiled for");
         }
-        auto body = [&] { call(arguments, std::index_sequence_for<A...>{}); };
+        auto body = [&] { call(launch->arguments, std::index_sequence_for<A...>{}); };
         if constexpr (barriers) {
-            emulate_with_barriers(grid[0], block[0], device, body);
+            emulate_with_barriers(launch->grid[0], launch->block[0], launch->device, body);
         } else {
-            emulate(grid[0], block[0], device, body);
+            emulate(launch->grid[0], launch->block[0], launch->device, body);
         }
     }
 };

@@ -15,12 +15,10 @@
 #include <unordered_set>
 
 #include "graph.h"
+#include "launch.h"
 #include "numbers.h"
 
 extern "C" void *fake_cuda_driver_function(const char *name);
-extern "C" typedef void emulated_kernel(const unsigned grid[3], const unsigned block[3], void **arguments,
-                                        int device);
-
 using namespace fake;
 
 static thread_local cudaError_t last_error = cudaSuccess;
@@ -662,6 +660,16 @@ EXPORT void fake_cuda_emulate(const char *name, emulated_kernel *run, const size
     emulated[name] = {run, std::vector<size_t>(nbytes, nbytes + count)};
 }
 
+static std::atomic<launch_watcher *> watcher{nullptr};
+
+EXPORT void fake_cuda_watch_launches(launch_watcher *by) {
+    watcher = by;
+}
+
+EXPORT void fake_cuda_run_block(const fake_cuda_launch *launch, int64_t block) {
+    emulated.at(launch->name).run(launch, block);
+}
+
 /* The values that a launch takes with it. */
 class kept_arguments {
   public:
@@ -714,7 +722,7 @@ static void run_nan_check(const std::string &name, const void *data, size_t coun
 
 /* What runs a kernel of this name; the arguments are copied if it may do so later. Empty: nobody has brought
  * it. */
-static work work_of(const std::string &name, dim3 grid, dim3 block, void **arguments, bool later) {
+static work work_of(const std::string &name, const configuration &how, void **arguments, bool later) {
     if (name.find("spin_kernel") != name.npos) {
         return [] {};
     }
@@ -728,18 +736,25 @@ static work work_of(const std::string &name, dim3 grid, dim3 block, void **argum
     if (found == emulated.end()) {
         return {};
     }
-    emulated_kernel *body = found->second.run;
-    int device = current_device();
-    auto with = [=](void **values) {
-        unsigned of_grid[3] = {grid.x, grid.y, grid.z}, of_block[3] = {block.x, block.y, block.z};
-        body(of_grid, of_block, values, device);
+    const emulation &by = found->second;
+    fake_cuda_launch launch = {found->first.c_str(),
+                               {how.grid.x, how.grid.y, how.grid.z},
+                               {how.block.x, how.block.y, how.block.z},
+                               how.shared,
+                               how.stream,
+                               nullptr,
+                               by.nbytes.data(),
+                               by.nbytes.size(),
+                               current_device()};
+    auto with = [launch, &by](void **values) mutable {
+        launch.arguments = values;
+        launch_watcher *instead = watcher;
+        instead ? instead(&launch) : by.run(&launch, -1);
     };
     if (!later) {
-        return [=] { with(arguments); };
+        return [=]() mutable { with(arguments); };
     }
-    return [with, kept = kept_arguments(arguments, found->second.nbytes)]() mutable {
-        with(kept.addresses().data());
-    };
+    return [with, kept = kept_arguments(arguments, by.nbytes)]() mutable { with(kept.addresses().data()); };
 }
 
 static std::string name_of(const void *function) {
@@ -748,14 +763,25 @@ static std::string name_of(const void *function) {
     return found == kernels.end() ? "an unknown kernel" : found->second;
 }
 
-static cudaError_t launch_kernel(const void *function, dim3 grid, dim3 block, void **arguments,
-                                 cudaStream_t stream) {
-    CUstream_st *on = stream_of(stream);
+/* What a device takes, without a kernel that asks for more shared memory. */
+static bool can_be_launched(const configuration &how) {
+    dim3 grid = how.grid, block = how.block;
+    auto has = [](unsigned size, unsigned most) { return size > 0 && size <= most; };
+    bool has_blocks = has(grid.x, INT32_MAX) && has(grid.y, 65535) && has(grid.z, 65535);
+    uint64_t threads = (uint64_t)block.x * block.y * block.z;
+    return has_blocks && threads > 0 && threads <= 1024 && how.shared <= 48 * 1024;
+}
+
+static cudaError_t launch_kernel(const void *function, const configuration &how, void **arguments) {
+    CUstream_st *on = stream_of(how.stream);
     if (on->context != current()) {
         return said(cudaErrorInvalidResourceHandle);
     }
+    if (!can_be_launched(how)) {
+        return said(cudaErrorInvalidConfiguration);
+    }
     std::string name = name_of(function);
-    if (work body = work_of(name, grid, block, arguments, on->capture)) {
+    if (work body = work_of(name, how, arguments, on->capture)) {
         run(on, body);
         return said(cudaSuccess);
     }
@@ -767,21 +793,22 @@ static cudaError_t launch_kernel(const void *function, dim3 grid, dim3 block, vo
     return said(cudaErrorNotSupported);
 }
 
-RT cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t,
+RT cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                     cudaStream_t stream) {
     needed();
-    return launch_kernel(function, grid, block, arguments, stream);
+    return launch_kernel(function, {grid, block, shared, stream}, arguments);
 }
 
-RT cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t,
+RT cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                                cudaStream_t stream) {
     needed();
-    return launch_kernel(function, grid, block, arguments, stream);
+    return launch_kernel(function, {grid, block, shared, stream}, arguments);
 }
 
 RT cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *function, void **arguments) {
     needed();
-    return launch_kernel(function, how->gridDim, how->blockDim, arguments, how->stream);
+    configuration same = {how->gridDim, how->blockDim, how->dynamicSmemBytes, how->stream};
+    return launch_kernel(function, same, arguments);
 }
 
 RT __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
@@ -789,10 +816,10 @@ RT __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     return cudaSuccess;
 }
 
-RT __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t,
+RT __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                       cudaStream_t stream) {
     needed();
-    return launch_kernel((const void *)kernel, grid, block, arguments, stream);
+    return launch_kernel((const void *)kernel, {grid, block, shared, stream}, arguments);
 }
 
 RT cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *) {
