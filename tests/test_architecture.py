@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_480,
     "csrc/runtime": 6_030,
     "csrc/python": 1_850,
-    "fsdp_c": 22_810,
+    "fsdp_c": 23_690,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {
