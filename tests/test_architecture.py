@@ -43,10 +43,10 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 3_830,
     "csrc/torch": 3_720,
     "csrc/collective": 360,
-    "csrc/handle": 5_480,
-    "csrc/runtime": 6_030,
+    "csrc/handle": 5_500,
+    "csrc/runtime": 6_050,
     "csrc/python": 1_850,
-    "fsdp_c": 23_690,
+    "fsdp_c": 23_750,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

@@ -24,8 +24,9 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
+from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.state.sharded_values import ParamLayout
-from fsdp_c.state.state_dict_saving import shard_pieces
+from fsdp_c.state.state_dict_saving import local_shard, split_shard
 from fsdp_c.training.unshard_params import check_idle
 
 EXTRA_STATE = "_extra_state"
@@ -100,7 +101,7 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
     for path, module in units_with_paths(model):
         _settle(module, waits)
-        managed.update(_params_of_unit(path, module))
+        managed.update(_params_of_unit(path, module, local_shard))
         if as_saved:
             original.update(_buffer_dtypes(module))
     return dict(_in_order(model, managed, original))
@@ -151,11 +152,27 @@ def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
     return any(rank > 0 and (placement is None or placement.is_replicate()) for rank, placement in places)
 
 
-def _params_of_unit(path: str, module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+def average_state(average: ParameterAverage) -> StateDict:
+    """The same of an average of parameters, in its memory; of buffers those that are averaged."""
+    shards, others = average.held()
+    managed: dict[tuple[nn.Module, str], Tensor] = {}
+    for path, module in units_with_paths(average.model):
+        managed.update(_params_of_unit(path, module, shards.__getitem__))
+    of_module = _by_module(managed)
+    uncompiled = uncompiled_names(average.model)
+    found = {uncompiled(name): _plain(name, tensor) for name, tensor in others.items()}
+    for prefix, owner in named_modules(average.model):
+        found.update((prefix + name, value) for name, value in of_module.get(owner, {}).items())
+    return found
+
+
+def _params_of_unit(
+    path: str, module: ShardedModule, shard_of: Callable[[ShardedModule], Tensor]
+) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
     if module._handle is None:
         return
     _refuse_parts(path, module)
-    parts = list(shard_pieces(module))
+    parts = list(split_shard(module, shard_of(module)))
     values = [part_value(module, layout, part) for layout, part in parts]
     for param in common.managed_params(module._handle):
         yield (param.module, param.name), values[param.place]
@@ -192,9 +209,7 @@ def _in_order(
     managed: dict[tuple[nn.Module, str], Tensor],
     original: dict[tuple[nn.Module, str], torch.dtype],
 ) -> Iterator[tuple[str, object]]:
-    of_module: dict[nn.Module, dict[str, Tensor]] = {}
-    for (module, name), value in managed.items():
-        of_module.setdefault(module, {})[name] = value
+    of_module = _by_module(managed)
     for prefix, module in named_modules(model):
         own = of_module.get(module, {})
         for name, param in module._parameters.items():
@@ -214,6 +229,13 @@ def _in_order(
                 prefix + EXTRA_STATE,
                 mapped_tensors(prefix + EXTRA_STATE, module.get_extra_state(), _as_part),
             )
+
+
+def _by_module(managed: dict[tuple[nn.Module, str], Tensor]) -> dict[nn.Module, dict[str, Tensor]]:
+    found: dict[nn.Module, dict[str, Tensor]] = {}
+    for (module, name), value in managed.items():
+        found.setdefault(module, {})[name] = value
+    return found
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -37,6 +37,7 @@ from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Entry, PathInDict
 from fsdp_c.checkpoint.model_state import (
     EXTRA_STATE,
     _model_state,
+    average_state,
     extra_state_takers,
     is_extra_state,
     model_state,
@@ -61,10 +62,12 @@ from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tenso
 from fsdp_c.checkpoint.writing import Planner, Writer
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.common import tell
+from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.tools import flight_recorder
 
 T = TypeVar("T")
-EXTRA = "extra"
+EXTRA, AVERAGES = "extra", "averages"
+Averages = Mapping[str, ParameterAverage]
 _TRIES = 100  # to find one checkpoint on all ranks, while others save
 
 
@@ -75,6 +78,7 @@ def save(
     path: StrPath,
     *,
     extra: StateDict | None = None,
+    averages: Averages | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -91,6 +95,7 @@ def save(
     path: StrPath,
     *,
     extra: StateDict | None = None,
+    averages: Averages | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -107,6 +112,7 @@ def save(
     path: StrPath,
     *,
     extra: StateDict | None = None,
+    averages: Averages | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -121,7 +127,8 @@ def save(
     written. An existing checkpoint is replaced once the new one is complete and on disk, and what else is in
     its folder stays: see [Note: In place at once] in fsdp_c/checkpoint/folder.py, also for what file systems
     must do. ``extra``: nested dicts and lists of tensors, numbers, strings and other values that
-    ``torch.load(weights_only=True)`` loads; keys become strings.
+    ``torch.load(weights_only=True)`` loads; keys become strings. ``averages``: averages of the model's
+    parameters, by a name for each, on all ranks.
 
     Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and
     groups of the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
@@ -152,7 +159,7 @@ def save(
 
     def state() -> _State:
         own = extra if ranks.is_first else None
-        return _saved_state(model, optimizer, own, model_key, optim_key, waits=not background)
+        return _saved_state(model, optimizer, own, averages or {}, model_key, optim_key, waits=not background)
 
     if not background:
         _write(path, target, state, ranks, progress, keep)
@@ -202,6 +209,7 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     path: StrPath,
     *,
+    averages: Averages | None = None,
     strict: bool = True,
     model_key: str = "model",
     optim_key: str = "optim",
@@ -211,7 +219,8 @@ def load(
     """Load what ``save``, or torch's DCP, wrote into ``path``; returns ``extra``.
 
     Each rank reads the parts that it holds into its shards, whatever the number of ranks, the wrapping and
-    the strategy were. State that the optimizer lacks is made, without a step. Everything read is compared
+    the strategy were, of ``averages`` those that ``save`` had under these names. State that the optimizer
+    lacks is made, without a step. Everything read is compared
     with its checksum, where fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only
     the checkpoint has are passed over. An empty ``model_key`` means that the model's names stand at the top
     level.
@@ -232,7 +241,9 @@ def load(
 
     def prepare() -> _Loading:
         read = functools.partial(read_checkpoint, whole=False) if checked is None else read_layout
-        make = functools.partial(_Loading, model, optimizer, Path(path), read, model_key, optim_key, strict)
+        make = functools.partial(
+            _Loading, model, optimizer, averages or {}, Path(path), read, model_key, optim_key, strict
+        )
         return unless_replaced(Path(path), make)
 
     for _ in range(_TRIES):
@@ -315,6 +326,7 @@ def _saved_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: StateDict | None,
+    averages: Averages,
     model_key: str,
     optim_key: str,
     waits: bool,
@@ -327,6 +339,9 @@ def _saved_state(
             "state": {fqn: _plain_values(values) for fqn, values in of_optimizer["state"].items()},
             "param_groups": [_plain_values(group) for group in of_optimizer["param_groups"]],
         }
+    for name, average in averages.items():
+        count = torch.tensor(average.n_averaged, device="cpu")
+        state.setdefault(AVERAGES, {})[name] = {"n_averaged": count, "module": average_state(average)}
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
@@ -404,6 +419,7 @@ class _Loading:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        averages: Averages,
         path: Path,
         read: Callable[[Path], Checkpoint],
         model_key: str,
@@ -419,7 +435,10 @@ class _Loading:
             str, tuple[str, Any]
         ] = {}  # modules' own state by name: its key, and what it is now
         prefix = f"{model_key}." if model_key else ""
-        self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
+        self._add_model(model, prefix, set() if prefix else {EXTRA, AVERAGES, optim_key}, strict)
+        self.counts: list[tuple[ParameterAverage, Tensor]] = []
+        for name, average in averages.items():
+            self._add_average(f"{AVERAGES}.{name}.", average, strict)
         self.optim = None
         if optimizer is not None:
             self.optim = OptimTarget(model, optimizer, self.checkpoint, optim_key, strict)
@@ -440,16 +459,9 @@ class _Loading:
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
         expected = {prefix + name: value for name, value in self.own.items()}
         entries = self.checkpoint.entries
-        missing, errors = [], []
         own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
         takers = {prefix + name for name in extra_state_takers(model)}
-        for key, value in expected.items():
-            if key not in entries:
-                missing.append(key)
-            elif error := _misfit(key, entries[key], value):
-                errors.append(error)
-            else:
-                self.targets[key] = value
+        missing, errors = self._add_tensors(expected)
         for key in dict.fromkeys([*own, *takers]):
             held = own.get(key)
             if any(each == key or each.startswith(f"{key}.") for each in entries):
@@ -468,9 +480,32 @@ class _Loading:
                 for key in entries
                 if key.startswith(prefix) and key not in known and not key.startswith(below)
             ]
+        self._refuse(errors)
+
+    def _add_tensors(self, expected: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Read into these what has their keys. Returns the keys that are missing, and what does not fit."""
+        missing, errors = [], []
+        for key, value in expected.items():
+            if key not in self.checkpoint.entries:
+                missing.append(key)
+            elif error := _misfit(key, self.checkpoint.entries[key], value):
+                errors.append(error)
+            else:
+                self.targets[key] = value
+        return missing, errors
+
+    def _refuse(self, errors: list[str]) -> None:
         if errors:
             shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
             raise CheckpointError("\n\t".join([f"{self.checkpoint.folder} does not fit the model:", *shown]))
+
+    def _add_average(self, prefix: str, average: ParameterAverage, strict: bool) -> None:
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
+        values = {f"{prefix}module.{name}": value for name, value in average_state(average).items()}
+        missing, errors = self._add_tensors({f"{prefix}n_averaged": count, **values})
+        self._refuse([*errors, *(f"{key} is missing" for key in missing if strict)])
+        if not missing:
+            self.counts.append((average, count))
 
     def _read_items(self, key: str, target: Tensor) -> list[ReadItem]:
         entry = self.checkpoint.entries[key]
@@ -508,6 +543,8 @@ class _Loading:
         """Once no rank can fail any more."""
         if self.optim is not None:
             self.optim.apply()
+        for average, count in self.counts:
+            average.n_averaged = int(count)
         return self.extra
 
     def _read(self, items: list[ReadItem], report: Report | None = None) -> None:

@@ -78,8 +78,7 @@ class ParameterAverage:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         dtype = self._dtype if tensor.is_floating_point() else None
-        local = tensor_parallel.local(tensor.detach())
-        return local.to(self._device, dtype, copy=True)
+        return tensor.detach().to(self._device, dtype, copy=True)
 
     def _settled(self) -> Iterator[ShardedModule]:
         """The units, each once its shard has what the user did to its parameters."""
@@ -118,8 +117,9 @@ class ParameterAverage:
                 "model is complete"
             )
         pairs = [(self._of_unit[module], local_shard(module)) for module in self._settled()]
-        live = [tensor_parallel.local(tensor.detach()) for tensor in others.values()]
-        return [*pairs, *zip(self._others.values(), live, strict=True)]
+        for average, live in zip(self._others.values(), others.values(), strict=True):
+            pairs.append((tensor_parallel.local(average), tensor_parallel.local(live.detach())))
+        return pairs
 
     def _refuse_shown(self, what: str) -> None:
         if self._is_shown:
@@ -197,15 +197,11 @@ class ParameterAverage:
 
     # ---- state dicts
 
-    def parts(self) -> Iterator[tuple[ShardedModule, Tensor]]:
-        """Each unit, and the average of its shard. RuntimeError inside ``shown()``."""
-        self._refuse_shown("the state of a ParameterAverage")
-        yield from self._of_unit.items()
-
-    @property
-    def others(self) -> dict[str, Tensor]:
-        """The averages of what no unit manages, by name; of a DTensor this rank's part."""
-        return self._others
+    def held(self) -> tuple[dict[ShardedModule, Tensor], dict[str, Tensor]]:
+        """The averages themselves: of each unit's shard, and by name of what no unit manages. RuntimeError
+        inside ``shown()``."""
+        self._refuse_shown("the state of a ParameterAverage is asked for")
+        return self._of_unit, self._others
 
     def state_dict(self) -> StateDict:
         """``{"n_averaged": ..., "module.layer.weight": ...}``, as AveragedModel's, with the average's dtype:
@@ -240,7 +236,7 @@ class ParameterAverage:
     def _by_param(self, params: OptimParams) -> dict[nn.Parameter, Tensor]:
         """The averages as state of an optimizer."""
         parts: dict[tuple[ShardedModule, int], Tensor] = {}
-        for module, average in self.parts():
+        for module, average in self.held()[0].items():
             for index, (layout, part) in enumerate(split_shard(module, average)):
                 if not handle_of(module).layout.sharded:
                     part = from_memory_order(part, layout.shape, layout.order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.optim import ParameterAverage
 from tests.distributed.test_hybrid import groups
 from tests.models import WIDTH, Block, Net
@@ -57,7 +60,7 @@ def train(model: nn.Module, averages: list[Any], steps: range = range(4)) -> Ite
     for step in steps:
         x = torch.randn(8, WIDTH, generator=torch.Generator(device()).manual_seed(step), device=device())
         with torch.no_grad():
-            model(x)  # buffers move
+            model(x.to(next(model.parameters()).dtype))  # buffers move
             for param in model.parameters():
                 param.mul_(1.0 + 0.1 * (step + 1)).sub_(0.01)
         for average in averages:
@@ -245,3 +248,38 @@ def test_what_cannot_be_averaged_is_refused_in_words(rank: int, world_size: int)
     model.module.head.register_parameter("late", nn.Parameter(torch.zeros(1, device=device())))
     with pytest.raises(RuntimeError, match=r"\['head.late'\] came or went"):
         average.update()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@on_ranks(2)
+def test_checkpoint_has_averages_for_another_wrapping(
+    rank: int, world_size: int, background: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    plain = Mixed().to(device(), torch.bfloat16)
+    model = wrapped(plain, use_orig_params=True)
+    averages = {
+        "ema": ParameterAverage(model, 0.9, dtype=torch.float32, use_buffers=True),
+        "mean": ParameterAverage(model, None),
+    }
+    list(train(model, list(averages.values())))
+    expected = {name: average.state_dict() for name, average in averages.items()}
+    handle = checkpoint.save(model, None, tmp_path / "saved", averages=averages, background=background)
+    list(train(model, list(averages.values())))  # goes on beside it
+    if background:
+        handle.wait()
+
+    other = wrapped(plain, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    resumed = {
+        "ema": ParameterAverage(other, 0.9, dtype=torch.float32, use_buffers=True),
+        "mean": ParameterAverage(other, None),
+    }
+    checkpoint.load(other, None, tmp_path / "saved", averages=resumed)
+    for name, average in resumed.items():
+        equal(average.state_dict(), expected[name])
+        assert average.n_averaged == 4
+    before = resumed["mean"].state_dict()
+    with pytest.raises(CheckpointError, match=r"averages.other.n_averaged is missing"):
+        checkpoint.load(other, None, tmp_path / "saved", averages={"other": resumed["mean"]})
+    equal(resumed["mean"].state_dict(), before)
+    checkpoint.load(other, None, tmp_path / "saved")  # who wants none of them has none
