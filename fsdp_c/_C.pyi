@@ -437,7 +437,8 @@ def bind_callbacks(
     ``check_backward`` at its end, where the Runtime is unchecked.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has
-    raised, after or while being enqueued; ``phase`` is the flight recorder's.
+    raised, after or while being enqueued, or what it reads and writes has found no memory; ``phase`` is the
+    flight recorder's.
     """
 
 def replace(name: str, function: Callable[..., Any] | None, /) -> None:

@@ -475,7 +475,8 @@ class FullyShardedDataParallel(ShardedModule):
             if module._debug_level == dist.DebugLevel.INFO:
                 module._names_from_root = _param_names(path, module)
             if module._handle is not None:
-                module._handle.init_flat_param_attributes()
+                with flight_recorder.told_of_memory(module._handle):
+                    module._handle.init_flat_param_attributes()
         log_units(self)
 
     def _cast_buffers_for_mode(self) -> None:

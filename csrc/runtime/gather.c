@@ -148,7 +148,7 @@ static int gather_together(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     FOR_PARTS(part, unit->next_segment)
         if (unit->runtime->operations->prepare_gather(part) < 0)
-            return -1;
+            return explain_gather(part, false);
     int result = begin_gather(unit);
     if (!result)
         result = schedule_end_gather(schedule, &unit->gather, enqueue_together(unit));

@@ -35,7 +35,9 @@ int runtime_pack(struct runtime *runtime, struct unit *unit) {
     struct gradients *gradients = &unit->handle->gradients;
     if (callbacks_watch(unit, Py_None) < 0)
         return -1;
-    return schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients));
+    if (schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients)) < 0)
+        return unit_explain_failure(unit, TRACED_REDUCTION, false);
+    return 0;
 }
 
 int runtime_reduce(struct runtime *runtime, struct unit *unit) {

@@ -54,23 +54,23 @@ static struct unit *next_largest(const struct runtime *runtime, struct unit *pre
     return largest;
 }
 
-/* `visit` each storage that is held at a time: 0 or -1. */
-static int for_all_held(const struct runtime *runtime, int (*visit)(struct storage *, void *), void *arg) {
+/* `visit` each part whose storage is held at a time: 0 or -1. */
+static int for_all_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        if (has_storage_to_take(unit) && stays_gathered(unit) && visit(&unit->handle->storage, arg) < 0)
+        if (has_storage_to_take(unit) && stays_gathered(unit) && visit(unit, arg) < 0)
             return -1;
     }
     struct unit *unit = NULL;
     for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
         FOR_PARTS(part, unit)
-            if (visit(&part->handle->storage, arg) < 0)
+            if (visit(part, arg) < 0)
                 return -1;
     return 0;
 }
 
-static int add_to_piece(struct storage *storage, void *nbytes) {
-    *(int64_t *)nbytes += pool_nbytes_of_piece(storage->copy->full.nbytes);
+static int add_to_piece(struct unit *part, void *nbytes) {
+    *(int64_t *)nbytes += pool_nbytes_of_piece(part->handle->storage.copy->full.nbytes);
     return 0;
 }
 
@@ -112,10 +112,11 @@ struct taken {
     bool cuts_piece;
 };
 
-static int take(struct storage *storage, void *arg) {
+static int take(struct unit *part, void *arg) {
+    struct storage *storage = &part->handle->storage;
     struct taken *taken = arg;
     if (storage_reserve(storage) < 0)
-        return -1;
+        return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
     taken->cuts_piece = taken->cuts_piece || pool_is_cut(taken->pool, storage->copy->full.view.data);
     return 0;
 }

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from fsdp_c import _C
@@ -45,11 +46,16 @@ _PHASES = (  # enum recorder_phase: what one rank does, and several
     ("is in summon_full_params()", "are in summon_full_params()"),
 )
 _BETWEEN_STEPS, _IN_STEP = 0, 1  # phases: from the latter on those of a step, up to that of a save
+_FORWARD_GATHER = 2
 _PROCESS_STATES = {  # proc(5); a killed process stays as Z until its parent asks for it
     "T": "the process is stopped",
     "X": "the process has ended",
     "Z": "the process has ended",
 }
+_TAKES_LESS = (
+    "Smaller units (auto_wrap_policy=), a smaller batch and cpu_offload=CPUOffload(offload_params=True) take "
+    "less; fsdp_c.plan() says what a step of the model takes."
+)
 _SETTLING_S = 0.3
 _THREAD = "fsdp_c.flight_recorder"
 _LOOK_S = 2.0  # from one look at the own record to the next
@@ -235,10 +241,28 @@ def explain(error: BaseException, number: int, step: int, handle: FlatParamHandl
     """Add to a collective's error, in place, of which unit and phase it was and where the other ranks are.
 
     The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being
-    enqueued only what nobody else raises; what user code raises stays as it is.
+    enqueued only what nobody else raises, or that memory has run out; what user code raises stays as it is.
     """
-    if isinstance(error, RuntimeError if enqueued else dist.DistError):
+    if isinstance(error, RuntimeError if enqueued else dist.DistError) or _is_of_memory(error):
         _explain(error, f", step {step}", _PHASES[number][0].format(handle.name))
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Without a caching allocator torch raises another type than OutOfMemoryError, as backends do."""
+    is_text = isinstance(error, RuntimeError) and "out of memory" in str(error)
+    return is_text or isinstance(error, torch.OutOfMemoryError)
+
+
+@contextlib.contextmanager
+def told_of_memory(handle: FlatParamHandle) -> Iterator[None]:
+    """For a body that takes the memory of a unit's first gather, before it: adds to an error that there is
+    none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_of_memory(error):
+            explain(error, _FORWARD_GATHER, 0, handle, False)
+        raise
 
 
 def _read_settled(folder: str) -> list[Entry]:
@@ -266,13 +290,17 @@ def explained(doing: str, of_step: bool = True) -> Iterator[None]:
         raise
 
 
-def _explain(error: RuntimeError, step: str, doing: str, of_step: bool = True) -> None:
-    if of_step:
+def _explain(error: BaseException, step: str, doing: str, of_step: bool = True) -> None:
+    is_memory = _is_of_memory(error)
+    if of_step and not is_memory:
         _C.note_recorder_failure()
     if len(error.args) != 1:
         return
-    text = f"{error}\nrank {dist.get_rank()}{step}: a collective failed or timed out while this rank {doing}."
-    if _open_folder is None:
+    what = "memory ran out" if is_memory else "a collective failed or timed out"
+    text = f"{error}\nrank {dist.get_rank()}{step}: {what} while this rank {doing}."
+    if is_memory:
+        text += f" {_TAKES_LESS}"
+    elif _open_folder is None:
         text += f" Start the ranks with {VARIABLE}=folder to be told where the others are."
     else:
         with contextlib.suppress(OSError, ValueError):

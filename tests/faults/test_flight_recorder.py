@@ -154,6 +154,27 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
 
 
 @on_ranks(2, label="faults")
+def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int, world_size: int) -> None:
+    """In torch's own error, which stays of its type and begins with its text."""
+    model = build()
+    model(torch.randn(3, WIDTH)).sum().backward()
+    for name, doing in (
+        (ALL_GATHER, "all-gather of Net"),
+        (REDUCE_SCATTER, "reduction of Block at 'blocks.1'"),
+    ):
+        full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        with mock.patch.object(dist, name, side_effect=full):
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                model(torch.randn(3, WIDTH)).sum().backward()
+        first, second = str(raised.value).splitlines()
+        assert raised.value is full and first == "CUDA out of memory. Tried to allocate 2.00 GiB"
+        assert re.match(
+            f"rank {rank}, step 1: memory ran out while this rank waits in the {doing}", second
+        ), second
+        assert "fsdp_c.plan()" in second and "collective failed" not in second
+
+
+@on_ranks(2, label="faults")
 def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -174,6 +175,12 @@ def used_nbytes() -> int:
     return int(total - free)
 
 
+def is_named(error: RuntimeError, rank: int) -> bool:
+    """Whether torch's error, which begins as before, says in which unit it was and what to do."""
+    said = rf"CUDA [\s\S]*\nrank {rank}, step \d+: memory ran out while this rank waits in the .* of .*\. Smaller"
+    return re.match(said, str(error)) is not None
+
+
 def no_memory() -> None:
     """Allocations of a step find no memory in turn: it is said, nothing is kept, and the next step is as
     before."""
@@ -209,7 +216,7 @@ def no_memory() -> None:
         dist.all_reduce(
             count, dist.ReduceOp.MIN
         )  # a rank without a part of some parameter copies fewer gradients
-        numbers, said = range(0, int(count), int(os.environ["EVERY"])), 0
+        numbers, said, named = range(0, int(count), int(os.environ["EVERY"])), 0, 0
         del count
         for number in numbers:
             driver.fake_cuda_refuse(number)
@@ -218,13 +225,35 @@ def no_memory() -> None:
             except RuntimeError as error:
                 assert "out of memory" in str(error), error
                 said += 1
+                named += is_named(error, rank)
             driver.fake_cuda_refuse(-1)
             model.zero_grad()
             assert used_nbytes() <= between, (options, number, used_nbytes() - between)
             assert same(step(model, batch), expected), (options, number)
             assert used_nbytes() == before, (options, number)
         assert said > len(numbers) / 2
-        print(f"{said} of {len(numbers)} raised", flush=True)
+        print(f"{said} of {len(numbers)} raised, {named} of a unit", flush=True)
+    os._exit(0)
+
+
+def no_room() -> None:
+    """The device has no room for a unit, in the first forward: its error names it, and the step goes on with
+    more."""
+    import torch
+
+    import fsdp_c
+    import fsdp_c.wrap
+
+    rank = start()
+    model, batch = small_model(fsdp_c, fsdp_c.wrap, width=2048), torch.ones(2, 2048, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(used_nbytes() / torch.cuda.mem_get_info()[1])
+    try:
+        model(batch)
+    except torch.OutOfMemoryError as error:
+        print(str(error).splitlines()[-1] if is_named(error, rank) else error, flush=True)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    model(batch).sum().backward()
+    torch.cuda.synchronize()
     os._exit(0)
 
 
@@ -301,6 +330,5 @@ def ends_amid_work() -> None:
 
 
 if __name__ == "__main__":
-    {one.__name__: one for one in (both, nan, no_memory, one_goes_wrong, one_aborts, ends_amid_work)}[
-        sys.argv[1]
-    ]()
+    programs = (both, nan, no_memory, no_room, one_goes_wrong, one_aborts, ends_amid_work)
+    {one.__name__: one for one in programs}[sys.argv[1]]()

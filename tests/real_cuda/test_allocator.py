@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
@@ -54,3 +55,14 @@ def test_an_allocation_that_finds_no_memory_is_told_and_leaves_nothing_behind() 
     every = "1" if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else "5"
     for status, said in run("no_memory", PYTORCH_NO_CUDA_MEMORY_CACHING="1", EVERY=every):
         assert status == 0 and said.count("raised") == 4, said[:3000]
+        named = re.findall(r"(\d+) of a unit", said)  # the others are of the model's own work, and of torch's
+        assert len(named) == 4 and sum(map(int, named)) >= 3, said
+
+
+def test_a_unit_that_finds_no_room_is_named_with_the_rank_and_a_remedy() -> None:
+    for rank, (status, said) in enumerate(run("no_room")):
+        assert status == 0, said[-3000:]
+        assert (
+            f"rank {rank}, step 0: memory ran out while this rank waits in the all-gather of Sequential"
+            in said
+        )
