@@ -144,8 +144,10 @@ def both() -> None:
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), options
         count += 1
     torch.cuda.synchronize()
+    world: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+    splits = world.comm_split_count()
     dist.destroy_process_group()
-    print(f"equal: {count}", flush=True)
+    print(f"equal: {count}, split: {splits}", flush=True)
 
 
 def step(model: Any, batch: Any) -> list[Any]:

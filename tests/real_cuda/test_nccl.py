@@ -26,11 +26,12 @@ def test_training_is_fsdp1s_to_the_bit(settings: dict[str, str]) -> None:
         assert status == 0 and "equal: 4" in said, said[-3000:]
 
 
-@pytest.mark.parametrize("settings", [{}, {"EAGER": "1"}], ids=["lazy", "split"])
-def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str]) -> None:
-    """Groups of a mesh, which torch splits off the communicator of all where that is made at once."""
+@pytest.mark.parametrize(("settings", "splits"), [({}, 0), ({"EAGER": "1"}, 2)], ids=["lazy", "split"])
+def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str], splits: int) -> None:
+    """Groups of a mesh, two of each rank, which torch splits off the communicator of all if that is made at
+    once."""
     for status, said in run("both", world_size=4, HYBRID="1", FAKE_CUDA_DEVICES="4", **settings):
-        assert status == 0 and "equal: 4" in said, said[-3000:]
+        assert status == 0 and f"equal: 4, split: {splits}" in said, said[-3000:]
 
 
 def test_a_group_may_end_while_collectives_of_a_step_are_under_way() -> None:
