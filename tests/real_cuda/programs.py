@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import socket
@@ -148,6 +149,47 @@ def both() -> None:
     splits = world.comm_split_count()
     dist.destroy_process_group()
     print(f"equal: {count}, split: {splits}", flush=True)
+
+
+def torchs_checks() -> None:
+    """What torch.testing has for FSDP1, with fsdp_c in its place: training beside DistributedDataParallel."""
+    import torch.distributed as dist
+    import torch.distributed.fsdp as fsdp1
+
+    import fsdp_c
+
+    start()
+    fsdp_c.install()
+    from torch.testing._internal import common_fsdp as theirs
+    from torch.testing._internal.common_utils import TestCase
+
+    assert theirs.FSDP is fsdp_c.FullyShardedDataParallel
+
+    class Checks(theirs.FSDPTestMixin, TestCase):
+        process_group = dist.distributed_c10d._get_default_group()
+
+    models = (
+        "TransformerWithSharedParams",
+        "NestedWrappedModule",
+        "AlwaysWrapNestedWrappedModule",
+        "MixtureOfExperts",
+    )
+    settings: list[dict[str, Any]] = [
+        {"sharding_strategy": each} for each in list(fsdp1.ShardingStrategy)[:3]
+    ]
+    settings += [
+        {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
+        {"use_orig_params": True, "forward_prefetch": True},
+        {"backward_prefetch": fsdp1.BackwardPrefetch.BACKWARD_POST},
+    ]
+    before, after = theirs.DEVICEInitMode.DEVICE_BEFORE, theirs.DEVICEInitMode.DEVICE_AFTER
+    cases = list(itertools.product(models, settings, (before, after)))
+    for name, setting, moved in cases:
+        beside = theirs.DummyDDP if name == "MixtureOfExperts" else None  # whose experts are each rank's own
+        how = theirs.FSDPInitMode.RECURSIVE, moved, beside
+        Checks("_test_fsdp_parity")._test_fsdp_parity(getattr(theirs, name), *how, **setting)
+    print(f"passed: {len(cases)}", flush=True)
+    os._exit(0)
 
 
 def step(model: Any, batch: Any) -> list[Any]:
@@ -332,5 +374,5 @@ def ends_amid_work() -> None:
 
 
 if __name__ == "__main__":
-    programs = (both, nan, no_memory, no_room, one_goes_wrong, one_aborts, ends_amid_work)
+    programs = (both, torchs_checks, nan, no_memory, no_room, one_goes_wrong, one_aborts, ends_amid_work)
     {one.__name__: one for one in programs}[sys.argv[1]]()
