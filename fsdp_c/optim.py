@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import tensor_parallel
+from fsdp_c.sharding.flat_ranges import make_ranges
+from fsdp_c.sharding.sharded_module import handle_of
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.parameter_average import ParameterAverage
@@ -243,24 +244,42 @@ def param_groups(model: nn.Module, rule: Callable[[str, torch.Size], dict[str, A
     had it (what a rank shows of one is 1-D): ``lambda name, shape: {"weight_decay": 0.0} if len(shape) < 2
     else {}``. Not collective; groups, and the names in them, are the same on all ranks.
 
-    Raises ValueError where ``rule`` divides a unit without ``use_orig_params``: it has one flat parameter.
+    Where ``rule`` divides a unit without ``use_orig_params``, which has one flat parameter, the groups hold
+    views of it: its range for each original parameter, whose ``grad`` is that range of the flat parameter's.
+    ``FlatAdamW`` and optimizers that treat each element by itself take them; one optimizer has all of them,
+    as its ``zero_grad`` clears the flat parameter's gradient. State dicts have the original names in any
+    case. Raises ValueError where such a unit has tensor parallelism inside.
     """
-    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-    for param, known in OptimParams(model).by_param.items():
-        options = [(name, rule(name, shape)) for name, shape in _original_shapes(param, known)]
-        first, chosen = options[0]
-        if others := [name for name, other in options if other != chosen]:
+    known = OptimParams(model)
+    groups = _grouped(known, rule)
+    if groups is None:
+        parallel = [unit for unit in known.units if handle_of(unit).is_parallel]
+        if parallel:
             raise ValueError(
-                f"the rule gives {first!r} other options than {first_names(others)} of unit "
-                f"{unit_name(known.owner.module)}, which has one flat parameter for all of them: wrap the "
-                "model with use_orig_params=True, or wrap what differs as units of their own"
+                f"the rule divides the flat parameters of {unit_name(parallel[0].module)}, which has tensor "
+                "parallelism inside: wrap the model with use_orig_params=True"
             )
+        ranges = [make_ranges(handle_of(unit)) for unit in known.units]  # alive until the groups hold them
+        groups = _grouped(OptimParams(model), rule)
+        assert groups is not None and ranges
+    return [{**options, "params": params} for options, params in groups]
+
+
+def _grouped(
+    known: OptimParams, rule: Callable[[str, torch.Size], dict[str, Any]]
+) -> list[tuple[dict[str, Any], list[nn.Parameter]]] | None:
+    """None where one parameter would be in several groups."""
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+    for param, one in known.by_param.items():
+        chosen, *others = [rule(name, shape) for name, shape in _original_shapes(param, one)]
+        if any(other != chosen for other in others):
+            return None
         params = next((params for found, params in groups if found == chosen), None)
         if params is None:
             groups.append((chosen, [param]))
         else:
             params.append(param)
-    return [{**options, "params": params} for options, params in groups]
+    return groups
 
 
 def _original_shapes(param: nn.Parameter, known: OptimParam) -> list[tuple[str, torch.Size]]:

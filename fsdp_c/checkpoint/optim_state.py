@@ -143,7 +143,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             f"{known.owner.rank}, whose shard has {tuple(param.shape)}: only state of the parameter's own "
             "shape can be saved"
         )
-    elif known.owner._use_orig_params:
+    elif known.is_original:
         layout = param_layouts(known.owner)[known.indices[0]]
         if holds_elements(known):
             yield known.fqns[0], part_value(known.owner, layout, value)
@@ -256,7 +256,7 @@ class OptimTarget:
             self.tensors[keys[0]] = value_of_state(value, param)
         elif name in self._scalars:
             return self._scalar_targets(keys, entry)
-        elif known.owner._use_orig_params:
+        elif known.is_original:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             layout = param_layouts(known.owner)[known.indices[0]]
             self._expect_shape(keys[0], layout.full_shape)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
@@ -290,6 +291,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     """
 
     flat_param: FlatParameter
+    _ranges: Sequence["weakref.ref[nn.Parameter]"] = ()  # those of fsdp_c/sharding/flat_ranges.py
 
     def __init__(
         self,

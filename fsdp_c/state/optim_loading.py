@@ -19,7 +19,7 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import local_part
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals
 from fsdp_c.state.redistribution import join_ranges, rank0_partition, redistribute
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -263,7 +263,7 @@ def _own_parts(targets: Iterable[_Target]) -> Iterator[tuple[tuple[str, str], Te
             assert isinstance(value, Tensor)
             if not is_sharded or not _is_plain(value, target.layout):
                 yield key, _own_part(target, value.detach())
-            elif module._use_orig_params:
+            elif has_originals(module):
                 start, end = target.layout.shard.bounds(module.rank)
                 ranges += [len(sources), start * value.itemsize, (end - start) * value.itemsize]
                 numels.append((end - start,))
@@ -391,7 +391,7 @@ def _state_of_param(
         name = known.fqns[0]
         state: ParamState = _user_state(states[name], source and source["state"][name], options)
         return state
-    if not known.owner._use_orig_params:
+    if not known.is_original:
         return _flat_state(known, states, shards)
     (fqn,) = known.fqns
     (_, _, numel, _) = handle_of(known.owner).layout.shard_ranges()[known.indices[0]]

@@ -14,6 +14,7 @@ from fsdp_c.compat.aliases import OptimInput
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
+from fsdp_c.sharding.flat_ranges import ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 
@@ -35,11 +36,21 @@ class OptimParam(NamedTuple):
         return self.module
 
     @property
+    def is_original(self) -> bool:
+        """Whether it is one original parameter, or its part of a flat one."""
+        return has_originals(self.owner)
+
+    @property
     def takes_any_shape(self) -> bool:
         """Whether state is kept as the optimizer has it, of whatever shape: every rank has the whole of
         it."""
         unit = self.owner
-        return unit._use_orig_params and not handle_of(unit).layout.sharded and unit._fsdp_extension is None
+        return self.is_original and not handle_of(unit).layout.sharded and unit._fsdp_extension is None
+
+
+def has_originals(module: ShardedModule) -> bool:
+    """Whether optimizers hold the original parameters of a unit, or their ranges of the flat one."""
+    return module._use_orig_params or bool(ranges_of(handle_of(module)))
 
 
 class OptimParams:
@@ -56,14 +67,18 @@ class OptimParams:
                 f"list index out of range: {type(model).__name__} has no FullyShardedDataParallel in it: "
                 "pass the wrapped model, or save a plain one's optimizer by optim.state_dict()"
             )
-        self.use_orig_params = modules[0][1]._use_orig_params
-        if any(module._use_orig_params != self.use_orig_params for _, module in modules):
+        first = modules[0][1]._use_orig_params
+        if any(module._use_orig_params != first for _, module in modules):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.all_units = [module for _, module in modules]
         self.units = [module for module in self.all_units if module._handle is not None]
+        self.use_orig_params = first or any(has_originals(module) for module in self.units)
         self._shown: dict[torch.Tensor, nn.Parameter] = {}
+        self._ranges: dict[nn.Parameter, dict[str, nn.Parameter]] = {}
         managed = self._managed(modules)
-        self.raw_names = {name: self.original(param) for name, param in named_params(model).items()}
+        self.raw_names: dict[str, nn.Parameter] = {}
+        for name, param in named_params(model).items():
+            self.raw_names |= self._ranges.get(param) or {name: self.original(param)}
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()
@@ -78,7 +93,11 @@ class OptimParams:
             prefix = clean_name(f"{path}.") if path else ""
             params = common.managed_params(module._handle)[: flat_param._num_params]
             fqns = [prefix + param.fqn for param in params]
-            if self.use_orig_params:
+            if ranges := ranges_of(module._handle):
+                self._ranges[flat_param] = dict(zip(fqns, ranges, strict=True))
+                for index, (part, fqn) in enumerate(zip(ranges, fqns, strict=True)):
+                    found[part] = OptimParam(fqn, (fqn,), module, (index,))
+            elif module._use_orig_params:
                 originals = flat_param._params or []
                 for index, (param, fqn) in enumerate(zip(originals, fqns, strict=True)):
                     found[param] = OptimParam(fqn, (fqn,), module, (index,))

@@ -24,7 +24,7 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals
 from fsdp_c.state.redistribution import gather, join_ranges
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -156,12 +156,12 @@ def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, Pa
 def _own_numel(known: OptimParam) -> int:
     """How many elements this rank's state of a parameter has."""
     layout = handle_of(known.owner).layout
-    return layout.shard_ranges()[known.indices[0]][2] if known.owner._use_orig_params else layout.shard_numel
+    return layout.shard_ranges()[known.indices[0]][2] if known.is_original else layout.shard_numel
 
 
 def holds_elements(known: OptimParam) -> bool:
     """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
-    if not known.owner._use_orig_params or _own_numel(known):
+    if not known.is_original or _own_numel(known):
         return True
     return _layout_of(known).shape.numel() == 0
 
@@ -332,7 +332,7 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[Optim
 
 def _is_gathered_flat(module: ShardedModule, options: SaveOptions) -> bool:
     is_plain = handle_of(module).layout.sharded and module._fsdp_extension is None
-    return is_plain and not module._use_orig_params and not options.shard_state
+    return is_plain and not has_originals(module) and not options.shard_state
 
 
 def _wholes_of_flat(
@@ -355,7 +355,7 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     module, layouts = known.owner, param_layouts(known.owner)
     value = value.detach() if value.requires_grad else value
     sharded = handle_of(module).layout.sharded
-    if module._use_orig_params:
+    if known.is_original:
         part = value.reshape(-1) if sharded and value.dim() != 1 else value
         return [_Piece(known.fqns[0], name, layouts[known.indices[0]], part)]
     return [

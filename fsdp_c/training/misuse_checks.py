@@ -25,6 +25,7 @@ from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.buffers import LOWERED, lowered_frequencies
 from fsdp_c.sharding.construction import is_flattened
+from fsdp_c.sharding.flat_ranges import ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
@@ -124,6 +125,7 @@ def _warn_of_stale_optimizers(root: ShardedModule) -> None:
         return
     handles = [unit._handle for unit in units_of(root) if unit._handle is not None]
     own = {id(param) for handle in handles for param in handle.flat_param._params or (handle.flat_param,)}
+    own |= {id(part) for handle in handles for part in ranges_of(handle)}
     stale = []
     for optimizer in gc.get_objects():
         if issubclass(type(optimizer), Optimizer):  # isinstance would ask proxies

@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.compat.standins import dtensor_extensions as standins
+from fsdp_c.optim import param_groups
 from tests import tensor_parallel as tp
 from tests.parity.engine import (
     STEPS,
@@ -749,3 +750,14 @@ def test_our_extension_does_what_torchs_does(rank: int, world_size: int, use_ori
         compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)
         sharded = test_sharded_state_dict_equals_torchs_and_loads_again.rank_body
         sharded(rank, world_size, plan="mlp", use_orig_params=use_orig_params)
+
+
+@on_ranks(4)
+def test_groups_that_divide_a_flat_parameter_with_tensor_parallelism_inside_are_refused(
+    rank: int, world_size: int
+) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=False)
+    with pytest.raises(
+        ValueError, match="has tensor parallelism inside: wrap the model with use_orig_params=True"
+    ):
+        param_groups(model, lambda name, shape: {"weight_decay": float(len(shape) > 1)})

@@ -1,0 +1,82 @@
+"""Parts of a flat parameter for optimizers: one for each original parameter, in groups of their own."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c.sharding.flat_param import FlatParamHandle
+
+
+class FlatRange(nn.Parameter):
+    """What this rank's shard holds of one original parameter, as a view; under NO_SHARD the whole, in its
+    shape.
+
+    Its ``grad`` is that part of the flat parameter's. Setting it to None clears the flat parameter's. It
+    follows a shard that is moved, when ``grad`` is looked at next.
+    """
+
+    _handle: FlatParamHandle
+    _index: int
+    _at: int  # where the shard was
+
+    def __new__(cls, handle: FlatParamHandle, index: int) -> FlatRange:
+        """Of the parameter at ``index`` in the flat parameter of ``handle``."""
+        shard = _shard_of(handle)
+        made = super().__new__(cls, _part(handle, index, shard), handle.flat_param.requires_grad)
+        made._handle, made._index, made._at = handle, index, shard.data_ptr()
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A view; what no_sync has left unreduced is whole, which no optimizer takes."""
+        shard = _shard_of(self._handle)
+        if self._at != shard.data_ptr() or self.device != shard.device:
+            self.data, self._at = _part(self._handle, self._index, shard), shard.data_ptr()
+        grad = self._handle.flat_param.grad
+        if grad is None or (self._handle.layout.sharded and grad.numel() != shard.numel()):
+            return grad
+        return _part(self._handle, self._index, grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        flat_param = self._handle.flat_param
+        if value is None:
+            flat_param.grad = None
+            return
+        if flat_param.grad is None:
+            flat_param.grad = torch.zeros_like(_shard_of(self._handle))
+        part = self.grad
+        assert part is not None
+        part.copy_(value)
+
+
+def _shard_of(handle: FlatParamHandle) -> Tensor:
+    """Sharing the flat parameter's version, where that shows the shard."""
+    shown, shard = handle.flat_param.detach(), handle.local_shard
+    return shown if shard is None or shard.data_ptr() == shown.data_ptr() else shard
+
+
+def _part(handle: FlatParamHandle, index: int, flat: Tensor) -> Tensor:
+    layout = handle.layout
+    if layout.sharded:
+        is_held, start, numel, _ = layout.shard_ranges()[index]
+        return flat[start : start + numel] if is_held else flat[:0]
+    whole = flat[layout.param_offsets[index] :]
+    flat_param = handle.flat_param
+    return whole.as_strided(flat_param._shapes[index], flat_param._strides[index], whole.storage_offset())
+
+
+def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
+    """One for each original parameter; those of before, while something holds them."""
+    found = ranges_of(handle) or [FlatRange(handle, index) for index in range(len(handle.flat_param._fqns))]
+    handle._ranges = [weakref.ref(one) for one in found]
+    return found
+
+
+def ranges_of(handle: FlatParamHandle) -> list[FlatRange]:
+    """Those that an optimizer holds; empty without."""
+    found = [one for reference in handle._ranges if isinstance(one := reference(), FlatRange)]
+    return found if len(found) == len(handle.flat_param._fqns) else []
