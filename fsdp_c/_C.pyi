@@ -471,8 +471,10 @@ def open_flight_recorder(path: str, rank: int, world_size: int, /) -> None:
     alone. OSError, and no file, where it cannot be made or the disk has no room for all of it.
     """
 
-def read_flight_recorder(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str, int]:
-    """(rank, world size, process, step, phase, unit, failed, host, events) of a rank's file; see
+def read_flight_recorder(
+    path: str | PathLike[str], /
+) -> tuple[int, int, int, int, int, str, bool, str, int, bool]:
+    """(rank, world size, process, step, phase, unit, failed, host, events, saving) of a rank's file; see
     tools.flight_recorder.Entry.
 
     Where the rank is between steps after a collective has failed, phase and unit are those of the failure.
@@ -494,6 +496,9 @@ def leave_recorder_phase(place: int, /) -> None:
 def note_recorder_failure() -> None:
     """A collective failed where this rank is now; the flight record keeps that until the end of the next
     step."""
+
+def set_recorder_saving(saving: bool, /) -> None:
+    """Whether a thread beside the training is saving a checkpoint, whatever the phase is."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
     """Why torch's operators run on devices of this type in place of fsdp_c's kernels, or None, as for

@@ -118,11 +118,11 @@ static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
     if (result > 0)
         return PyErr_Format(PyExc_ValueError, "%S is no flight record, or a damaged one", argument);
-    return Py_BuildValue("(LLLKKNNNK)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
-                         (unsigned long long)page.step,
+    return Py_BuildValue("(LLLKKNNNKN)", (long long)page.rank, (long long)page.world_size,
+                         (long long)page.pid, (unsigned long long)page.step,
                          (unsigned long long)(flight_recorder_place(&page) >> 32), decoded(name),
                          PyBool_FromLong(page.failed != 0), decoded(page.host),
-                         (unsigned long long)page.events);
+                         (unsigned long long)page.events, PyBool_FromLong(page.saving != 0));
 }
 
 static PyObject *close_flight_recorder(PyObject *self, PyObject *unused) {
@@ -154,6 +154,11 @@ static PyObject *leave_recorder_phase(PyObject *self, PyObject *args) {
 
 static PyObject *note_recorder_failure(PyObject *self, PyObject *unused) {
     flight_recorder_note_failure();
+    Py_RETURN_NONE;
+}
+
+static PyObject *set_recorder_saving(PyObject *self, PyObject *saving) {
+    flight_recorder_set_saving(saving == Py_True);
     Py_RETURN_NONE;
 }
 
@@ -262,6 +267,7 @@ static PyMethodDef functions[] = {
     {"enter_recorder_phase", enter_recorder_phase, METH_VARARGS, NULL},
     {"leave_recorder_phase", leave_recorder_phase, METH_VARARGS, NULL},
     {"note_recorder_failure", note_recorder_failure, METH_NOARGS, NULL},
+    {"set_recorder_saving", set_recorder_saving, METH_O, NULL},
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},

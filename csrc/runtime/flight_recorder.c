@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -78,6 +77,8 @@ static void dump(int signal_number) {
         say(phase < RECORDER_PHASES ? phases[phase] : "is somewhere");
         if (phase >= RECORDER_FORWARD && phase <= RECORDER_REDUCE)
             say(unit >= 0 && unit < page->num_names ? name_of(page, unit) : "a unit without a name");
+        if (page->saving)
+            say(", and is saving a checkpoint in the background");
         say("\n");
     }
     errno = saved_errno;

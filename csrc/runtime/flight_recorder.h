@@ -9,6 +9,7 @@
 #define FSDP_RUNTIME_FLIGHT_RECORDER_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 enum recorder_phase {
@@ -38,6 +39,7 @@ struct recorder_page {
     volatile uint64_t failed;  /* the place where a collective failed last; 0: none */
     char host[64];
     volatile uint64_t events; /* places that were entered: a rank for which it stays the same does not move */
+    volatile uint64_t saving; /* 1: a thread beside the training is saving a checkpoint */
 };
 
 extern struct recorder_page *flight_recorder;
@@ -78,6 +80,11 @@ static inline void flight_recorder_end_step(void) {
         flight_recorder->step = flight_recorder->step + 1;
         flight_recorder->place = flight_recorder->failed = 0;
     }
+}
+
+static inline void flight_recorder_set_saving(bool saving) {
+    if (flight_recorder)
+        flight_recorder->saving = saving;
 }
 
 static inline void flight_recorder_note_failure(void) {

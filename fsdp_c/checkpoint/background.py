@@ -42,11 +42,13 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name=f"fsdp_c {what}", daemon=False)
 
     def _run(self) -> None:
+        _C.set_recorder_saving(True)
         try:
             self._work()
         except BaseException as error:
             self._error = error
         finally:
+            _C.set_recorder_saving(False)
             del self._work  # with all that it holds
 
     def wait(self, timeout: float | None = None) -> None:

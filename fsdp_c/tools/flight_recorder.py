@@ -75,6 +75,7 @@ class Entry(NamedTuple):
     failed: bool  # a collective failed there
     process: str  # "the process has ended" or "the process is stopped", where it is on this host
     events: int = 0  # how many places it has entered
+    saving: bool = False  # a checkpoint, in the background
 
 
 # ----------------------------------------------------------------- writing
@@ -138,9 +139,10 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    rank, world_size, pid, step, phase, unit, failed, host, events = _C.read_flight_recorder(path)
+    rank, world_size, pid, step, phase, unit, failed, host, *counted = _C.read_flight_recorder(path)
     process = _process_state(pid) if host == socket.gethostname() else ""
-    return Entry(rank, world_size, step, phase, unit or "a unit without a name", failed, process, events)
+    where = unit or "a unit without a name"
+    return Entry(rank, world_size, step, phase, where, failed, process, *counted)
 
 
 def _process_state(pid: int) -> str:
@@ -153,9 +155,11 @@ def _process_state(pid: int) -> str:
 
 def describe(entries: Sequence[Entry]) -> str:
     """One clause per place, the place of the fewest ranks first: the one that lags is found there."""
-    places: dict[tuple[int, int, str, bool, str], list[int]] = defaultdict(list)
+    places: dict[tuple[int, int, str, bool, str, bool], list[int]] = defaultdict(list)
     for entry in entries:
-        places[entry.step, entry.phase, entry.unit, entry.failed, entry.process].append(entry.rank)
+        places[entry.step, entry.phase, entry.unit, entry.failed, entry.process, entry.saving].append(
+            entry.rank
+        )
     parts = [_clause(ranks, *place) for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))]
     if silent := _gaps({entry.rank for entry in entries}, entries[0].world_size):
         parts.append(f"{_runs_text(silent)} kept no flight record")
@@ -170,9 +174,12 @@ def _gaps(ranks: Collection[int], world_size: int) -> list[tuple[int, int]]:
     return [(before + 1, after - 1) for before, after in pairs if after - before > 1]
 
 
-def _clause(ranks: list[int], step: int, number: int, unit: str, failed: bool, process: str) -> str:
+def _clause(
+    ranks: list[int], step: int, number: int, unit: str, failed: bool, process: str, saving: bool
+) -> str:
     one, several = _PHASES[number] if number < len(_PHASES) else ("is somewhere", "are somewhere")
     notes = [f"step {step}", *(["its collective failed"] if failed else []), *([process] if process else [])]
+    notes += ["saving a checkpoint in the background"] if saving else []
     return f"{ranks_text(ranks)} {(one if len(ranks) == 1 else several).format(unit)} ({', '.join(notes)})"
 
 

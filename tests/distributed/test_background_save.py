@@ -20,11 +20,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, writing
+from fsdp_c.tools import flight_recorder
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import device, on_ranks
 
@@ -303,6 +305,7 @@ SCRIPT = """
 import errno, os, signal, sys, time
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import writing
@@ -397,3 +400,52 @@ def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, 
     checkpoint.save(model, None, tmp_path / "ckpt")
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".ckpt")]
     assert len(list((tmp_path / "ckpt").iterdir())) == 2
+
+
+@on_ranks(2)
+def test_the_flight_record_says_that_a_save_is_under_way_beside_the_phase(rank, world_size):
+    folder = folder_of_ranks()
+    model, optimizer = made()
+    with (
+        mock.patch.dict(os.environ, {flight_recorder.VARIABLE: str(folder / "records")}),
+        held_back() as may_write,
+    ):
+        try:
+            handle = checkpoint.save(model, optimizer, folder / "ckpt", background=True)
+            (own,) = [one for one in flight_recorder.read(folder / "records") if one.rank == rank]
+            assert own.saving and own.phase == 0
+            text = "is between steps (step 0, saving a checkpoint in the background)"
+            assert text in flight_recorder.describe([own])
+            may_write.set()
+            handle.wait(60)
+            assert not any(one.saving for one in flight_recorder.read(folder / "records") if one.rank == rank)
+        finally:
+            flight_recorder.close()
+
+
+@pytest.mark.parametrize("form", ["model_state", "device mesh"])
+@on_ranks(2)
+def test_what_dcp_can_save_asynchronously_is_a_copy(rank, world_size, form):
+    path = folder_of_ranks() / "ckpt"
+    own = dist.new_group(backend="gloo")
+    options = (
+        {"device_mesh": dist.init_device_mesh(device().type, (world_size,))} if form == "device mesh" else {}
+    )
+    model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    expected = values(model, optimizer)
+    if form == "device mesh":
+        with fsdp_c.FullyShardedDataParallel.state_dict_type(model, fsdp_c.StateDictType.SHARDED_STATE_DICT):
+            parts = {"model": model.state_dict(), "optim": model.optim_state_dict(model, optimizer)}
+    else:
+        parts = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
+    future = dcp.async_save(parts, checkpoint_id=path, process_group=own)
+    step(model, optimizer, 1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(-1)
+    future.result()
+    dist.barrier()
+    checkpoint.load(model, optimizer, path)
+    assert_same(values(model, optimizer), expected)
