@@ -94,17 +94,18 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def save_checkpoint(
     out: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, extra: dict[str, Any], keep: int
-) -> None:
-    """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective."""
+) -> checkpoint.BackgroundSave | None:
+    """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective. fsdp_c does so beside the
+    next steps, and returns what waits for it."""
     path = out / f"step-{step:06d}"
     if isinstance(model, fsdp_c.FullyShardedDataParallel):
-        checkpoint.save(model, optimizer, path, extra=extra)
-    else:
-        save_of_torch(model, optimizer, path, extra)
+        return checkpoint.save(model, optimizer, path, extra=extra, keep=keep, background=True)
+    save_of_torch(model, optimizer, path, extra)
     if dist.get_rank() == 0:
         for old in checkpoints_in(out)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
+    return None
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -38,6 +38,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from fsdp_c.checkpoint import BackgroundSave
+
 # The same names come from either: choosing one is all that differs.
 IMPLEMENTATIONS = {"fsdp_c": "fsdp_c", "torch": "torch.distributed.fsdp"}
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
@@ -255,7 +257,9 @@ class Trainer:
             if last or progress.step % args.eval_every == 0:
                 self.evaluate()
             if out and (last or progress.step % args.checkpoint_every == 0):
-                self.save(out)
+                saving = self.save(out)
+                if last and saving:
+                    saving.wait()
         bar.close()
 
     def train_step(self, step: int) -> float:
@@ -313,10 +317,10 @@ class Trainer:
         with self.fsdp.FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
-    def save(self, out: Path) -> None:
-        """Write a checkpoint. Collective."""
+    def save(self, out: Path) -> BackgroundSave | None:
+        """Write a checkpoint, or begin to. Collective."""
         extra = {"data": self.batches.text.checksum} | asdict(self.progress)
-        save_checkpoint(out, self.progress.step, self.model, self.optimizer, extra, self.args.keep)
+        return save_checkpoint(out, self.progress.step, self.model, self.optimizer, extra, self.args.keep)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint. Collective; InputError on all ranks if it is damaged or of another
