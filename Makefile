@@ -55,7 +55,7 @@ help:
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
 	@echo 'make test-debug-python  programs that raise, under CPython'\''s debug build ($(DEBUG_PYTHON), for a .venv of the same version)'
 	@echo 'make test-aarch64  a module and its tests for aarch64, cross-compiled and emulated, in build/aarch64; see tests/aarch64/run'
-	@echo 'make wheel         sdist and wheels, tried without a compiler, in dist (make test-wheel: the wheel for the CPU alone)'
+	@echo 'make wheel         sdist and wheel with CUDA kernels, tried without a compiler, in dist (make test-wheel: by a part of the tests)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
 	@echo 'make docs          the pages of docs/ and the API reference as a site, in build/site'

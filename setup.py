@@ -1,14 +1,13 @@
 """Builds fsdp_c._C: every C file under csrc/ in one abi3 extension module, with setuptools alone.
 
 torch is not needed here: its symbols are found when the module is imported. Where nvcc stands, the CUDA
-kernels become fsdp_c/_cuda.so, a library of its own that is loaded only where torch computes on CUDA.
-`setup.py build_cuda` makes it alone.
+kernels become fsdp_c/_cuda13.so, of nvcc's major version, a library of its own that is loaded only with a
+torch of that CUDA. `setup.py build_cuda` makes it alone.
 
 Environment: FSDP_C_WERROR=1 makes warnings errors, FSDP_C_OPT="-O0 -g" replaces the optimisation flags,
 FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_CHECK=1 has it check its invariants, as
 instrumented ones do, FSDP_C_JOBS sets how many files compile at once.
-FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, and FSDP_C_LOCAL_VERSION="cu130"
-a version of that label: both are for wheels, see .ci/wheel.
+FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, for wheels: see .ci/wheel.
 FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and
 fits the installed torch. FSDP_C_CUDA_ARCHS="90" replaces the architectures.
 """
@@ -82,10 +81,9 @@ def link_time_flags(compiler: list[str]) -> list[str]:
 
 
 def version() -> str:
-    """The version that the package says it has, with the label of what this build is for."""
+    """The version that the package says it has."""
     (found,) = re.findall(r'^__version__ = "(.+)"', Path("fsdp_c/__init__.py").read_text(), re.MULTILINE)
-    label = os.environ.get("FSDP_C_LOCAL_VERSION")
-    return f"{found}+{label}" if label else found
+    return found
 
 
 def c_sources() -> list[str]:
@@ -181,7 +179,7 @@ CUDA_FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]  # [Note: exact arithmetic]
 CUDA_STRICT_FLAGS = ["-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
-CUDA_ARCHS = ("80", "90", "100")
+CUDA_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 
 
 def find_nvcc() -> str | None:
@@ -196,6 +194,12 @@ def ask_nvcc(nvcc: str, question: str, pattern: str) -> list[str]:
     return re.findall(
         pattern, subprocess.run([nvcc, question], capture_output=True, text=True, check=True).stdout
     )
+
+
+def cuda_major(nvcc: str) -> str:
+    """nvcc's major version, which torch's has to be."""
+    (major,) = ask_nvcc(nvcc, "--version", r"release (\d+)\.")
+    return major
 
 
 def cuda_of_torch() -> str | None:
@@ -221,7 +225,7 @@ def why_no_cuda(nvcc: str | None, demanded: bool) -> str | None:
     of_torch = cuda_of_torch()
     if of_torch == "" and not demanded:
         return "the installed torch computes on the CPU alone; FSDP_C_CUDA=1 builds them all the same"
-    (major,) = ask_nvcc(nvcc, "--version", r"release (\d+)\.")
+    major = cuda_major(nvcc)
     if of_torch and of_torch.partition(".")[0] != major:
         return f"nvcc is of CUDA {major}, the installed torch of CUDA {of_torch}: their major versions must be the same"
     return None
@@ -238,12 +242,11 @@ def cuda_arch_flags(nvcc: str) -> list[str]:
 
 def cuda_size_flags(nvcc: str) -> list[str]:
     """A quarter of the size, where every driver that the toolkit runs with can read it."""
-    (major,) = ask_nvcc(nvcc, "--version", r"release (\d+)\.")
-    return ["--compress-mode=size"] if int(major) >= 13 else []
+    return ["--compress-mode=size"] if int(cuda_major(nvcc)) >= 13 else []
 
 
 class BuildCuda(Command):
-    """Compile csrc/kernels/*.cu into fsdp_c/_cuda.so, or say why not."""
+    """Compile csrc/kernels/*.cu into fsdp_c/_cuda13.so, or say why not."""
 
     description = "build the CUDA kernels"
     user_options = [
@@ -284,16 +287,14 @@ class BuildCuda(Command):
         stale = [source for source, obj in objects.items() if object_is_stale(str(source), obj)]
         with ThreadPoolExecutor(int(os.environ.get("FSDP_C_JOBS", min(os.cpu_count() or 1, 8)))) as pool:
             list(pool.map(lambda source: self.compile_one(command, source, objects[source]), stale))
-        target = Path(self.folder) / "_cuda.so"
+        target = Path(self.folder) / f"_cuda{cuda_major(nvcc)}.so"
         if stale or is_stale(target, [str(obj) for obj in objects.values()]):
             target.parent.mkdir(parents=True, exist_ok=True)
-            linking = [
-                nvcc,
-                "-shared",
-                "-cudart=static",
-                "-Xlinker=--exclude-libs,ALL,-s",
-                *map(str, objects.values()),
-            ]
+            pip_has_it_here = f"-L{Path(nvcc).parents[1] / 'lib'}"
+            linking = [nvcc, "-shared", "-cudart=static", pip_has_it_here, "-Xlinker=--exclude-libs,ALL,-s"]
+            linking += map(str, objects.values())
+            if is_on("FSDP_C_OLD_GLIBC"):
+                linking.append("-Xlinker=--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,-l:librt.so.1")
             subprocess.run([*linking, "-o", str(target)], check=True)
 
     def compile_one(self, command: list[str], source: Path, obj: Path) -> None:

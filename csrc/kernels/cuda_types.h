@@ -17,6 +17,12 @@ extern "C" {
 #include "kernels/kernels.h"
 }
 
+#ifdef __CUDA_ARCH__
+#define BFLOAT16_NAN 0x7fffu /* the instruction's, which GPUs before sm_80 lack */
+#else
+#define BFLOAT16_NAN 0x7fc0u
+#endif
+
 struct bfloat16 {
     uint16_t bits;
 };
@@ -38,12 +44,12 @@ __host__ __device__ inline float float_of_bits(uint32_t bits) {
 
 __host__ __device__ inline bfloat16 bfloat16_from_float(float value) {
     bfloat16 result;
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
 #else
     uint32_t bits = bits_of_float(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    result.bits = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    result.bits = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? BFLOAT16_NAN : rounded);
 #endif
     return result;
 }

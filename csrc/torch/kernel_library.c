@@ -25,22 +25,29 @@ static bool find_library(char *path, size_t size) {
     if (elsewhere && *elsewhere)
         return snprintf(path, size, "%s", elsewhere) < (int)size;
     Dl_info module;
-    if (!dladdr((const void *)&cpu_kernels, &module) || !module.dli_fname)
+    *path = '\0';
+    if (!torch_abi.cuda_major || !dladdr((const void *)&cpu_kernels, &module) || !module.dli_fname)
         return false;
     const char *slash = strrchr(module.dli_fname, '/');
     int folder = slash ? (int)(slash - module.dli_fname) + 1 : 0;
-    return snprintf(path, size, "%.*s_cuda.so", folder, module.dli_fname) < (int)size;
+    return snprintf(path, size, "%.*s_cuda%d.so", folder, module.dli_fname, torch_abi.cuda_major) < (int)size;
 }
 
 /* A library that is there and cannot be loaded lacks something: the loader says what. */
 static const char *why_not_loaded(const char *path) {
     static char text[512];
     const char *said = dlerror();
+    if (!*path)
+        return "this torch does not tell of which version its CUDA is";
     if (access(path, F_OK) != 0)
-        return "fsdp_c was built without its CUDA kernels: build it where nvcc is, of the same CUDA version "
-               "as torch";
-    snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s",
-             said ? said : "no reason was given");
+        snprintf(
+            text, sizeof text,
+            "fsdp_c was built without its CUDA kernels for CUDA %d, which this torch has: build it where "
+            "nvcc is of that version",
+            torch_abi.cuda_major);
+    else
+        snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s",
+                 said ? said : "no reason was given");
     return text;
 }
 

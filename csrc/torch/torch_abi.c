@@ -78,6 +78,15 @@ static int find_all(struct torch_abi *found, void *library, void *cuda_library) 
     return 0;
 }
 
+/* By the runtime that torch's library is linked with, which is searched as well. */
+static int find_cuda_major(void *cuda_library) {
+    int (*get_version)(int *version) = NULL;
+    int version = 0;
+    bool is_known =
+        find_symbol(cuda_library, "cudaRuntimeGetVersion", &get_version) && get_version(&version) == 0;
+    return is_known ? version / 1000 : 0;
+}
+
 int torch_abi_init(void) {
     static bool initialised = false;
     struct torch_abi found = {0};
@@ -94,6 +103,7 @@ int torch_abi_init(void) {
     }
     if (find_all(&found, library, cuda_library) != 0)
         return -1;
+    found.cuda_major = find_cuda_major(cuda_library);
     torch_abi = found;
     initialised = true;
     return 0;

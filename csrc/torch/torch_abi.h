@@ -83,6 +83,7 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
 struct torch_abi {
     TORCH_ABI_REQUIRED(TORCH_ABI_FIELD)
     TORCH_ABI_OPTIONAL(TORCH_ABI_FIELD)
+    int cuda_major; /* 13 for CUDA 13.0; 0 where torch has none, or no library of its own for the runtime */
 };
 #undef TORCH_ABI_FIELD
 

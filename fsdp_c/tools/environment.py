@@ -92,14 +92,8 @@ def _cpu_kernels() -> str:
     )
 
 
-def _why_not_built() -> str:
-    if torch.version.cuda is None:
-        return "the installed torch computes on the CPU alone"
-    return "nvcc was not found, is of another CUDA than torch, or was not wanted"
-
-
 def _cuda_kernels() -> str:
     reason = _C.why_no_kernels("cuda")
-    library = Path(_C.__file__).with_name("_cuda.so")
-    built = f"built ({library})" if library.exists() else f"not built: {_why_not_built()}"
-    return f"in use, {built}" if reason is None else f"not in use, torch's operators are: {reason}; {built}"
+    libraries = sorted(path.name for path in Path(_C.__file__).parent.glob("_cuda*.so"))
+    built = f"built: {', '.join(libraries) or 'none'}"
+    return f"in use; {built}" if reason is None else f"not in use, torch's operators are: {reason}; {built}"

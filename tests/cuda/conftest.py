@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 
 def missing() -> str | None:
-    kernels = os.environ.get("FSDP_C_CUDA_KERNELS") or Path(fsdp_c.__file__).parent / "_cuda.so"
+    built = Path(fsdp_c.__file__).parent / f"_cuda{(torch.version.cuda or '').partition('.')[0]}.so"
+    kernels = os.environ.get("FSDP_C_CUDA_KERNELS") or built
     if not torch.cuda.is_available():
         return "torch finds no GPU here; make test-simulated-gpu simulates one"
     if not Path(kernels).exists():

@@ -48,7 +48,7 @@ static void put_library(void) {
     Dl_info module;
     CHECK(dladdr((const void *)&cpu_kernels, &module) != 0);
     const char *slash = strrchr(module.dli_fname, '/');
-    snprintf(path, sizeof path, "%.*s_cuda.so", (int)(slash - module.dli_fname) + 1, module.dli_fname);
+    snprintf(path, sizeof path, "%.*s_cuda13.so", (int)(slash - module.dli_fname) + 1, module.dli_fname);
     FILE *file = fopen(path, "w");
     CHECK(file && fputs("not a library", file) >= 0 && fclose(file) == 0);
 }
@@ -56,9 +56,13 @@ static void put_library(void) {
 static void test_a_missing_library_is_told_from_one_that_cannot_be_loaded(void) {
     check_told("this torch has no CUDA");
     torch_abi.aoti_torch_get_current_cuda_stream = some_stream;
-    check_told("built without its CUDA kernels");
+    check_told("does not tell of which version");
+    torch_abi.cuda_major = 13;
+    check_told("built without its CUDA kernels for CUDA 13");
     put_library();
-    check_told("_cuda.so: "); /* the loader's own words */
+    check_told("_cuda13.so: "); /* the loader's own words */
+    torch_abi.cuda_major = 12;
+    check_told("built without its CUDA kernels for CUDA 12"); /* those of another CUDA are left alone */
     CHECK(setenv("FSDP_C_CUDA_KERNELS", "/nowhere/else.so", 1) == 0);
     check_told("built without its CUDA kernels");
     CHECK(unsetenv("FSDP_C_CUDA_KERNELS") == 0);

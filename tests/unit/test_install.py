@@ -93,12 +93,12 @@ def test_wheel_holds_the_extension_and_its_types(wheel: Path) -> None:
     assert not any(name.startswith(("csrc", "tests", "build")) for name in names)
 
 
-def test_wheel_requires_torch_and_nothing_else(wheel: Path) -> None:
+def test_wheel_requires_torch_and_what_its_object_collectives_need(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
     lines = archive.read(metadata).decode().splitlines()
     required = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
-    assert required == ["Requires-Dist: torch>=2.10"]
+    assert required == ["Requires-Dist: torch>=2.10", "Requires-Dist: numpy"]
 
 
 def test_building_does_not_require_torch() -> None:
@@ -204,9 +204,25 @@ def test_a_torch_for_the_cpu_is_found_where_the_build_cannot_import_it(
     assert "computes on the CPU alone" in settings["why_no_cuda"]("nvcc", demanded=False)
 
 
-def test_label_of_a_build_becomes_part_of_its_version() -> None:
-    import fsdp_c
+LIBRARIES_OF_TORCH = {
+    "libcudart.so.12": "int cudaRuntimeGetVersion(int *version) { *version = 12080; return 0; }",
+    "libtorch_cuda.so": "int aoti_torch_get_current_cuda_stream(int device, void **stream) { return 1; }",
+}
 
-    for label, expected in (("", fsdp_c.__version__), ("cu130", f"{fsdp_c.__version__}+cu130")):
-        done = call(sys.executable, "setup.py", "--version", cwd=ROOT, FSDP_C_LOCAL_VERSION=label)
-        assert last_line(done.stdout) == expected
+
+def test_kernels_of_another_cuda_than_torchs_are_left_alone(installed: Path, tmp_path: Path) -> None:
+    """Its version is that of the runtime which its library is linked with."""
+    for name, code in LIBRARIES_OF_TORCH.items():
+        (tmp_path / f"{name}.c").write_text(code)
+        linking = [
+            f"-Wl,-soname,{name},--no-as-needed,-rpath,{tmp_path}",
+            *map(str, tmp_path.glob("*.so.12")),
+        ]
+        done = call("cc", "-shared", "-fPIC", f"{name}.c", "-o", name, *linking, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    library = installed / "fsdp_c" / "_cuda13.so"
+    library.write_text("not a library, and not to be loaded")
+    code = f"import ctypes, torch; ctypes.CDLL({str(tmp_path / 'libtorch_cuda.so')!r}); from fsdp_c import _C"
+    done = run_python(f"{code}; print(_C.why_no_kernels('cuda'))", installed)
+    library.unlink()
+    assert "without its CUDA kernels for CUDA 12" in done.stdout, done.stdout + done.stderr
