@@ -11,9 +11,11 @@ import pytest
 
 from tests import ranks
 
-LIBRARIES = ["accelerate", "transformers", "lightning", "peft"]
+LIBRARIES = ["accelerate", "transformers", "lightning", "peft", "trl", "bitsandbytes"]
 
-ranks.PRELOAD.extend(name for name in LIBRARIES if name not in ranks.PRELOAD)
+ON_RANKS = LIBRARIES[:4]  # the others are for examples, in processes of their own
+
+ranks.PRELOAD.extend(name for name in ON_RANKS if name not in ranks.PRELOAD)
 
 
 @pytest.fixture(scope="module", autouse=True)

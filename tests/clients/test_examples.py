@@ -1,0 +1,193 @@
+"""The examples for other libraries, each as a user starts it, with the library itself.
+
+Where a library gives FSDP to GPUs alone, it is told that there are some, as in its other tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.clients.support import require, train_reference
+
+require("accelerate", "lightning", "peft", "transformers", "trl", "bitsandbytes")
+
+LIBRARY = "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LAUNCH = """
+import gc
+import sys
+from lightning.pytorch import strategies
+import fsdp_c
+from tests.clients.lightning_models import on_cpu
+from tests.clients.support import gpus_that_are_cpus
+
+_, implementation, *sys.argv = sys.argv
+source = open(sys.argv[0]).read()
+if implementation == "fsdp_c":
+    fsdp_c.install()
+    gpus_that_are_cpus()
+    strategies.FSDPStrategy = on_cpu(strategies.FSDPStrategy)
+else:
+    strategies.FSDPStrategy = lambda **options: strategies.DDPStrategy()
+    source = source.replace('"fsdp": True', '"fsdp": False')
+exec(compile(source, sys.argv[0], "exec"), {"__name__": "__main__"})
+wrapped = any(isinstance(one, fsdp_c.FullyShardedDataParallel) for one in gc.get_objects())
+sys.stdout.write(f"wrapped by fsdp_c: {wrapped}\\n")  # in one piece, beside the other rank's
+"""
+
+
+def run(folder: Path, *command: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment, **settings},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def torchrun(folder: Path, *command: str, **settings: str) -> str:
+    options = ("--standalone", "--nproc-per-node", "2")
+    done = run(folder, "torch.distributed.run", *options, *command, **settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def with_library(
+    folder: Path, implementation: str, script: str, *arguments: str, **settings: str
+) -> list[float]:
+    """The losses of a script for GPUs with fsdp_c or, in its place, DDP."""
+    command = (
+        "--no-python",
+        sys.executable,
+        "-c",
+        LAUNCH,
+        implementation,
+        str(EXAMPLES / script),
+        *arguments,
+    )
+    settings["ACCELERATE_USE_CPU"] = "true"
+    output = torchrun(folder, *command, **settings)
+    assert output.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, output
+    return losses_in(output)
+
+
+def losses_in(output: str) -> list[float]:
+    """What scripts print, and what the Trainer logs."""
+    found = re.findall(r"loss (\d\.\d+)", output)
+    found += [ast.literal_eval(entry)["loss"] for entry in re.findall(r"\{'loss'.*?\}", output)]
+    assert len(found) >= 4, output
+    return [float(loss) for loss in found]
+
+
+def accelerate_settings() -> dict[str, str]:
+    """What `accelerate launch` makes of the config file."""
+    from accelerate.commands import launch
+    from accelerate.utils import launch as settings
+
+    command = ["--config_file", str(EXAMPLES / "accelerate_fsdp.yaml"), "accelerate_fsdp.py"]
+    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(command))
+    assert arguments.num_processes == 2
+    made = settings.prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in made.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+@pytest.mark.parametrize(
+    "command", ["accelerate_fsdp.py", "lightning_fsdp.py", "trl_trainers.py sft", "trl_trainers.py dpo"]
+)
+def test_losses_are_those_of_models_that_are_not_sharded(command, tmp_path):
+    cache = {"HF_HOME": str(tmp_path / "cache")}
+    settings = accelerate_settings() if command.startswith("accelerate") else {}
+    found = with_library(tmp_path, "fsdp_c", *command.split(), **cache, **settings)
+    expected = with_library(tmp_path, "ddp", *command.split(), **cache)
+    assert found == pytest.approx(expected, abs=2e-4 if command.startswith("trl") else 1e-5)  # TRL rounds
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated"
+)  # PEFT asks transformers for it
+def test_adapters_beside_4_bit_weights_train_as_unsharded(tmp_path):
+    losses = losses_in(torchrun(tmp_path, str(EXAMPLES / "qlora.py")))
+    example = runpy.run_path(str(EXAMPLES / "qlora.py"))
+    model = example["build_model"](torch.device("cpu"))
+    four_bits = [param for param in model.parameters() if type(param).__name__ == "Params4bit"]
+    assert len(four_bits) == 14 and {param.dtype for param in four_bits} == {torch.uint8}
+
+    def loss_of(model, step):
+        tokens = torch.cat([example["batch"](step, rank) for rank in range(2)])
+        return model(input_ids=tokens, labels=tokens).loss
+
+    optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=1e-2)
+    assert losses == pytest.approx(train_reference(model, loss_of, range(4), optimizer=optimizer), rel=1e-5)
+
+
+def test_generator_has_the_weights_of_each_step(tmp_path):
+    output = torchrun(tmp_path, str(EXAMPLES / "weight_sync.py"))
+    differences = [float(one) for one in re.findall(r"differ by (\S+)", output)]
+    assert len(differences) == 4 and max(differences) < 1e-5
+    losses = losses_in(output)
+    assert losses[-1] < losses[0] / 4
+
+
+OLD = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel as FSDP, StateDictType
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True)
+net = nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(32, 10))
+model = FSDP(net, device_id=torch.device("cpu"))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    model(torch.randn(4, 8, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+    saved = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer), "extra": {"step": step}}
+if dist.get_rank() == 0:
+    torch.save(saved, sys.argv[1])
+dist.destroy_process_group()
+"""
+
+
+def test_an_old_checkpoint_of_fsdp1_is_converted_whole(tmp_path):
+    (tmp_path / "write_old.py").write_text(OLD)
+    torchrun(tmp_path, "write_old.py", "old.pt")
+    torchrun(tmp_path, str(EXAMPLES / "convert_fsdp1_checkpoint.py"), "old.pt", "new")
+    compared = run(tmp_path, "fsdp_c.checkpoint", "diff", "old.pt", "new")
+    assert compared.returncode == 0, compared.stdout
+    saved = torch.load(tmp_path / "old.pt", weights_only=True)
+    assert len(saved["optim"]["state"]) == len(saved["model"]) == 38
+
+
+def test_workflow_without_gpu_passes_on_fsdp_c_and_not_on_torchs_fsdp1(tmp_path):
+    if torch.accelerator.is_available():
+        pytest.skip("torch finds an accelerator here")
+    workflow = yaml.safe_load((EXAMPLES / "ci_without_gpu.yml").read_text())
+    (first, *command) = shlex.split(workflow["jobs"]["test"]["steps"][-1]["run"])
+    assert first == "torchrun"
+    quiet = {"PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    done = run(EXAMPLES, "torch.distributed.run", *command, **quiet)
+    assert done.returncode == 0 and done.stdout.count("1 passed") == 2, done.stdout + done.stderr[-2000:]
+    plain = [word for word in command if word not in ("fsdp_c", "run")]
+    plain = [word for at, word in enumerate(plain) if not (word == "-m" and plain[at - 1] == "-m")]
+    done = run(EXAMPLES, "torch.distributed.run", *plain, **quiet)
+    assert done.returncode != 0 and "no accelerator device is detected" in done.stdout
