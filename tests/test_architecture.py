@@ -41,12 +41,12 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 160,
     "csrc/layout": 560,
     "csrc/kernels": 3_830,
-    "csrc/torch": 3_720,
+    "csrc/torch": 3_750,
     "csrc/collective": 360,
     "csrc/handle": 5_500,
     "csrc/runtime": 6_050,
-    "csrc/python": 1_850,
-    "fsdp_c": 23_750,
+    "csrc/python": 1_870,
+    "fsdp_c": 23_910,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

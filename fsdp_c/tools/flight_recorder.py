@@ -139,10 +139,10 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    rank, world_size, pid, step, phase, unit, failed, host, *counted = _C.read_flight_recorder(path)
+    rank, world_size, pid, step, phase, unit, failed, host, events, saving = _C.read_flight_recorder(path)
     process = _process_state(pid) if host == socket.gethostname() else ""
     where = unit or "a unit without a name"
-    return Entry(rank, world_size, step, phase, where, failed, process, *counted)
+    return Entry(rank, world_size, step, phase, where, failed, process, events, saving)
 
 
 def _process_state(pid: int) -> str:
