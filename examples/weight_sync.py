@@ -19,8 +19,8 @@ def build_model():
 
 
 def sync(trainer, generator):
-    """One unit is gathered at a time: beside the shards and the generator no more is held than the largest
-    unit."""
+    """The next unit is gathered beside what is done with this one: besides shards and generator two are
+    held."""
     weights = (
         generator.state_dict()
     )  # vLLM: generator.load_weights([(name, weight)]), or a broadcast to its ranks

@@ -187,6 +187,15 @@ def gather_flat(
     yield from join_ranges([received], ranges, counts, likes, list(itertools.chain.from_iterable(shapes)))
 
 
+def start_gather(shard: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """The equal shards of all ranks one behind the other, in memory of its own, once the work is waited for.
+    Collective."""
+    sent = _as(shard, _wire_dtype([shard]))
+    received = sent.new_empty(len(sent) * group.size())
+    work = _all_gather_single(received, sent, group=group, async_op=True)
+    return _as(received, shard.dtype), work
+
+
 # ----------------------------------------------------------------- batches
 
 
