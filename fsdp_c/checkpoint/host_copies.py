@@ -6,7 +6,8 @@ parameters. On a GPU shards and the optimizer's state are copied by a stream of 
 beside the forward and the backward of the next step, which only read them. The host does not wait. Who writes
 to them next is an optimizer: its step is preceded by a wait of its stream for the copy, through torch's hook
 for steps of all optimizers. What a forward may change, buffers and what the script passes in ``extra``, is
-copied by the current stream, in its order.
+copied by the current stream, in its order; so are averages of parameters, which ``update()`` may write to
+before the next step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fsdp_c.checkpoint.objects import Pickled
 from fsdp_c.checkpoint.values import LocalParts, PartialTensor, RangeTensor
 from fsdp_c.compat.aliases import StateDict
 
+AVERAGES = "averages"  # the key in a checkpoint under which those of parameters are
 _ALIGNMENT = 64
 _GAP_NBYTES = 4096  # between what is copied in one piece
 
@@ -76,9 +78,13 @@ class HostCopies:
         pieces = list(_pieces(sources))
         memory = self._memory(pieces)
         optim = {key for key, path in paths.items() if "param_groups" in path or "state" in path}
+        averages = {key for key, path in paths.items() if path[0] == AVERAGES}
         streams: dict[Any, torch.device] = {}
         for piece in pieces:
-            beside = all(isinstance(flat[one.key], RangeTensor) or one.key in optim for one in piece.sources)
+            beside = all(
+                one.key in optim or (isinstance(flat[one.key], RangeTensor) and one.key not in averages)
+                for one in piece.sources
+            )
             stream = self._copy(piece, memory, beside)
             if stream is not None:
                 streams[stream] = piece.sources[0].tensor.device

@@ -184,6 +184,8 @@ class ParameterAverage:
         """Swap averages and parameters. ``held``: what parameters were that are no longer in an average, as
         it has another dtype or device; returns that."""
         result: list[Tensor | None] = []
+        for device in {module.compute_device for module in self._units}:  # a save may be reading parameters
+            common.synchronize(device)
         for (average, live), original in zip(self._pairs(), held, strict=True):
             before = live.clone()
             live.copy_(average if original is None else original)
