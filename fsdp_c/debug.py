@@ -101,10 +101,12 @@ class Updates:
 
     @property
     def changed(self) -> int:
+        """How many elements the step has changed."""
         return sum(changed for changed, _ in self.by_parameter.values())
 
     @property
     def total(self) -> int:
+        """How many elements had a gradient that is not zero."""
         return sum(total for _, total in self.by_parameter.values())
 
     def __str__(self) -> str:
