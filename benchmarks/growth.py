@@ -396,9 +396,8 @@ def main() -> None:
     )
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument(
-        "--work", nargs=2, help=argparse.SUPPRESS
-    )  # in a process of its own: implementation, dimension
+    # in a process of its own: implementation, dimension
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         warnings.simplefilter("ignore")

@@ -142,9 +142,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="count under valgrind",
     )
     parser.add_argument("--json", type=Path, help="write the rows here as well")
-    parser.add_argument(
-        "--counting", type=Path, help=argparse.SUPPRESS
-    )  # set for the process that runs under valgrind
+    # set for the process that runs under valgrind
+    parser.add_argument("--counting", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if any(params < 2 or params % 2 for params in options.P):
         parser.error("--P takes even numbers from 2: a layer has a weight and a bias")

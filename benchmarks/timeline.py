@@ -105,14 +105,12 @@ class Result:
     between_MiB: float  # steps, once gradients are cleared
     parameters: int
     stalls: list[tuple[float, str, str]] = field(default_factory=list)  # of the computing stream
-    avoidable: list[tuple[float, str, str]] = field(
-        default_factory=list
-    )  # but for the first gather, the last reduction
+    # but for the first gather, the last reduction
+    avoidable: list[tuple[float, str, str]] = field(default_factory=list)
     of_wire: list[tuple[float, str, str]] = field(default_factory=list)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
-    idle: list[tuple[int, int, str]] = field(
-        default_factory=list
-    )  # the same of what is reserved and not used then
+    # the same of what is reserved and not used then
+    idle: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 # ---- machines

@@ -38,9 +38,8 @@ def build(folder: Path) -> None:
     names = [name for name in dir(fsdp_c) if not name.startswith("_")]  # __all__ has torch's names alone
     with mock.patch.object(fsdp_c, "__all__", names), warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings(
-            "ignore", r"Cannot determine where fsdp_c\.FlatParameter\._is_param"
-        )  # torch's
+        # torch's
+        warnings.filterwarnings("ignore", r"Cannot determine where fsdp_c\.FlatParameter\._is_param")
         pdoc.render.configure(docformat="google", show_source=False)
         with mock.patch.object(pdoc.doc_ast, "get_source", source_of):
             pdoc.pdoc("fsdp_c", *(f"!{name}" for name in NOT_AS_MODULES), output_directory=folder)

@@ -33,9 +33,8 @@ def main(old, new):
     dist.init_process_group("gloo")
     model = wrapped_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    saved = torch.load(
-        old, map_location="cpu", mmap=True, weights_only=True
-    )  # no rank reads more than its shards
+    # no rank reads more than its shards
+    saved = torch.load(old, map_location="cpu", mmap=True, weights_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"]))

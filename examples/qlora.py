@@ -22,9 +22,8 @@ def in_4_bits(layer):
 
 
 def build_model(device):
-    torch.manual_seed(
-        0
-    )  # yours: from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))
+    # yours: from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True, ...))
+    torch.manual_seed(0)
     config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **config))
     for name, layer in list(model.model.named_modules()):

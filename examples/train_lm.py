@@ -443,9 +443,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def main() -> int:
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning
-    )  # torch calls FSDP1's state dict selection deprecated
+    # torch calls FSDP1's state dict selection deprecated
+    warnings.filterwarnings("ignore", category=FutureWarning)
     args = parse_arguments()
     try:
         return run(args, start_ranks(args.device))

@@ -21,9 +21,8 @@ def build_model():
 def sync(trainer, generator):
     """The next unit is gathered beside what is done with this one: besides shards and generator two are
     held."""
-    weights = (
-        generator.state_dict()
-    )  # vLLM: generator.load_weights([(name, weight)]), or a broadcast to its ranks
+    # vLLM: generator.load_weights([(name, weight)]), or a broadcast to its ranks
+    weights = generator.state_dict()
     for name, weight in fsdp_c.iter_full_params(trainer):
         weights[name].copy_(weight)
 

@@ -181,15 +181,12 @@ class Handle:
     training_state: int
     shows_sharded: bool  # a layer that is called now computes with sharded parameters
     unsharded_nbytes: int  # bytes of unsharded parameter storage alive now
-    local_shard: (
-        Tensor | None
-    )  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
-    padded_unsharded_flat_param: (
-        Tensor | None
-    )  # 1-D, compute dtype; its storage is there only while unsharded
-    sharded_grad: (
-        Tensor | None
-    )  # what the optimizer will see: the reduced shard in a backward, else flat_param.grad
+    # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
+    local_shard: Tensor | None
+    # 1-D, compute dtype; its storage is there only while unsharded
+    padded_unsharded_flat_param: Tensor | None
+    # what the optimizer will see: the reduced shard in a backward, else flat_param.grad
+    sharded_grad: Tensor | None
     def publish(self) -> None:
         """Give ``flat_param`` torch's names of what storage there is (``_local_shard``,
         ``_full_param_padded``, ``_full_prec_full_param_padded``, ``_mp_shard``), from now on also when that

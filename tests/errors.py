@@ -141,9 +141,8 @@ def check(row: Row) -> None:
     assert ours.text.startswith(row.phrase), both
     assert re.search(row.also, torchs.text) and re.search(row.also, ours.text), both
     assert re.search(row.ours, f"{ours.text}\n{ours.notes}", re.DOTALL), both
-    assert (ours.text.splitlines()[0] == torchs.text) == row.whole, (
-        both
-    )  # before Python 3.11 a note is in the message
+    # before Python 3.11 a note is in the message
+    assert (ours.text.splitlines()[0] == torchs.text) == row.whole, both
 
 
 def said(implementation: Implementation, row: Row) -> Said:

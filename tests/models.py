@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = int(
-    os.environ.get("FSDP_C_TEST_WIDTH", "5")
-)  # 640: units above 1 MiB, which on a GPU lie in the pool's piece
+# 640: units above 1 MiB, which on a GPU lie in the pool's piece
+WIDTH = int(os.environ.get("FSDP_C_TEST_WIDTH", "5"))
 HIDDEN = WIDTH + 2
 
 

@@ -131,9 +131,8 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
     import torch
 
     torch.manual_seed(0)
-    torch.set_default_device(
-        device() if device_type() == "cuda" else None
-    )  # whatever the body before has left
+    # whatever the body before has left
+    torch.set_default_device(device() if device_type() == "cuda" else None)
     try:
         with races.none_found(), _nothing_unraisable():
             return Outcome(value=_body(module, name)(rank, world_size, **kwargs))

@@ -324,9 +324,8 @@ def is_within(tensor: Tensor, stored: StoredByAddress) -> bool:
         return False
     place = stored.get(tensor.untyped_storage()._cdata)
     if place is None:
-        return (
-            tensor.is_meta or not tensor.nbytes
-        )  # others were made by their size, of whatever lay in memory
+        # others were made by their size, of whatever lay in memory
+        return tensor.is_meta or not tensor.nbytes
     available = place.record.nbytes
     return (
         tensor.nbytes <= available

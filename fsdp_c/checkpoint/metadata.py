@@ -195,9 +195,8 @@ class Checkpoint:
     paths: dict[str, PathInDict]  # of each key in the nested dict that was saved
     file_sizes: dict[str, int]
     identity: tuple[int, int]  # size and CRC-32 of its metadata
-    framing: dict[str, int] = field(
-        default_factory=dict
-    )  # CRC-32 by file; empty where torch wrote the checkpoint
+    # CRC-32 by file; empty where torch wrote the checkpoint
+    framing: dict[str, int] = field(default_factory=dict)
     held: dict[str, BinaryIO] = field(default_factory=dict)  # files that stay open
 
     @property

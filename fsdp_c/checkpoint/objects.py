@@ -114,9 +114,8 @@ def names_known() -> Iterator[None]:
     with _lock:
         theirs = {each[1] if isinstance(each, tuple) else _name(each) for each in get_safe_globals()}
         ours = [(stand_in, name) for name, stand_in in _known().items() if name not in theirs]
-        if (
-            "numpy.dtype" in theirs
-        ):  # numpy's own functions are trusted then, which need the classes of all dtypes
+        # numpy's own functions are trusted then, which need the classes of all dtypes
+        if "numpy.dtype" in theirs:
             ours += [(cls, name) for name, cls in _dtype_classes().items() if name not in theirs]
         with safe_globals(ours):  # type: ignore[arg-type]  # a name may stand for anything that is called
             yield

@@ -40,9 +40,8 @@ class Place(NamedTuple):
     offset: int  # from the beginning of the file
     nbytes: int
     crc32: int
-    strides: (
-        tuple[int, ...] | None
-    )  # of the tensor, None for a contiguous one, or for bytes that are no tensor
+    # of the tensor, None for a contiguous one, or for bytes that are no tensor
+    strides: tuple[int, ...] | None
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -218,9 +218,8 @@ def uninstall() -> None:
         setattr(_torchs_class(), name, value)
     if HAS_FSDP1:
         _torchs_runtime_utils().__class__ = ModuleType
-    for (
-        name
-    ) in _runtime_utils.ORIGINALS:  # a replacement that is left in torch's module then affects torch alone
+    # a replacement that is left in torch's module then affects torch alone
+    for name in _runtime_utils.ORIGINALS:
         _runtime_utils.put(name, getattr(_runtime_utils, name))
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:

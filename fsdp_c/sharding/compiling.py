@@ -56,9 +56,8 @@ def _skip_our_frames() -> None:
 
 def eager(function: Callable[..., T]) -> Callable[..., T]:
     """``function``, of which torch.compile compiles nothing: not even what it calls of Python's library."""
-    return (
-        _disabled(function) if _RULES in sys.modules else function
-    )  # without them nothing is being compiled
+    # without them nothing is being compiled
+    return _disabled(function) if _RULES in sys.modules else function
 
 
 @functools.cache

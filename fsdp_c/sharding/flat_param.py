@@ -457,9 +457,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             super().flat_param_to(*args, **kwargs)
         self._follow_dtype(self.flat_param.dtype)
         if self.flat_param.device != self.device and not self._offload_params:
-            self._device_handle.synchronize(
-                self.device
-            )  # the gradients that were set to None, and go now, are another stream's memory
+            # the gradients that were set to None, and go now, are another stream's memory
+            self._device_handle.synchronize(self.device)
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:

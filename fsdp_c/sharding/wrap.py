@@ -24,9 +24,8 @@ from fsdp_c.sharding.traversal import Homes, Subtree, at_home, joined
 
 Policy = _Policy | Callable[..., bool]
 
-_paths: weakref.WeakKeyDictionary[nn.Module, str] = (
-    weakref.WeakKeyDictionary()
-)  # its path in the tree last auto wrapped
+# its path in the tree last auto wrapped
+_paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def unit_name(module: nn.Module, path: str = "") -> str:

@@ -204,9 +204,8 @@ def _load_full(module: ShardedModule, values: Sequence[tuple[ParamLayout, Tensor
             layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, layout.shard.numel)
         )
         if start < end:
-            tensor = torch.detach(
-                value
-            )  # also of a tensor-like that is read from its file by this, one at a time
+            # also of a tensor-like that is read from its file by this, one at a time
+            tensor = torch.detach(value)
             target.copy_(to_memory_order(tensor, layout.order)[start:end])
 
 

@@ -116,9 +116,8 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
         config = members[0]._state_dict_config
         rank0_only = getattr(config, "rank0_only", False)
         values.update(_gathered(group, members, rank0_only, config.offload_to_cpu))
-    for (
-        module
-    ) in shown:  # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
+    # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
+    for module in shown:
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
     return values
 

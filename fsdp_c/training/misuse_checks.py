@@ -31,9 +31,8 @@ from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 
 _CLIPPING = inspect.unwrap(clip_grad.clip_grad_norm_).__code__
-_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = (
-    weakref.WeakKeyDictionary()
-)  # by module
+# by module
+_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 
 
 def watch(root: ShardedModule) -> None:

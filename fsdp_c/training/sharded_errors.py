@@ -18,12 +18,10 @@ from fsdp_c.sharding.traversal import clean_path
 from fsdp_c.sharding.wrap import unit_name
 
 _REMEDY = "fsdp_c.register_forward_method"
-_OF_SHARDS = re.compile(
-    "1-D tensor|1D tensor|storage of size 0"
-)  # what kernels say of shards, and of views of nothing
-_in_method: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "_in_method", default=False
-)  # it explains best
+# what kernels say of shards, and of views of nothing
+_OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0")
+# it explains best
+_in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)
 
 
 def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:

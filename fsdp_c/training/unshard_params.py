@@ -173,9 +173,8 @@ def _summon_unit(
     with contextlib.ExitStack() as stack:
         handle.summon_enter(writeback)
         if with_grads:
-            stack.callback(
-                handle.summon_grads_exit, writeback
-            )  # after summon_exit, as gradients follow parameters
+            # after summon_exit, as gradients follow parameters
+            stack.callback(handle.summon_grads_exit, writeback)
         stack.callback(handle.summon_exit)
         if with_grads:
             handle.summon_grads()

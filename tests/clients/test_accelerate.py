@@ -147,9 +147,8 @@ def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_para
 
     fresh = accelerator(rank, world_size, use_orig_params=use_orig_params, state_dict_type=kind)
     model, optimizer, _ = prepared(fresh, seed=1)
-    train(
-        fresh, model, optimizer, batches[7:]
-    )  # accelerate reads sharded optimizer state into what is there already
+    # accelerate reads sharded optimizer state into what is there already
+    train(fresh, model, optimizer, batches[7:])
     with trusting_torch_load() if kind == "LOCAL_STATE_DICT" else contextlib.nullcontext():
         fresh.load_state(tmp_path)
     assert train(fresh, model, optimizer, batches[2:5]) == expected

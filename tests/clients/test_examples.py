@@ -117,9 +117,8 @@ def test_losses_are_those_of_models_that_are_not_sharded(command, tmp_path):
     assert found == pytest.approx(expected, abs=2e-4 if command.startswith("trl") else 1e-5)  # TRL rounds
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated"
-)  # PEFT asks transformers for it
+# PEFT asks transformers for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_adapters_beside_4_bit_weights_train_as_unsharded(tmp_path):
     losses = losses_in(torchrun(tmp_path, str(EXAMPLES / "qlora.py")))
     example = runpy.run_path(str(EXAMPLES / "qlora.py"))

@@ -219,9 +219,8 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        ops.cast_divide(
-            source, 1.0, torch.bfloat16
-        )  # the first call loads the kernel and takes memory, which may wait
+        # the first call loads the kernel and takes memory, which may wait
+        ops.cast_divide(source, 1.0, torch.bfloat16)
         torch.cuda._sleep(100_000_000)
         cast = ops.cast_divide(source, 1.0, torch.bfloat16)
         event.record()

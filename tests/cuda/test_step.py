@@ -424,9 +424,8 @@ def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
 def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
     """The memory that its steps gather into included, which is a pool of its own: empty_cache() gives it
     back."""
-    train_once(
-        plain := nn.Linear(WIDTH, WIDTH, device=GPU), torch.optim.SGD(plain.parameters())
-    )  # cuBLAS's own memory
+    # cuBLAS's own memory
+    train_once(plain := nn.Linear(WIDTH, WIDTH, device=GPU), torch.optim.SGD(plain.parameters()))
     del plain
     torch.cuda.empty_cache()
     before = held()

@@ -93,9 +93,8 @@ def expected_gradients(model: nn.Module, step: Step, world_size: int) -> dict[st
 def assert_same_gradients(model: Any, reference: nn.Module, step: Step, rank: int, world_size: int) -> None:
     """``step`` accumulates the same gradients in both, ends with nothing gathered, and some gradient is not
     zero."""
-    before = (
-        live_nbytes()
-    )  # models of earlier tests may be collected meanwhile, so what is live can only go down
+    # models of earlier tests may be collected meanwhile, so what is live can only go down
+    before = live_nbytes()
     step(model, rank)
     assert live_nbytes() <= before
     assert all(

@@ -243,9 +243,8 @@ def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: 
 
     expected = losses(None)
     assert losses(FullyShardedDataParallel) == pytest.approx(expected, rel=1e-5)
-    assert (losses(Upstream) == pytest.approx(expected, rel=1e-3)) == (
-        rank == 0
-    )  # losses are the last stage's
+    # losses are the last stage's
+    assert (losses(Upstream) == pytest.approx(expected, rel=1e-3)) == (rank == 0)
 
 
 # ------------------------------------------------------------ DistributedDataParallel

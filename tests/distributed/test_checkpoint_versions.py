@@ -191,9 +191,8 @@ def test_parts_are_loaded_where_they_lie_otherwise(rank, world_size, tmp_path):
     model, _ = wrapped(rank, filled=True)
     checkpoint.save(model, None, tmp_path / "saved")
     other, _ = wrapped(rank, filled=False)
-    columns = (
-        torch.zeros(4, 2) if rank == 0 else torch.zeros(4, 1)
-    )  # without padding: () for the local offsets
+    # without padding: () for the local offsets
+    columns = torch.zeros(4, 2) if rank == 0 else torch.zeros(4, 1)
     other.module.weight = part(nn.Parameter(columns), (4, 3), ((0, 2 * rank), (), (4, 2 - rank)))
     checkpoint.load(other, None, tmp_path / "saved")
     assert torch.equal(other.module.weight, WHOLE[:, :2] if rank == 0 else WHOLE[:, 2:])

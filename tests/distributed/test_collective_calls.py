@@ -290,9 +290,8 @@ def test_collectives_and_computation_are_in_the_order_of_torch(
     rank: int, world_size: int, strategy: str, mode: str
 ) -> None:
     found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
-    if (
-        mode == "forward"
-    ):  # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
+    # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
+    if mode == "forward":
         assert [sorted(one) for one in found["fsdp_c"]] == [sorted(one) for one in found["torch"]]
         found = {which: [forward_part(one) for one in steps] for which, steps in found.items()}
     assert found["fsdp_c"] == found["torch"]

@@ -34,9 +34,8 @@ FULL, SHARDED, LOCAL = (
     StateDictType.SHARDED_STATE_DICT,
     StateDictType.LOCAL_STATE_DICT,
 )
-WHOLE = FullOptimStateDictConfig(
-    rank0_only=False, offload_to_cpu=False
-)  # offloaded, torch's is wrong on a CPU: parity 6
+# offloaded, torch's is wrong on a CPU: parity 6
+WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 X = torch.ones(2, 3)
 
 
@@ -491,9 +490,8 @@ OPTIMIZER = [
         "X-168",
         AssertionError,
         "Rank 1 has different values for step: ",
-        lambda fsdp: save(
-            fsdp, make_scalars_differ, module=nn.Linear(3, 5)
-        ),  # a weight with parts on both ranks
+        # a weight with parts on both ranks
+        lambda fsdp: save(fsdp, make_scalars_differ, module=nn.Linear(3, 5)),
     ),
     Row(
         "X-170", UserWarning, "Found a optim state, mine, that FSDP cannot process.", save_with_foreign_state

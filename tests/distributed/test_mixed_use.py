@@ -125,9 +125,8 @@ def test_settings_work(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_torchs_optimizer_state_is_ours(rank: int, world_size: int, use_orig_params: bool) -> None:
     trained = Trained(use_orig_params, stepped=True)
-    settings = FullOptimStateDictConfig(
-        rank0_only=False, offload_to_cpu=False
-    )  # with it torch mixes up states (parity 6)
+    # with it torch mixes up states (parity 6)
+    settings = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
         given, expected = (
             one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP)

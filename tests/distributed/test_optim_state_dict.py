@@ -666,9 +666,8 @@ def test_older_functions_warn_and_equal_torchs(rank, world_size, use_orig_params
         )
     assert_same_osd(saved(model, optimizer), results[1][0])
     assert_same_osd(saved(model, optimizer), results[1][1])
-    wrong = (
-        4 if use_orig_params else 0
-    )  # what torch makes of offloaded state with original parameters: parity 6
+    # what torch makes of offloaded state with original parameters: parity 6
+    wrong = 4 if use_orig_params else 0
     for torchs, ours in list(zip(*results, strict=True))[wrong:]:
         assert_same_osd(torchs, ours)
 

@@ -271,9 +271,8 @@ def some_options(choose: random.Random, in_double: bool = False, **wrapping: Any
         "experts",
     ):  # a backward of its own: reduced in each
         model["tied"] = False
-    freeze = choose.choice(
-        [None, None, "encoder", "experts.1", "up.bias"]
-    )  # a part of a unit: it has segments then
+    # a part of a unit: it has segments then
+    freeze = choose.choice([None, None, "encoder", "experts.1", "up.bias"])
     full_precision_in_eval = choose.random() < 0.3
     return Options(
         wrapping, model, freeze, in_double, full_precision_in_eval, tuple(choose.choices(STEPS, k=3))

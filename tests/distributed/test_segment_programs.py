@@ -149,9 +149,8 @@ class Side:
 
     def __init__(self, program: Program, model: nn.Module, ranks: list[int]) -> None:
         self.program, self.model, self.ranks = program, model, ranks
-        self.share = (
-            len(ranks) / program.world_size
-        )  # of the gradients: the plain model sums those of all ranks
+        # of the gradients: the plain model sums those of all ranks
+        self.share = len(ranks) / program.world_size
         params = list(model.parameters())
         self.optimizer = torch.optim.SGD([param for param in params if param.is_floating_point()], lr=0.1)
 

@@ -370,9 +370,8 @@ def test_local_dict_equals_torchs(rank, world_size, use_orig_params, offload):
         model = wrap(odd(), use_orig_params, which)
         train(model, rank)
         states.append(saved(model, LOCAL, LocalStateDictConfig(offload_to_cpu=offload)))
-    assert sorted(states[0]) == sorted(
-        states[1]
-    )  # torch moves shared parameters behind others of their module
+    # torch moves shared parameters behind others of their module
+    assert sorted(states[0]) == sorted(states[1])
     assert use_orig_params or list(states[0]) == list(states[1])
     assert ("net.inp.weight" in states[1]) == use_orig_params
     for name in states[0]:

@@ -32,9 +32,8 @@ from tests.ranks import device, on_ranks
 
 WAYS = ("torch", "installed", "direct")
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-own_ranks = on_ranks(
-    2, label="installs"
-)  # install() is refused where other tests have units of torch's alive
+# install() is refused where other tests have units of torch's alive
+own_ranks = on_ranks(2, label="installs")
 Record = dict[str, Any]
 
 
@@ -96,9 +95,8 @@ def assert_same(expected: Any, found: Any, path: str = "") -> None:
     if isinstance(expected, Tensor):
         assert expected.dtype == found.dtype and torch.equal(expected, found), path
     elif isinstance(expected, dict):
-        order = (
-            list if path.startswith((".model", ".full", ".end", ".loaded")) else set
-        )  # of names: a contract there
+        # of names: a contract there
+        order = list if path.startswith((".model", ".full", ".end", ".loaded")) else set
         assert order(expected) == order(found), path
         for key, value in expected.items():
             assert_same(value, found[key], f"{path}.{key}")

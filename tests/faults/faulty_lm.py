@@ -66,9 +66,8 @@ class Fault:
 
     def on_reduction(self) -> None:
         self.reductions += 1
-        if (
-            self.reductions % (LAYERS + 1) == LAYERS
-        ):  # that of the first block, the last one before the root's
+        # that of the first block, the last one before the root's
+        if self.reductions % (LAYERS + 1) == LAYERS:
             self.strike_in("reduce")
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:

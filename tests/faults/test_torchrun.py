@@ -135,9 +135,8 @@ def survive(action: str, phase: str, folder: Path) -> tuple[Row, str]:
     torchrun = launch(action, phase, folder)
     try:
         ended = seconds_to_the_end(torchrun, folder)
-        if (
-            action == "stop"
-        ):  # torchrun would wait for 30 seconds from SIGTERM, which it does not hear, to SIGKILL
+        # torchrun would wait for 30 seconds from SIGTERM, which it does not hear, to SIGKILL
+        if action == "stop":
             os.kill(int((folder / "pid-0-1").read_text()), signal.SIGKILL)
         torchrun.wait(150)
     finally:

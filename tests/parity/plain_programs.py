@@ -177,9 +177,8 @@ class Side(Run):
     books."""
 
     program: Program | None = None
-    graphs: list[tuple[Tensor, bool]] = field(
-        default_factory=list
-    )  # losses whose backward may come, and if of all units
+    # losses whose backward may come, and if of all units
+    graphs: list[tuple[Tensor, bool]] = field(default_factory=list)
     forgotten: list[Any] = field(default_factory=list)  # graphs that are alive, but may not be used
     graded: bool = False  # there are gradients
     local: bool = False  # of these that no_sync kept local
@@ -187,9 +186,8 @@ class Side(Run):
     ran: bool = False  # the root has run
     viewed: bool = False  # modules may show views, for a backward
     wrote: str | None = None  # since: to these, or to what the optimizer has
-    own: dict[tuple[int, bool], list[nn.Parameter]] = field(
-        default_factory=dict
-    )  # of blocks, and of what is in them
+    # of blocks, and of what is in them
+    own: dict[tuple[int, bool], list[nn.Parameter]] = field(default_factory=dict)
     saved: Any = None
     saved_optimizer: Any = None
     draws: int = 0

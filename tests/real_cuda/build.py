@@ -114,9 +114,8 @@ class Build:
         objects = self.folder / "cuda"
         settings = {"FSDP_C_CUDA": "1", "FSDP_C_CUDA_ARCHS": "90"}
         command = [str(self.version.python), "setup.py", "-q", "build_cuda", "--build-temp", str(objects)]
-        folder = (
-            self.folder / "static"
-        )  # linked as in a wheel, with a runtime of its own, which wants a real driver
+        # linked as in a wheel, with a runtime of its own, which wants a real driver
+        folder = self.folder / "static"
         subprocess.run([*command, "--folder", str(folder)], cwd=ROOT, env=os.environ | settings, check=True)
         made = sorted(objects.glob("*.o"))
         emulated = Library(

@@ -257,9 +257,8 @@ def no_memory() -> None:
         assert same(step(model, batch), expected)
         assert used_nbytes() == before, (options, used_nbytes() - before)
         count = torch.tensor(driver.fake_cuda_refuse(-1), device="cuda")
-        dist.all_reduce(
-            count, dist.ReduceOp.MIN
-        )  # a rank without a part of some parameter copies fewer gradients
+        # a rank without a part of some parameter copies fewer gradients
+        dist.all_reduce(count, dist.ReduceOp.MIN)
         numbers, said, named = range(0, int(count), int(os.environ["EVERY"])), 0, 0
         del count
         for number in numbers:

@@ -24,9 +24,8 @@ def test_tensors_of_the_cpu_and_of_the_gpu_do_not_mix() -> None:
         torch.ones(3, device=GPU) + torch.ones(3)
     with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cuda:1"):
         torch.ones(3, device=GPU) + torch.ones(3, device="cuda:1")
-    assert torch.equal(
-        torch.ones(3, device=GPU) + torch.tensor(2.0), torch.full((3,), 3.0, device=GPU)
-    )  # a number
+    # a number
+    assert torch.equal(torch.ones(3, device=GPU) + torch.tensor(2.0), torch.full((3,), 3.0, device=GPU))
 
 
 def test_fresh_and_freed_memory_is_full_of_nan() -> None:

@@ -327,12 +327,10 @@ class Block:
 class Memory:
     """What was in use on the device, from one moment to another."""
 
-    changes: list[tuple[int, Block, bool]] = field(
-        default_factory=list
-    )  # the address, and whether it is taken
-    segments: dict[int, Block] = field(
-        default_factory=dict
-    )  # by their addresses: what is reserved at the end
+    # the address, and whether it is taken
+    changes: list[tuple[int, Block, bool]] = field(default_factory=list)
+    # by their addresses: what is reserved at the end
+    segments: dict[int, Block] = field(default_factory=dict)
 
     @property
     def in_use(self) -> Counter[Block]:

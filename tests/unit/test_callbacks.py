@@ -60,8 +60,7 @@ def test_a_refused_binding_leaves_what_was_bound() -> None:
     hooked = torch.ones(1, requires_grad=True)
     seen: list[None] = []
     hooked.register_hook(lambda _: seen.append(None))
-    unit.register_pre_backward_hooks(
-        {1: {2: tree.tensors_of([hooked])[0]}, "set": {hooked}}
-    )  # asks for tensors_of
+    # asks for tensors_of
+    unit.register_pre_backward_hooks({1: {2: tree.tensors_of([hooked])[0]}, "set": {hooked}})
     hooked.sum().backward()
     assert seen == [None]

@@ -460,9 +460,8 @@ def test_a_load_whose_checkpoint_is_replaced_begins_anew(at: str, exists: bool, 
     reading = once(lambda: save(path, 5), saving.read_layout)
     checked = mock.patch.object(saving, "checked_layout", side_effect=saving.checked_layout)
     with mock.patch.object(saving, "read_layout", reading), checked as each:
-        assert (
-            loaded(path) == 5 and each.call_count == 2
-        )  # the other's .metadata are compared with checksums, too
+        # the other's .metadata are compared with checksums, too
+        assert loaded(path) == 5 and each.call_count == 2
     reading = once(lambda: save(path, 6), layout_file._identity)
     with mock.patch.object(layout_file, "_identity", reading):
         assert loaded(path) == 6

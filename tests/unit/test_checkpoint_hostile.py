@@ -1012,9 +1012,8 @@ def test_small_floats_of_safetensors_are_read_and_written(name: str, tmp_path: P
     assert tensor.view(torch.uint8).tolist() == [[0x01, 0x23], [0x45, 0x67]]
     for target in ("again.safetensors", "full.pt", "dcp"):
         assert cli.main(["convert", str(path), str(tmp_path / target)]) == 0
-        select = (
-            ["--select", "model"] if target == "dcp" else []
-        )  # where convert puts what comes from safetensors
+        # where convert puts what comes from safetensors
+        select = ["--select", "model"] if target == "dcp" else []
         assert cli.main(["diff", str(tmp_path / target), str(path), *select]) == 0
     again = (tmp_path / "again.safetensors").read_bytes()
     assert json.loads(again[8 : 8 + int.from_bytes(again[:8], "little")])["a"] == header["a"]

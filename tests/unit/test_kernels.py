@@ -119,9 +119,8 @@ def test_accumulate_rounds_quotient_cast_and_sum(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40]
-)  # the last is next to a tie
+# the last is next to a tie
+@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40])
 def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(
     dtype: torch.dtype, coefficient: float, number: torch.dtype
 ) -> None:

@@ -232,9 +232,8 @@ def test_plan_of_two_thousand_ranks_and_a_thousand_units_is_quick() -> None:
         net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(1000)))
     whole = fsdp_c.plan(net, world_size=2048, auto_wrap_policy=LINEARS, use_orig_params=True)
     assert len(whole.units) == 1001
-    assert (
-        whole.peak_unsharded_nbytes == 2 * 4 * whole.units[1].padded_numel
-    )  # the root has nothing of its own
+    # the root has nothing of its own
+    assert whole.peak_unsharded_nbytes == 2 * 4 * whole.units[1].padded_numel
     assert len(str(whole).splitlines()) < 15  # units that are alike are one line
 
 

@@ -389,9 +389,8 @@ def test_views_between_forward_and_backward_are_said_to_stay(
             found, outputs = [], []
             for unit in (theirs, ours):
                 with torch.set_grad_enabled(grad):
-                    outputs.append(
-                        unit(x)
-                    )  # without outputs no backward can come, and ours shows sharded ones again
+                    # without outputs no backward can come, and ours shows sharded ones again
+                    outputs.append(unit(x))
                 found.append(unit._handle._skipped_use_sharded_views)
             assert found[0] == found[1], (strategy, use_orig_params, grad)
         break
