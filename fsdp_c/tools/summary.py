@@ -140,9 +140,10 @@ class Summary:
     """The units of a model, an outer one before its inner ones. ``str()`` and ``print()`` show a table."""
 
     units: tuple[UnitSummary, ...]
-    lowered_frequencies: tuple[
-        str, ...
-    ] = ()  # names, of rotary embeddings in lower precision; by ``summary``
+    # by ``summary``: names, of rotary embeddings in lower precision
+    lowered_frequencies: tuple[str, ...] = ()
+    # by ``summary``: why torch's operators run in place of fsdp_c's kernels, by type of device
+    without_kernels: tuple[tuple[str, str], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -342,7 +343,10 @@ def summary(module: nn.Module) -> Summary:
             f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first, or ask "
             "fsdp_c.plan() what wrapping would make of it"
         )
-    return Summary(tuple(_of_units(module, found)), tuple(lowered_frequencies(found)))
+    units = tuple(_of_units(module, found))
+    whys = {unit.device_type: _C.why_no_kernels(unit.device_type) for unit in units}
+    without_kernels = tuple((device_type, why) for device_type, why in whys.items() if why)
+    return Summary(units, tuple(lowered_frequencies(found)), without_kernels)
 
 
 def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
@@ -649,12 +653,14 @@ def log_units(root: ShardedModule) -> None:
 @functools.cache
 def _warn_of_operators(device_type: str) -> None:
     if why := _C.why_no_kernels(device_type):
-        logger.warning(
-            "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work "
-            "for the host. %s",
-            device_type,
-            why,
-        )
+        logger.warning("%s", _with_operators(device_type, why))
+
+
+def _with_operators(device_type: str, why: str) -> str:
+    return (
+        f"on {device_type} torch's operators compute what fsdp_c's kernels would: the same values, with more "
+        f"work for the host. {why}"
+    )
 
 
 def _text(whole: Summary) -> Iterator[str]:
@@ -679,6 +685,8 @@ def _text(whole: Summary) -> Iterator[str]:
         )
         gathers = _count(sum(whole.all_gathers), "all-gather")
         yield f"per step: {gathers}, {_size(whole.all_gather_nbytes)} on each rank{within}"
+    for device_type, why in whole.without_kernels:
+        yield from textwrap.wrap(_with_operators(device_type, why), TEXT_WIDTH)
     if whole.hint is not None:
         yield from textwrap.wrap(f"hint: {whole.hint}", TEXT_WIDTH)
 

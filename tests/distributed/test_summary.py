@@ -3,9 +3,11 @@ peak."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,3 +165,13 @@ def test_a_step_sends_what_was_planned(rank: int, world_size: int, strategy: str
     assert (len(gathered), 2 * sum(gathered)) == (sum(expected.all_gathers), expected.all_gather_nbytes)
     assert 4 * sum(scattered) == sum(unit.reduce_scatter_nbytes for unit in expected.units)
     assert 4 * sum(reduced) == sum(unit.all_reduce_nbytes for unit in expected.units)
+
+
+@on_ranks(2)
+def test_summary_says_why_torchs_operators_run(rank: int, world_size: int) -> None:
+    model = FSDP(Net(), device_id=device())
+    sentence = f"on {device().type} torch's operators compute what fsdp_c's kernels would"
+    for value in ("", "torch"):
+        with mock.patch.dict(os.environ, {"FSDP_C_KERNELS": value}):
+            text = " ".join(str(summary(model)).split())
+        assert (sentence in text) == ("FSDP_C_KERNELS=torch" in text) == (value == "torch"), text
