@@ -179,7 +179,7 @@ def _clause(
 ) -> str:
     one, several = _PHASES[number] if number < len(_PHASES) else ("is somewhere", "are somewhere")
     notes = [f"step {step}", *(["its collective failed"] if failed else []), *([process] if process else [])]
-    notes += ["saving a checkpoint in the background"] if saving else []
+    notes += ["saving a checkpoint in the background"] if saving and not process else []
     return f"{ranks_text(ranks)} {(one if len(ranks) == 1 else several).format(unit)} ({', '.join(notes)})"
 
 

@@ -178,6 +178,21 @@ def test_torchdistx_is_not_asked(rank: int, world_size: int) -> None:  # A-041
     assert made == {"torch": 1, "fsdp_c": 0}
 
 
+def memory_view(which: str) -> Any:
+    """Asked again where the profiler has mixed up events of its own, which it refuses: now and then."""
+    for attempt in range(4):
+        model = two_units(which, use_orig_params=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profiler:
+            for _ in range(2):
+                model(torch.ones(X)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with contextlib.suppress(*[AssertionError] if attempt < 3 else []):
+            return profiler._memory_profile()
+    return None
+
+
 @on_ranks(2)
 def test_the_memory_view_files_unsharded_gradients_under_input(rank: int, world_size: int) -> None:
     """Sizes in bytes of what torch's profiler takes for gradients: those of whole units are torch's alone."""
@@ -186,14 +201,7 @@ def test_the_memory_view_files_unsharded_gradients_under_input(rank: int, world_
     whole = 4 * (WIDTH * WIDTH + WIDTH)
     sizes = {}
     for which in BOTH:
-        model = two_units(which, use_orig_params=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profiler:
-            for _ in range(2):
-                model(torch.ones(X)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        view = profiler._memory_profile()
+        view = memory_view(which)
         found = {(str(view._categories.get(*version)), size) for _, _, version, size in view.timeline}
         sizes[which] = {size for category, size in found if category == "Category.GRADIENT"}
         assert which == "torch" or ("Category.INPUT", whole) in found

@@ -212,7 +212,9 @@ def test_the_command_says_what_is_wrong_with_a_folder(
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 2**40), (0, -1), (4, 4), (-1, 4), (2**40, 2**41)])
 def test_a_record_of_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int, world_size: int) -> None:
     path = tmp_path / "rank00000.ledger"
-    path.write_bytes(struct.pack("=8s7q64sq", b"FSDPCLG1", rank, world_size, 1, 0, 0, 0, 0, b"somewhere", 0))
+    path.write_bytes(
+        struct.pack("=8s7q64s2q", b"FSDPCLG1", rank, world_size, 1, 0, 0, 0, 0, b"somewhere", 0, 0)
+    )
     with pytest.raises(ValueError, match=f"{path} is no flight record, or a damaged one"):
         flight_recorder.read(tmp_path)
 
@@ -220,7 +222,7 @@ def test_a_record_of_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int,
 def test_ranks_without_a_record_are_told_in_runs_however_many_there_are(tmp_path: Path) -> None:
     for rank in (1, 4, 5):
         (tmp_path / f"rank{rank:05}.ledger").write_bytes(
-            struct.pack("=8s7q64sq", b"FSDPCLG1", rank, 2**31 - 1, 1, 0, 0, 0, 0, b"somewhere", 0)
+            struct.pack("=8s7q64s2q", b"FSDPCLG1", rank, 2**31 - 1, 1, 0, 0, 0, 0, b"somewhere", 0, 0)
         )
     described = flight_recorder.describe(flight_recorder.read(tmp_path))
     assert described == (
