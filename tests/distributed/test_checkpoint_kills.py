@@ -23,7 +23,7 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import saving
 from tests.checkpoints import fill, save_versions
 from tests.distributed.test_checkpoint import folder_of_ranks
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 KILLS = 30
 
@@ -148,7 +148,7 @@ def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size
         if version == 3 and rank == 0:
             shutil.copytree(path, other)
         dist.barrier()
-        model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=torch.device("cpu"))
+        model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=device())
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(version)
