@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import statistics
@@ -30,7 +31,7 @@ from fsdp_c.compat import upstream
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.optim import FlatAdamW
 from fsdp_c.tools import environment
-from fsdp_c.tools.summary import summary
+from fsdp_c.tools.summary import plan, summary
 from fsdp_c.wrap import ModuleWrapPolicy
 
 STEPS = 20
@@ -174,12 +175,13 @@ class _Report:
 
     def _model(self, implementation: Any, case: Case) -> nn.Module:
         torch.manual_seed(3)
-        net = nn.Sequential(
-            nn.Linear(7, self.width), *(Block(self.width) for _ in range(3)), nn.Linear(self.width, 3)
-        )
         arguments = {"device_id": self.device, "auto_wrap_policy": ModuleWrapPolicy({Block})} | case.arguments
-        model: nn.Module = implementation(net, **arguments)
+        model: nn.Module = implementation(self._net(), **arguments)
         return model
+
+    def _net(self) -> nn.Module:
+        blocks = (Block(self.width) for _ in range(3))
+        return nn.Sequential(nn.Linear(7, self.width), *blocks, nn.Linear(self.width, 3))
 
     def _train(self, model: Any, case: Case, steps: int = STEPS) -> Iterator[Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -221,14 +223,29 @@ class _Report:
     def _costs(self) -> str:
         rows = []
         for name, implementation in _implementations():
+            gc.collect()  # the models of before are in cycles
             model = self._model(implementation, Case({}))
             times, host, peak = self._measure(model)
             memory = "" if peak is None else f", peak {peak / 2**20:.1f} MiB"
             rows.append(f"{name} {times:.2f} ms a step, {host:.2f} ms of them until the host is free{memory}")
             if implementation is FullyShardedDataParallel:
-                told = summary(model).peak_allocated_nbytes
-                rows[-1] += f" (told by summary(): {told / 2**20:.1f} MiB of parameters unsharded)"
+                rows[-1] += (
+                    f" (told by plan(): {self._planned(model) / 2**20:.1f} MiB of parameters unsharded)"
+                )
         return "\n  ".join(["", *rows])
+
+    def _planned(self, model: nn.Module) -> int:
+        """What ``plan`` says without ranks of a step's peak, which ``summary`` must say of the model."""
+        told = summary(model).peak_allocated_nbytes
+        planned = plan(
+            self._net(),
+            world_size=dist.get_world_size(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_type=self.device.type,
+        ).peak_allocated_nbytes
+        if planned != told:
+            raise AssertionError(f"plan() says {planned} bytes unsharded at the peak, summary() {told}")
+        return planned
 
     def _measure(self, model: nn.Module) -> tuple[float, float, int | None]:
         on_device = None if self.device.type == "cpu" else torch.get_device_module(self.device)
