@@ -163,5 +163,6 @@ def test_a_rank_that_dies_or_stops_is_named_and_the_restarted_run_ends_as_if_it_
     assert re.search(SURVIVOR[phase], row.said), row.said
     assert CULPRIT[phase] + ENDS[action] in row.said
     assert row.ended < (TIMEOUT.total_seconds() if action == "stop" else 0) + MARGIN_S
-    assert f"resumed from {tmp_path / 'run' / 'step-000002'}: 2 of 6 steps done" in output
+    resumed = f"resumed from {tmp_path / 'run' / 'step-000002'}: 2 of 6 steps done" in output
+    assert resumed or phase not in ("save", "load")  # else the save beside step 3 may not have been over
     assert_same_end(undisturbed, tmp_path / "run")
