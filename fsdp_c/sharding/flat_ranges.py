@@ -20,13 +20,16 @@ class FlatRange(nn.Parameter):
 
     _handle: FlatParamHandle
     _index: int
+    _bounds: tuple[int, int]  # in the shard
     _at: int  # where the shard was
 
-    def __new__(cls, handle: FlatParamHandle, index: int) -> FlatRange:
-        """Of the parameter at ``index`` in the flat parameter of ``handle``."""
+    def __new__(cls, handle: FlatParamHandle, index: int, bounds: tuple[int, int]) -> FlatRange:
+        """Of the parameter at ``index`` in the flat parameter of ``handle``, which lies at ``bounds`` in its
+        shard."""
         shard = _shard_of(handle)
-        made = super().__new__(cls, _part(handle, index, shard), handle.flat_param.requires_grad)
-        made._handle, made._index, made._at = handle, index, shard.data_ptr()
+        part = _part(handle, index, bounds, shard)
+        made = super().__new__(cls, part, handle.flat_param.requires_grad)
+        made._handle, made._index, made._bounds, made._at = handle, index, bounds, shard.data_ptr()
         return made
 
     @property
@@ -34,11 +37,12 @@ class FlatRange(nn.Parameter):
         """A view; what no_sync has left unreduced is whole, which no optimizer takes."""
         shard = _shard_of(self._handle)
         if self._at != shard.data_ptr() or self.device != shard.device:
-            self.data, self._at = _part(self._handle, self._index, shard), shard.data_ptr()
+            self.data = _part(self._handle, self._index, self._bounds, shard)
+            self._at = shard.data_ptr()
         grad = self._handle.flat_param.grad
         if grad is None or (self._handle.layout.sharded and grad.numel() != shard.numel()):
             return grad
-        return _part(self._handle, self._index, grad)
+        return _part(self._handle, self._index, self._bounds, grad)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -59,19 +63,27 @@ def _shard_of(handle: FlatParamHandle) -> Tensor:
     return shown if shard is None or shard.data_ptr() == shown.data_ptr() else shard
 
 
-def _part(handle: FlatParamHandle, index: int, flat: Tensor) -> Tensor:
+def _part(handle: FlatParamHandle, index: int, bounds: tuple[int, int], flat: Tensor) -> Tensor:
+    part = flat[slice(*bounds)]
+    if handle.layout.sharded:
+        return part
+    flat_param = handle.flat_param
+    return part.as_strided(flat_param._shapes[index], flat_param._strides[index], part.storage_offset())
+
+
+def _all_bounds(handle: FlatParamHandle) -> list[tuple[int, int]]:
+    """Asked for once for all: each list of the layout's is made anew."""
     layout = handle.layout
     if layout.sharded:
-        is_held, start, numel, _ = layout.shard_ranges()[index]
-        return flat[start : start + numel] if is_held else flat[:0]
-    whole = flat[layout.param_offsets[index] :]
-    flat_param = handle.flat_param
-    return whole.as_strided(flat_param._shapes[index], flat_param._strides[index], whole.storage_offset())
+        ranges = layout.shard_ranges()
+        return [(start, start + numel) if held else (0, 0) for held, start, numel, _ in ranges]
+    places = zip(layout.param_offsets, layout.param_numels, strict=True)
+    return [(start, start + numel) for start, numel in places]
 
 
 def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
     """One for each original parameter; those of before, while something holds them."""
-    found = ranges_of(handle) or [FlatRange(handle, index) for index in range(len(handle.flat_param._fqns))]
+    found = ranges_of(handle) or [FlatRange(handle, *each) for each in enumerate(_all_bounds(handle))]
     handle._ranges = [weakref.ref(one) for one in found]
     return found
 
