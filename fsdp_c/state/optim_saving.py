@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
+from fsdp_c.compat.upstream import StateDictSettings, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
@@ -43,6 +44,18 @@ class SaveOptions(NamedTuple):
     shard_state: bool  # rows of each tensor instead of whole ones
     cpu_offload: bool
     group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls, settings: StateDictSettings, config: object, *, offloads: bool, group: dist.ProcessGroup | None
+    ) -> SaveOptions:
+        """What ``config`` of ``settings`` asks for; ``offloads`` where it does not say."""
+        return cls(
+            rank0_only=getattr(config, "rank0_only", False),
+            shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
+            cpu_offload=getattr(config, "offload_to_cpu", offloads),
+            group=group,
+        )
 
     @property
     def returns_state(self) -> bool:

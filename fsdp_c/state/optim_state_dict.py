@@ -27,13 +27,7 @@ def optim_state_dict(model: nn.Module, optim: Optimizer, osd: StateDict | None, 
     params = OptimParams(model)
     check_optimizer(optim)
     settings = settings_of(params.all_units)
-    config = settings.optim_state_dict_config
-    options = SaveOptions(
-        rank0_only=getattr(config, "rank0_only", False),
-        shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
-        cpu_offload=getattr(config, "offload_to_cpu", True),
-        group=group,
-    )
+    options = SaveOptions.of(settings, settings.optim_state_dict_config, offloads=True, group=group)
     return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
 
 

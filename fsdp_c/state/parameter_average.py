@@ -12,7 +12,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn
 
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
-from fsdp_c.compat.upstream import StateDictType
 from fsdp_c.sharding import common, tensor_parallel
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name
@@ -214,13 +213,7 @@ class ParameterAverage:
         """
         params = OptimParams(self.model)
         settings = settings_of(params.all_units)
-        config = settings.state_dict_config
-        options = SaveOptions(
-            rank0_only=getattr(config, "rank0_only", False),
-            shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
-            cpu_offload=getattr(config, "offload_to_cpu", False),
-            group=None,
-        )
+        options = SaveOptions.of(settings, settings.state_dict_config, offloads=False, group=None)
         state = self._by_param(params)
         keys: dict[Key, nn.Parameter] = dict(enumerate(state))
         osd = {"state": {key: {"average": state[param]} for key, param in keys.items()}}
