@@ -8,7 +8,7 @@ import logging
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -142,8 +142,9 @@ class Summary:
     units: tuple[UnitSummary, ...]
     # by ``summary``: names, of rotary embeddings in lower precision
     lowered_frequencies: tuple[str, ...] = ()
-    # by ``summary``: why torch's operators run in place of fsdp_c's kernels, by type of device
-    without_kernels: tuple[tuple[str, str], ...] = ()
+    # by ``summary``: why torch's operators run in place of fsdp_c's kernels, by type of device. It is this
+    # machine's, and no part of what ``plan`` says without one
+    without_kernels: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @property
     def numel(self) -> int:
