@@ -33,7 +33,8 @@ class NoopGroup(dist.ProcessGroup):
     def __init__(self, world_size: int) -> None:
         super().__init__(0, world_size)
         backend = FakeProcessGroup._create_internal(0, world_size)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        for device_type in ("cpu", "cuda"):
+            self._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self.broadcast(inputs)
@@ -68,7 +69,7 @@ def init_noop_group(world_size: int) -> None:
     """Make a NoopGroup the default process group."""
     if "NOOP" not in dist.Backend._plugins:
         dist.Backend.register_backend(
-            "noop", lambda store, rank, size, timeout: NoopGroup(size), devices=["cpu"]
+            "noop", lambda store, rank, size, timeout: NoopGroup(size), devices=["cpu", "cuda"]
         )
     dist.init_process_group("noop", rank=0, world_size=world_size, store=FakeStore())
 
@@ -113,12 +114,17 @@ def fsdp_class(implementation: str) -> type:
 
 
 def wrap(
-    implementation: str, model: nn.Module, strategy: str, use_orig_params: bool, mixed_precision: bool
+    implementation: str,
+    model: nn.Module,
+    strategy: str,
+    use_orig_params: bool,
+    mixed_precision: bool,
+    device: str = "cpu",
 ) -> nn.Module:
-    """Shard a Stack per Block on the CPU. ``mixed_precision`` is bf16 parameters with fp32 reduction."""
+    """Shard a Stack per Block on ``device``. ``mixed_precision`` is bf16 parameters with fp32 reduction."""
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed_precision else {}
     if implementation == "torch.fsdp2":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = dist.device_mesh.init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
         for module in [*(module for module in model.modules() if isinstance(module, Block)), model]:
             policy = MixedPrecisionPolicy(**precision)
             fully_shard(module, mesh=mesh, reshard_after_forward=strategy == "FULL_SHARD", mp_policy=policy)
@@ -131,7 +137,7 @@ def wrap(
             sharding_strategy=ShardingStrategy[strategy],
             mixed_precision=MixedPrecision(**precision) if mixed_precision else None,
             use_orig_params=use_orig_params,
-            device_id=torch.device("cpu"),
+            device_id=torch.device(device),
         )
 
 

@@ -3,6 +3,7 @@
 python -m benchmarks.host_overhead
 python -m benchmarks.host_overhead --impl torch.fsdp1 fsdp_c --P 12 --world 8 512 --json out.json
 python -m benchmarks.host_overhead --instructions          # counted under valgrind instead of timed
+python -m tests.simulated_gpu -m benchmarks.host_overhead --device cuda --instructions
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ live in one process and step in turn, which makes drifts of the machine hit all 
 steps.
 
 What is not: the collectives, which pass through torch's dispatch and then do nothing (rank 0 of an imagined --world),
-and devices, streams and allocation on a GPU. torch's FSDP1 gathers on CPU into a list of world_size chunks and on CUDA
-into one tensor; the CUDA way is measured unless --cpu-path is given. Ratios say how many times less than the first
---impl with the same use_orig_params.
+and on the CPU the streams and the allocation of a GPU. --device cuda has those; of a simulated GPU --instructions
+leaves out what runs in its own libraries, but not what computes in torch's. torch's FSDP1 gathers on CPU into a list of
+world_size chunks and on CUDA into one tensor; the CUDA way is measured unless --cpu-path is given. Ratios say how many
+times less than the first --impl with the same use_orig_params.
 
 --instructions counts with valgrind's callgrind what runs between the same two points, in thousands of instructions per
 unit and step: repeatable to a percent on any machine, about a minute for two or three configurations.
@@ -129,6 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=EXTRAS,
         help="clip_grad_norm_, SGD step, forward only, no_sync, every other layer frozen",
     )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--cpu-path", action="store_true", help="leave torch FSDP1's gather on CPU as it is")
@@ -198,18 +201,18 @@ def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) ->
     return step
 
 
-def build(config: Config, impl: str, orig: int | None, warmup: int) -> Candidate:
+def build(config: Config, impl: str, orig: int | None, warmup: int, device: str) -> Candidate:
     torch.manual_seed(0)
-    model: torch.nn.Module = common.Stack(config.L, config.P, WIDTH)
+    model: torch.nn.Module = common.Stack(config.L, config.P, WIDTH).to(device)
     if config.extra == "frozen":
         for block in model.blocks:  # type: ignore[union-attr]
             block.layers[::2].requires_grad_(False)
-    x = torch.randn(BATCH, WIDTH)
+    x = torch.randn(BATCH, WIDTH, device=device)
     if impl == "plain":
         dtype = torch.bfloat16 if config.mp else torch.float32
         model, x = model.to(dtype), x.to(dtype)
     else:
-        model = common.wrap(impl, model, config.strategy, bool(orig), bool(config.mp))
+        model = common.wrap(impl, model, config.strategy, bool(orig), bool(config.mp), device)
     candidate = Candidate(impl, orig, config.L + 1, make_step(model, impl, x, config.extra))
     for _ in range(warmup):
         candidate.step()
@@ -231,7 +234,8 @@ def candidates(config: Config, options: argparse.Namespace) -> list[Candidate]:
         if impl == "torch.fsdp2" and config.strategy == "NO_SHARD":
             continue  # it always shards
         wanted += [(impl, None)] if impl == "torch.fsdp2" else [(impl, orig) for orig in options.orig]
-    return [build(config, impl, orig, options.warmup) for impl, orig in wanted]
+    device = "cuda:0" if options.device == "cuda" else "cpu"
+    return [build(config, impl, orig, options.warmup, device) for impl, orig in wanted]
 
 
 @contextlib.contextmanager
@@ -354,13 +358,31 @@ def count_under_valgrind(options: argparse.Namespace) -> None:
 
 
 def dumped_totals(folder: Path) -> list[int]:
-    """Instructions of every dump a client asked for, in order."""
+    """Instructions of every dump a client asked for, in order, without those of a simulated GPU."""
     totals = []
     for file in sorted(folder.glob("cg.*"), key=lambda path: int(path.suffix[1:])):
         text = file.read_text()
         if "Trigger: Client Request" in text:
-            totals.append(int(re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE).group(1)))
+            total = int(re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE).group(1))
+            totals.append(total - instructions_in(text, "/build/simulated_gpu/"))
     return totals
+
+
+def instructions_in(dump: str, folder: str) -> int:
+    """Those that a dump of callgrind counts in the libraries of a folder itself."""
+    names: dict[str, str] = {}
+    total, inside, called = 0, False, False
+    for line in dump.splitlines():
+        if line.startswith(("ob=", "cob=")):
+            number, _, name = line.partition("=")[2].partition(" ")
+            names[number] = name or names[number]
+            inside = folder in names[number] if line.startswith("ob=") else inside
+        elif line.startswith("calls="):
+            called = True  # the next line has what the call took, which its own functions tell
+        elif line and (line[0].isdigit() or line[0] in "+-*"):
+            total += 0 if called or not inside else int(line.split()[-1])
+            called = False
+    return total
 
 
 def run_counted(options: argparse.Namespace, arguments: list[str]) -> list[Row]:
