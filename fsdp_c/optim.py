@@ -1,4 +1,5 @@
-"""Optimizers that step over shards in one pass of native code, and averages of what they step over."""
+"""Optimizers over shards: in one pass of native code, or any that needs whole parameters; and averages of
+parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from fsdp_c.sharding.sharded_module import handle_of
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.parameter_average import ParameterAverage
+from fsdp_c.state.whole_parameters import WholeParameters
 
-__all__ = ["FlatAdamW", "ParameterAverage", "param_groups"]
+__all__ = ["FlatAdamW", "ParameterAverage", "WholeParameters", "param_groups"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

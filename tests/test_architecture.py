@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_500,
     "csrc/runtime": 6_050,
     "csrc/python": 1_870,
-    "fsdp_c": 24_031,
+    "fsdp_c": 24_619,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

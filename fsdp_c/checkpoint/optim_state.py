@@ -26,6 +26,7 @@ from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer
 from fsdp_c.state.optim_saving import holds_elements
 from fsdp_c.state.sharded_values import param_layouts
 from fsdp_c.state.state_dict_saving import split_shard
+from fsdp_c.state.whole_parameters import WholeParameters
 
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
@@ -63,14 +64,15 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict
     """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as
     ``RangeTensor``.
 
-    The memory is the optimizer's own; see ``model_state``. Not collective: a rank has entries of what it
-    holds. Raises ValueError for state that is not a parameter's own: of another shape, nested, or LBFGS's.
+    The memory is the optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has entries
+    of what it holds. Raises ValueError for state that is not a parameter's own: of another shape, nested, or LBFGS's.
     """
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
+    held = optimizer.sharded_state() if isinstance(optimizer, WholeParameters) else optimizer.state
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
-        for name, value in optimizer.state.get(param, {}).items():
+        for name, value in held.get(param, {}).items():
             for fqn, part in _parts(param, known, name, value):
                 state.setdefault(fqn, {})[name] = part
     return {

@@ -1,0 +1,603 @@
+"""Optimizers that need whole parameters, over shards: each parameter is stepped on one rank, its owner.
+
+[Note: Owners]
+Who owns what follows from shapes and layouts alone, so every rank knows it and nothing is sent for it. Ranks
+with the same shards (the replicas of a hybrid strategy, all ranks under NO_SHARD) have the same gradients: they
+divide the work too, and each tells the others what came of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_c.compat.aliases import ParamState, StateDict
+from fsdp_c.compat.errors import first_names
+from fsdp_c.sharding import common
+from fsdp_c.sharding.flat_ranges import make_ranges
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.state.optim_params import OptimParam, OptimParams
+from fsdp_c.state.redistribution import Partition, redistribute
+from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_memory_order
+
+BUCKET_NBYTES = 256 * 2**20
+_GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class _Ranks(NamedTuple):
+    """Those that may own a unit's parameters: of each group of replicas the ranks that share a shard."""
+
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: ShardedModule) -> _Ranks:
+        if handle_of(module).layout.sharded:
+            return cls(module.process_group, module._replicate_group, module.compute_device)
+        return cls(None, module._replicate_group or module.process_group, module.compute_device)
+
+    @property
+    def own_place(self) -> tuple[int, int]:
+        return _rank(self.shards), _rank(self.replicas)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        return [
+            (shard, replica) for replica in range(_size(self.replicas)) for shard in range(_size(self.shards))
+        ]
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+class _Whole:
+    """One parameter, as a rank's shard has it (``param``) and as the optimizer does (``held``)."""
+
+    def __init__(self, param: nn.Parameter, known: OptimParam) -> None:
+        self.param, self.name = param, known.name
+        self.ranks = None if known.module is None else _Ranks.of(known.module)
+        self.layout = None if known.module is None else param_layouts(known.module)[known.indices[0]]
+        self.owner = (
+            0,
+            0,
+        )  # in its ranks; of no meaning for one that no unit manages, which every rank steps
+        shape = param.shape if self.layout is None else self.layout.shape
+        self.numel = shape.numel()
+        device = param.device if self.ranks is None else self.ranks.device
+        self._empty = torch.zeros((), dtype=param.dtype, device=device).expand(
+            shape
+        )  # a shape without memory
+        self.held = nn.Parameter(self._empty, param.requires_grad)
+
+    @property
+    def is_own(self) -> bool:
+        return self.ranks is None or self.owner == self.ranks.own_place
+
+    @property
+    def is_divided(self) -> bool:
+        return self.ranks is not None and self.ranks.shards is not None
+
+    @property
+    def cost(self) -> int:
+        """Of a step, in multiplications: a matrix may be multiplied by itself."""
+        rows = self.held.shape[0] if self.held.dim() > 1 else 0
+        return self.numel * min(rows, self.numel // rows) if rows and self.numel else self.numel
+
+    @property
+    def over_shards(self) -> Partition:
+        assert self.layout is not None
+        return self.layout.shard
+
+    @property
+    def on_owner(self) -> Partition:
+        step = max(self.numel, 1)
+        return Partition(self.numel, step, self.owner[0] * step)
+
+    def flat(self, value: Tensor) -> Tensor:
+        """1-D, of what has the shape of ``param`` or of ``held``."""
+        is_part = self.is_divided and value.shape == self.param.shape and value.dim() == 1
+        return value if is_part or self.layout is None else to_memory_order(value, self.layout.order)
+
+    def shaped(self, flat: Tensor, whole: bool) -> Tensor:
+        """The inverse of ``flat``, for the ``whole`` parameter or what this rank has of it."""
+        if self.layout is None or (self.is_divided and not whole):
+            return flat
+        return from_memory_order(flat, self.layout.shape, self.layout.order)
+
+    def take(self, value: Tensor, grad: Tensor) -> None:
+        self.held.data, self.held.grad = value, grad.to(value.dtype)
+
+    def release(self) -> None:
+        self.held.data, self.held.grad = self._empty, None
+
+
+class WholeParameters(Optimizer):
+    """Any optimizer that looks at whole parameters (Muon, Shampoo, Adafactor), over a wrapped model.
+
+    Each parameter has an owner rank. In ``step()`` gradients and parameters move from the shards to the owners,
+    there the optimizer that ``factory`` made steps on tensors of the shapes before wrapping, and the parameters
+    move back. Results are the bits of that optimizer on the unsharded model, given the same gradients. The ranks,
+    replicas of hybrid strategies among them, get equal work: a matrix counts as its product with itself, anything
+    else as its elements.
+
+    Args:
+        model: has at least one FullyShardedDataParallel in it.
+        factory: an optimizer's class, called with the whole parameters and ``options``. Or a function, called with
+            a list of (name, parameter), names as before wrapping, and ``options``, that returns an optimizer, or
+            several, over some of them. Every rank calls it with all parameters, whose shapes and dtypes are true;
+            their values come in ``step()``.
+        bucket_nbytes: how much of the parameters is on the move at once, over all ranks; None for all at once.
+        options: for ``factory``.
+
+    ``param_groups`` are the factory's, over the model's own parameters (of units without ``use_orig_params`` over
+    ranges of the flat parameter, as ``fsdp_c.optim.param_groups`` makes them): schedulers and gradient scalers work
+    as usual. Memory: the state of what this rank owns, and in a step its part of a bucket, values and gradients.
+
+    ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict`` and
+    ``fsdp_c.checkpoint`` it is saved by original names, for any wrapping, number of ranks, and for the same optimizer
+    over a model that is not wrapped. That takes state of the parameter's shape, or single values; other state
+    (Adafactor's and Shampoo's factors) is an error there.
+
+    An optimizer that combines parameters into one number, as D-adaptation does, sees those of one rank and bucket.
+    Raises ValueError for a model with tensor parallelism inside, for parameters that ``factory`` was not given, and
+    for LBFGS; IndexError for a model without units.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factory: Callable[..., Optimizer | Iterable[Optimizer]],
+        *,
+        bucket_nbytes: int | None = BUCKET_NBYTES,
+        **options: Any,
+    ) -> None:
+        if bucket_nbytes is not None and bucket_nbytes < 1:
+            raise ValueError(
+                f"bucket_nbytes must be at least 1, or None for all at once, not {bucket_nbytes}"
+            )
+        self._bucket_nbytes = bucket_nbytes
+        self._wholes = _wholes_of(model)
+        _choose_owners([whole for whole in self._wholes if whole.ranks is not None])
+        self._inner = _made(factory, self._wholes, options)
+        by_held = {whole.held: whole for whole in self._wholes}
+        self._stepped = [by_held[held] for group in self._inner_groups() for held in group["params"]]
+        self._is_complete = False
+        params = iter([whole.param for whole in self._stepped])
+        super().__init__(
+            [{**group, "params": [next(params) for _ in group["params"]]} for group in self._inner_groups()],
+            {},
+        )
+        self._is_complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: RuntimeError."""
+        if self._is_complete:
+            raise RuntimeError(
+                "WholeParameters decides at once which rank steps what: make it anew, with a function that makes all "
+                "groups"
+            )
+        super().add_param_group(param_group)
+
+    def _inner_groups(self) -> list[dict[str, Any]]:
+        return [group for inner in self._inner for group in inner.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient on any rank. Collective. Returns what ``closure``, called once,
+        before, with gradients enabled, returns.
+
+        Raises RuntimeError, naming the parameter, for gradients that ``no_sync`` has left unreduced.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        having, state_is_loaded = _agree_on_gradients(self._stepped, bool(self.state))
+        if state_is_loaded:
+            self._take_state()
+        outer = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
+        ]
+        for bucket in self._buckets(list(having)):
+            for group, options in zip(self._inner_groups(), outer, strict=True):
+                held = group[
+                    "params"
+                ]  # what a group counts it counts once in a step, of however many buckets
+                group.clear()
+                group.update(options, params=held)
+            _gather_to_owners(bucket, having)
+            try:
+                for inner in self._inner:
+                    inner.step()
+                _return_to_shards(
+                    [(whole, whole.held.detach()) for whole in bucket if whole.ranks is not None]
+                )
+            finally:
+                for whole in bucket:
+                    whole.release()
+        for group, inner_group in zip(self.param_groups, self._inner_groups(), strict=True):
+            group.update({name: value for name, value in inner_group.items() if name != "params"})
+        torch.autograd.graph.increment_version([whole.param for whole in having if whole.ranks is None])
+        return loss
+
+    def _buckets(self, wholes: list[_Whole]) -> Iterator[list[_Whole]]:
+        """In each, all ranks have as much to do as in the others."""
+        queues: dict[_Ranks | None, dict[tuple[int, int], list[_Whole]]] = {}
+        for whole in wholes:
+            queues.setdefault(whole.ranks, {}).setdefault(whole.owner, []).append(whole)
+        for ranks, by_owner in queues.items():
+            quota = self._bucket_nbytes and self._bucket_nbytes / len(ranks.places if ranks else [0])
+            while any(by_owner.values()):
+                bucket = []
+                for queue in by_owner.values():
+                    nbytes = 0
+                    while queue and (quota is None or nbytes < quota):
+                        bucket.append(queue.pop(0))
+                        nbytes += bucket[-1].numel * bucket[-1].param.itemsize
+                yield bucket
+        if not wholes:
+            yield []  # an optimizer steps, though nothing has a gradient: it may count
+
+    # ---- state
+
+    def sharded_state(self) -> dict[Tensor, ParamState]:
+        """The state as an optimizer over the shards would have it. Collective.
+
+        Raises ValueError, on every rank, for state of another shape than its parameter's.
+        """
+        described = _told(
+            self._stepped, {_LOADED: {}} if self.state else _described(self._stepped, self._inner)
+        )
+        if _LOADED in described:
+            return dict(self.state)
+        _refuse_other_shapes(described)
+        state: dict[Tensor, ParamState] = {}
+        moving: list[tuple[_Whole, str, torch.dtype]] = []
+        for whole in self._stepped:
+            if whole.ranks is None:
+                own = self._state_of(whole)
+                state |= {whole.param: own} if own else {}
+                continue
+            for key, kind in described.get(whole.name, {}).items():
+                if isinstance(kind, torch.dtype):
+                    moving.append((whole, key, kind))
+                    state.setdefault(whole.param, {})[key] = None  # in the optimizer's order
+                elif isinstance(kind, _Value):
+                    state.setdefault(whole.param, {})[key] = copy.deepcopy(kind.value)
+        values = [self._state_of(whole).get(key) if whole.is_own else None for whole, key, _ in moving]
+        parts = _moved_to_shards([(w, v, d) for (w, _, d), v in zip(moving, values, strict=True)])
+        for (whole, key, _), part in zip(moving, parts, strict=True):
+            state[whole.param][key] = part.to(whole.param.device)
+        return {
+            param: own
+            for param, own in state.items()
+            if param.numel()  # others' steps are told by those with elements
+        }
+
+    def _state_of(self, whole: _Whole) -> ParamState:
+        found: list[ParamState] = [
+            inner.state[whole.held] for inner in self._inner if whole.held in inner.state
+        ]
+        return found[0] if found else {}
+
+    def state_dict(self) -> StateDict:
+        """Of this rank's shards; see ``sharded_state``. Collective."""
+        loaded = self.state
+        self.state = self.sharded_state()  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = loaded
+
+    def _take_state(self) -> None:
+        """What was loaded goes to the owners. Collective."""
+        inner_of = {
+            held: inner for inner in self._inner for group in inner.param_groups for held in group["params"]
+        }
+        told = _told(
+            self._stepped,
+            {w.name: _kinds(self.state[w.param]) for w in self._stepped if w.param in self.state},
+        )
+        moving: list[tuple[_Whole, str, Tensor]] = []
+        for inner in self._inner:
+            inner.state.clear()
+        for whole in self._stepped:
+            own = self.state.get(whole.param, {})
+            if whole.ranks is None:
+                if own:
+                    inner_of[whole.held].state[whole.held] = own
+                continue
+            for key, kind in told.get(whole.name, {}).items():
+                if isinstance(kind, torch.dtype):
+                    nothing = torch.empty(0, dtype=kind, device=whole.param.device)
+                    moving.append((whole, key, own.get(key, nothing)))
+                if whole.is_own:  # in the order in which it was saved
+                    inner_of[whole.held].state[whole.held][key] = getattr(kind, "value", None)
+        for ranks in dict.fromkeys(whole.ranks for whole, _, _ in moving):
+            members = [each for each in moving if each[0].ranks == ranks]
+            values = _moved_to_owners([(whole, part) for whole, _, part in members])
+            for (whole, key, _), value in zip(members, values, strict=True):
+                if value is not None:
+                    inner_of[whole.held].state[whole.held][key] = value
+        self.state.clear()
+
+
+# ----------------------------------------------------------------- which parameters, and whose
+
+
+def _wholes_of(model: nn.Module) -> list[_Whole]:
+    known = OptimParams(model)
+    for module in known.units:
+        if module._fsdp_extension is not None:
+            raise ValueError(
+                f"{type(module.module).__name__} has tensor parallelism inside: no rank of the unit has its "
+                "parameters whole. Give them to an optimizer of their own"
+            )
+    flat = [module for module in known.units if not module._use_orig_params]
+    ranges = [make_ranges(handle_of(module)) for module in flat]  # alive until they are held
+    found = OptimParams(model).by_param
+    assert len(ranges) == len(flat)
+    return [_Whole(param, one) for param, one in found.items()]
+
+
+def _choose_owners(wholes: Sequence[_Whole]) -> None:
+    """The costliest first, each to a rank that stays below an equal share, the one that holds most of it; else to
+    the rank with the least to do."""
+    total: dict[_Ranks, int] = {}
+    load: dict[_Ranks, dict[tuple[int, int], int]] = {}
+    for whole in wholes:
+        assert whole.ranks is not None
+        total[whole.ranks] = total.get(whole.ranks, 0) + whole.cost
+        load.setdefault(whole.ranks, dict.fromkeys(whole.ranks.places, 0))
+    for whole in sorted(wholes, key=lambda whole: -whole.cost):
+        assert whole.ranks is not None
+        loads = load[whole.ranks]
+        share = total[whole.ranks] / len(loads)
+        room = [place for place, cost in loads.items() if cost + whole.cost <= share]
+        least = min(loads, key=lambda place: loads[place])
+        whole.owner = (
+            max(room, key=lambda place: (_held_numel(whole, place[0]), -loads[place])) if room else least
+        )
+        loads[whole.owner] += whole.cost
+
+
+def _held_numel(whole: _Whole, rank: int) -> int:
+    if not whole.is_divided:
+        return whole.numel
+    start, end = whole.over_shards.bounds(rank)
+    return end - start
+
+
+def _made(
+    factory: Callable[..., Optimizer | Iterable[Optimizer]], wholes: Sequence[_Whole], options: dict[str, Any]
+) -> list[Optimizer]:
+    named = [(whole.name, whole.held) for whole in wholes]
+    made = factory([held for _, held in named] if isinstance(factory, type) else named, **options)
+    inner = [made] if isinstance(made, Optimizer) else list(made)
+    given = {held for _, held in named}
+    for one in inner:
+        if isinstance(one, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS takes all parameters as one vector, and evaluates the loss many times in a step: it cannot step "
+                "over parameters one by one"
+            )
+        held = [param for group in one.param_groups for param in group["params"]]
+        if strangers := [tuple(param.shape) for param in held if param not in given]:
+            raise ValueError(
+                f"{type(one).__name__} holds parameters that the function was not given, of shapes "
+                f"{first_names(strangers)}: take them from its argument, not from the model"
+            )
+        for whole in wholes:  # what a constructor made for parameters of other ranks
+            if not whole.is_own:
+                one.state.pop(whole.held, None)
+    return inner
+
+
+# ----------------------------------------------------------------- movement
+
+
+def _agree_on_gradients(
+    wholes: Sequence[_Whole], state_is_loaded: bool
+) -> tuple[dict[_Whole, torch.dtype], bool]:
+    """The parameters of which a rank has a gradient, with its dtype; and whether a rank has loaded state."""
+    found: dict[_Whole, torch.dtype] = {}
+    by_ranks: dict[_Ranks, list[_Whole]] = {}
+    for whole in wholes:
+        grad = whole.param.grad
+        if grad is not None and grad.shape != whole.param.shape:
+            raise RuntimeError(
+                f"the gradient of {whole.name} has {grad.numel()} elements where this rank's part has "
+                f"{whole.param.numel()}: run a backward outside of no_sync before step()"
+            )
+        if whole.ranks is not None:
+            by_ranks.setdefault(whole.ranks, []).append(whole)
+        elif grad is not None:
+            found[whole] = grad.dtype
+    for ranks, members in by_ranks.items():
+        grads = [whole.param.grad for whole in members]
+        kinds = [0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype) for grad in grads]
+        flags = torch.tensor([int(state_is_loaded), *kinds], dtype=torch.uint8, device=ranks.device)
+        for group in (ranks.shards, ranks.replicas):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        is_loaded, *agreed = flags.tolist()
+        state_is_loaded = state_is_loaded or bool(is_loaded)
+        found |= {whole: _GRAD_DTYPES[kind - 1] for whole, kind in zip(members, agreed, strict=True) if kind}
+    return found, state_is_loaded
+
+
+def _gather_to_owners(bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]) -> None:
+    managed = []
+    for whole in bucket:
+        param, grad = whole.param.detach(), whole.param.grad
+        if whole.ranks is None:
+            assert grad is not None
+            whole.take(param, grad)
+        else:
+            managed += [
+                (whole, param),
+                (whole, torch.zeros_like(param, dtype=dtypes[whole]) if grad is None else grad),
+            ]
+    moved = _moved_to_owners(managed)
+    for (whole, _), value, grad in zip(managed[::2], moved, moved, strict=True):
+        if value is not None and grad is not None:
+            whole.take(value, grad)
+
+
+def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor | None]:
+    """Of each parameter's part on every rank the whole, on its owner; of one set of ranks. Collective."""
+    ours = [(whole, part) for whole, part in parts if _is_of_replica(whole)]
+    divided = [(whole, part) for whole, part in ours if whole.is_divided]
+    wholes: Iterator[Tensor] = iter(())
+    if divided:
+        ranks = divided[0][0].ranks
+        assert ranks is not None and ranks.shards is not None
+        wholes = redistribute(
+            (whole.flat(part) for whole, part in divided),
+            [whole.over_shards for whole, _ in divided],
+            [whole.on_owner for whole, _ in divided],
+            ranks.shards,
+            device=ranks.device,
+        )
+    for whole, part in parts:
+        if not _is_of_replica(whole):
+            yield None
+        elif whole.is_divided:
+            flat = next(wholes)
+            yield whole.shaped(flat, whole=True) if whole.is_own else None
+        else:
+            assert whole.ranks is not None
+            yield part.to(whole.ranks.device)
+    for _ in wholes:  # to its end, as on the other ranks
+        pass
+
+
+def _is_of_replica(whole: _Whole) -> bool:
+    return whole.ranks is not None and whole.owner[1] == whole.ranks.own_place[1]
+
+
+def _return_to_shards(values: Sequence[tuple[_Whole, Tensor]]) -> None:
+    """What the owners have becomes what the shards have. Collective."""
+    given = [(whole, value if whole.is_own else None, value.dtype) for whole, value in values]
+    for (whole, _), part in zip(values, _moved_to_shards(given), strict=True):
+        whole.param.copy_(part)
+
+
+def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]) -> list[Tensor]:
+    """Of each tensor, which its owner has whole, this rank's part, on the device that computes. Collective."""
+    parts: dict[int, Tensor] = {}
+    for ranks in dict.fromkeys(whole.ranks for whole, _, _ in values):
+        assert ranks is not None
+        members = [(index, *value) for index, value in enumerate(values) if value[0].ranks == ranks]
+        for replica in range(_size(ranks.replicas)):
+            theirs = [member for member in members if member[1].owner[1] == replica]
+            if replica == ranks.own_place[1]:
+                made = _from_owners(theirs, ranks)
+            else:
+                made = [
+                    torch.empty(_held_numel(whole, ranks.own_place[0]), dtype=dtype, device=ranks.device)
+                    for _, whole, _, dtype in theirs
+                ]
+            if ranks.replicas is not None and ranks.replicas.size() > 1:
+                _broadcast(made, ranks.replicas, replica)
+            for (index, whole, _, _), flat in zip(theirs, made, strict=True):
+                parts[index] = whole.shaped(flat, whole=False)
+    return [parts[index] for index in range(len(values))]
+
+
+def _from_owners(
+    theirs: Sequence[tuple[int, _Whole, Tensor | None, torch.dtype]], ranks: _Ranks
+) -> list[Tensor]:
+    flats = [
+        torch.empty(0, dtype=dtype, device=ranks.device)
+        if value is None
+        else whole.flat(value).to(ranks.device)
+        for _, whole, value, dtype in theirs
+    ]
+    if ranks.shards is None or not theirs:
+        return flats
+    wholes = [whole for _, whole, _, _ in theirs]
+    sources, targets = [whole.on_owner for whole in wholes], [whole.over_shards for whole in wholes]
+    return list(redistribute(flats, sources, targets, ranks.shards, device=ranks.device))
+
+
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
+    """From one rank into the tensors of the others, those of one dtype together. Collective."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        together = torch.cat(alike)
+        dist.broadcast(together, group=group, group_src=source)
+        for tensor, received in zip(alike, together.split([len(tensor) for tensor in alike]), strict=True):
+            tensor.copy_(received)
+
+
+# ----------------------------------------------------------------- what state there is
+
+
+class _Value(NamedTuple):
+    """What is no tensor with elements to divide."""
+
+    value: object
+
+
+class _OtherShape(NamedTuple):
+    shape: tuple[int, ...]
+
+
+_Described = dict[str, "torch.dtype | _Value | _OtherShape"]
+_LOADED = ""  # a name for what a rank says that has loaded state
+
+
+def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
+    """``shape``: which tensors must have, to be divided as their parameter is."""
+    kinds: _Described = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            kinds[key] = _Value(value.cpu() if isinstance(value, Tensor) else value)
+        elif shape is not None and value.shape != shape:
+            kinds[key] = _OtherShape(tuple(value.shape))
+        else:
+            kinds[key] = value.dtype
+    return kinds
+
+
+def _described(wholes: Sequence[_Whole], inner: Sequence[Optimizer]) -> dict[str, _Described]:
+    states = [(whole, one.state[whole.held]) for whole in wholes for one in inner if whole.held in one.state]
+    return {
+        whole.name: _kinds(state, whole.held.shape)
+        for whole, state in states
+        if whole.ranks is not None and whole.is_own
+    }
+
+
+def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _Described]:
+    """What any of the ranks that have these parameters says of them. Collective."""
+    found = dict(mine)
+    for ranks in dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None):
+        for group in (ranks.shards, ranks.replicas):
+            if group is not None:
+                for one in common.tell(found, group):
+                    found.update(one)
+    return found
+
+
+def _refuse_other_shapes(described: dict[str, _Described]) -> None:
+    for name, kinds in described.items():
+        for key, kind in kinds.items():
+            if isinstance(kind, _OtherShape):
+                raise ValueError(
+                    f"optimizer state {key!r} of {name} has shape {kind.shape}, which its parameter has not: only "
+                    "state of the parameter's shape can be divided as it is, and saved by name"
+                )

@@ -1,0 +1,402 @@
+"""fsdp_c.optim.WholeParameters: optimizers that look at whole parameters, over shards, beside the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Optimizer
+
+from fsdp_c import CPUOffload, ShardingStrategy, StateDictType, checkpoint
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.optim import WholeParameters
+from tests.ranks import device, on_ranks, pool
+
+WIDTH = 24
+Named = list[tuple[str, nn.Parameter]]
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, inner)
+        self.norm = nn.LayerNorm(inner)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(inner) for inner in (7, 40, 24))
+        self.head = nn.Linear(WIDTH, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.scale
+
+
+def matrices_by_muon(named: Named) -> list[Optimizer]:
+    """As the largest models are trained: Muon for matrices, AdamW for all else."""
+    matrices = [param for name, param in named if param.dim() == 2 and "head" not in name]
+    others = [param for name, param in named if param.dim() != 2 or "head" in name]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
+def decayed_sgd(named: Named) -> Optimizer:
+    groups = [
+        {"params": [param for _, param in named if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for _, param in named if param.dim() <= 1]},
+    ]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+FACTORIES: dict[str, Callable[[Named], Any]] = {
+    "muon": matrices_by_muon,
+    "sgd": decayed_sgd,
+    "adafactor": lambda named: torch.optim.Adafactor([param for _, param in named], lr=0.01),
+    "adamw": lambda named: torch.optim.AdamW([param for _, param in named], lr=0.01),
+}
+
+
+def plain_model() -> Model:
+    torch.manual_seed(3)
+    return Model().to(device())
+
+
+def wrapped(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(
+        copy.deepcopy(module), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), **options
+    )
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).to(device())
+
+
+def train(model: nn.Module, optimizers: list[Optimizer], steps: range, clear: bool = True) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        model(batch(step).to(dtype)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers if clear else ():
+            optimizer.zero_grad()
+
+
+def as_list(made: Any) -> list[Optimizer]:
+    return [made] if isinstance(made, Optimizer) else list(made)
+
+
+def same_values(model: FSDP, plain: nn.Module) -> None:
+    """To the bit: ranks have the same batch, so that averaging their gradients rounds nothing."""
+    with FSDP.summon_full_params(model):
+        for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_bits_are_those_of_the_plain_model(
+    rank: int, world_size: int, kind: str, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=use_orig_params, sharding_strategy=strategy)
+    expected = as_list(FACTORIES[kind](list(plain.named_parameters())))
+    optimizer = WholeParameters(model, FACTORIES[kind], bucket_nbytes=4096)
+    train(plain, expected, range(4))
+    train(model, [optimizer], range(4))
+    same_values(model, plain)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@on_ranks(4)
+def test_any_number_of_ranks(rank: int, world_size: int, world: int) -> None:
+    group = dist.new_group(list(range(world)))
+    if rank >= world:
+        return
+    plain = plain_model().double()
+    model = wrapped(plain, use_orig_params=True, process_group=group)
+    expected = [torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)]
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(plain, expected, range(3))
+    train(model, [optimizer], range(3))
+    with FSDP.summon_full_params(model):
+        for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(4)
+def test_replicas_divide_the_work(rank: int, world_size: int, use_orig_params: bool) -> None:
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    plain = plain_model()
+    model = wrapped(
+        plain,
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        process_group=(pairs[rank // 2], across[rank % 2]),
+    )
+    expected = matrices_by_muon(list(plain.named_parameters()))
+    optimizer = WholeParameters(model, matrices_by_muon)
+    train(plain, expected, range(3))
+    train(model, [optimizer], range(3))
+    same_values(model, plain)
+    own = sum(len(inner.state) for inner in optimizer._inner)
+    total = torch.tensor(own)
+    dist.all_reduce(total)
+    assert 0 < own < 10 and int(total) == len(list(plain.parameters()))
+
+
+@on_ranks(4)
+def test_ranks_have_equal_work(rank: int, world_size: int) -> None:
+    """What they own, in multiplications of a step, is within 1.2 of an equal share."""
+    model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
+    costs = [0] * world_size
+    for whole in optimizer._wholes:
+        costs[whole.owner[0]] += whole.cost
+    assert max(costs) <= 1.2 * sum(costs) / world_size
+    told: list[Any] = [None] * world_size
+    dist.all_gather_object(told, [whole.owner for whole in optimizer._wholes])
+    assert all(one == told[0] for one in told)
+
+
+@on_ranks(2)
+def test_between_steps_a_rank_holds_state_of_its_own_alone(rank: int, world_size: int) -> None:
+    model = wrapped(plain_model(), use_orig_params=True)
+    optimizer = WholeParameters(model, torch.optim.AdamW, lr=0.1)
+    train(model, [optimizer], range(2))
+    (inner,) = optimizer._inner
+    assert {param for param in inner.state} == {whole.held for whole in optimizer._wholes if whole.is_own}
+    for whole in optimizer._wholes:
+        assert whole.held.untyped_storage().nbytes() == whole.held.itemsize and whole.held.grad is None
+
+
+# ----------------------------------------------------------------- as optimizers are used
+
+
+@on_ranks(2)
+def test_schedules_scalers_and_clipping_are_those_of_the_plain_model(rank: int, world_size: int) -> None:
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=True)
+    expected = decayed_sgd(list(plain.named_parameters()))
+    optimizer = WholeParameters(model, decayed_sgd)
+    for one, trained in ((expected, plain), (optimizer, model)):
+        schedule = torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5)
+        for step in range(3):
+            trained(batch(step)).square().mean().backward()
+            if trained is model:
+                model.clip_grad_norm_(1e6)
+            one.step()
+            one.zero_grad(set_to_none=False)
+            schedule.step()
+    same_values(model, plain)
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        group["lr"] for group in expected.param_groups
+    ]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0]
+
+
+@on_ranks(2)
+def test_parameters_without_gradients_are_left_alone(rank: int, world_size: int) -> None:
+    plain = plain_model()
+    plain.layers[1].requires_grad_(False)
+    model = wrapped(plain, use_orig_params=True)
+    expected = as_list(FACTORIES["adamw"](list(plain.named_parameters())))
+    optimizer = WholeParameters(model, FACTORIES["adamw"])
+    train(plain, expected, range(2))
+    train(model, [optimizer], range(2))
+    same_values(model, plain)
+    for optimizers, trained in ((expected, plain), ([optimizer], model)):  # a layer is not reached
+        trained.layers[2].forward = lambda x: x
+        train(trained, optimizers, range(2, 4))
+    same_values(model, plain)
+
+
+@on_ranks(2)
+def test_a_closure_is_called_once_with_gradients(rank: int, world_size: int) -> None:
+    model = wrapped(plain_model(), use_orig_params=True)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = model(batch(0)).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad and calls == [1]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_offloaded_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
+    expected = matrices_by_muon(list(plain.named_parameters()))
+    optimizer = WholeParameters(model, matrices_by_muon)
+    train(plain, expected, range(3))
+    train(model, [optimizer], range(3))
+    same_values(model, plain)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps per group, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+
+@on_ranks(2)
+def test_a_group_counts_steps_and_not_buckets(rank: int, world_size: int) -> None:
+    model = wrapped(plain_model(), use_orig_params=True)
+    optimizer = WholeParameters(model, Counting, lr=0.1, bucket_nbytes=1)
+    train(model, [optimizer], range(3))
+    assert optimizer.param_groups[0]["k"] == 3
+
+
+# ----------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("kind", ["muon", "sgd", "adamw"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@on_ranks(2)
+def test_full_state_is_that_of_the_plain_optimizer(
+    rank: int, world_size: int, kind: str, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=use_orig_params, sharding_strategy=strategy)
+    expected = as_list(FACTORIES[kind](list(plain.named_parameters())))
+    optimizer = WholeParameters(model, FACTORIES[kind])
+    train(plain, expected, range(2))
+    train(model, [optimizer], range(2))
+    saved = FSDP.optim_state_dict(model, optimizer)
+    names = {param: name for name, param in plain.named_parameters()}
+    for one in expected:
+        for param, state in one.state.items():
+            for key, value in state.items():
+                assert torch.equal(saved["state"][names[param]][key], value.cpu()), (names[param], key)
+
+    other = wrapped(plain, use_orig_params=not use_orig_params)  # another wrapping goes on from there
+    resumed = WholeParameters(other, FACTORIES[kind])
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
+    train(plain, expected, range(2, 4))
+    train(other, [resumed], range(2, 4))
+    same_values(other, plain)
+
+
+def body_save(rank: int, world_size: int, folder: str, use_orig_params: bool) -> None:
+    model = wrapped(plain_model().double(), use_orig_params=use_orig_params)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(model, [optimizer], range(2))
+    checkpoint.save(model, optimizer, folder)
+
+
+def body_load(rank: int, world_size: int, folder: str, use_orig_params: bool) -> None:
+    plain = plain_model().double()
+    model = wrapped(plain, use_orig_params=use_orig_params)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.5, momentum=0.9)
+    checkpoint.load(model, optimizer, folder)
+    saved = optimizer.state_dict()
+    train(plain, [expected := torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)], range(4))
+    train(model, [optimizer], range(2, 4))
+    with FSDP.summon_full_params(model):
+        for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert saved["param_groups"][0]["lr"] == 0.1 and expected.state
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_checkpoints_load_on_other_numbers_of_ranks(
+    saving: int, loading: int, use_orig_params: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    pool(saving).run(__name__, "body_save", {"folder": folder, "use_orig_params": use_orig_params})
+    pool(loading).run(__name__, "body_load", {"folder": folder, "use_orig_params": not use_orig_params})
+
+
+@on_ranks(2)
+def test_sharded_state_round_trip(rank: int, world_size: int) -> None:
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=True)
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    optimizer = WholeParameters(model, matrices_by_muon)
+    train(model, [optimizer], range(2))
+    saved = FSDP.optim_state_dict(model, optimizer)
+    twin = copy.deepcopy(model.state_dict())
+    before = {name: value.clone() for name, value in summoned(model).items()}
+    train(model, [optimizer], range(2, 4))
+    after = summoned(model)
+    model.load_state_dict(twin)
+    assert all(torch.equal(before[name], value) for name, value in summoned(model).items())
+    again = WholeParameters(model, matrices_by_muon)
+    again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, saved))
+    assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+    train(model, [again], range(2, 4))
+    assert all(torch.equal(after[name], value) for name, value in summoned(model).items())
+
+
+def summoned(model: FSDP) -> dict[str, torch.Tensor]:
+    with FSDP.summon_full_params(model):
+        return {name: param.detach().clone() for name, param in model.module.named_parameters()}
+
+
+@on_ranks(2)
+def test_state_of_other_shapes_is_refused_by_name(rank: int, world_size: int) -> None:
+    model = wrapped(plain_model(), use_orig_params=True)
+    optimizer = WholeParameters(model, FACTORIES["adafactor"])
+    train(model, [optimizer], range(1))
+    with pytest.raises(ValueError, match="has shape .*, which its parameter has not"):
+        FSDP.optim_state_dict(model, optimizer)
+    train(model, [optimizer], range(1))
+
+
+# ----------------------------------------------------------------- mistakes
+
+
+@on_ranks(2)
+def test_what_cannot_be_is_refused_in_words(rank: int, world_size: int) -> None:
+    model = wrapped(plain_model(), use_orig_params=True)
+    with pytest.raises(ValueError, match="LBFGS takes all parameters as one vector"):
+        WholeParameters(model, torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="SGD holds parameters that the function was not given"):
+        WholeParameters(model, lambda named: torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="bucket_nbytes must be at least 1"):
+        WholeParameters(model, torch.optim.SGD, bucket_nbytes=0)
+    with pytest.raises(IndexError, match="has no FullyShardedDataParallel in it"):
+        WholeParameters(plain_model(), torch.optim.SGD)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="make it anew"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@on_ranks(2)
+def test_unreduced_gradients_are_named(rank: int, world_size: int) -> None:
+    model = wrapped(plain_model(), use_orig_params=False)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
+    with model.no_sync():
+        model(batch(0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"the gradient of .* run a backward outside of no_sync"):
+        optimizer.step()
