@@ -82,7 +82,8 @@ def wrapped(module: nn.Module, **options: Any) -> FSDP:
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).to(device())
+    generator = torch.Generator(device()).manual_seed(step)
+    return torch.randn(6, WIDTH, generator=generator, device=device())
 
 
 def train(model: nn.Module, optimizers: list[Optimizer], steps: range, clear: bool = True) -> None:
