@@ -44,7 +44,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/torch": 3_750,
     "csrc/collective": 360,
     "csrc/handle": 5_500,
-    "csrc/runtime": 6_050,
+    "csrc/runtime": 6_051,
     "csrc/python": 1_870,
     "fsdp_c": 24_619,
 }

@@ -219,12 +219,17 @@ static int reduce(struct unit *unit) {
     return unit->next_segment ? reduce_parts(unit) : runtime_reduce_part(unit);
 }
 
+static int add_part(struct unit *part) {
+    if (gradients_accumulate_unsharded(&part->handle->gradients) < 0)
+        return unit_explain_failure(part, TRACED_SUM, false);
+    return 0;
+}
+
 static int keep_unsharded(struct unit *unit) {
     if (unit->runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
     FOR_PARTS(part, unit)
-        if (gradients_have_new(&part->handle->gradients) &&
-            gradients_accumulate_unsharded(&part->handle->gradients) < 0)
+        if (gradients_have_new(&part->handle->gradients) && add_part(part) < 0)
             return -1;
     return 0;
 }
@@ -295,7 +300,7 @@ static int add_up(struct unit *unit) {
         struct gradients *gradients = &part->handle->gradients;
         if (!gradients_have_new(gradients))
             continue;
-        if (gradients_call_param_hooks(gradients) < 0 || gradients_accumulate_unsharded(gradients) < 0)
+        if (gradients_call_param_hooks(gradients) < 0 || add_part(part) < 0)
             return -1;
     }
     return 0;

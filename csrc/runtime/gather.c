@@ -221,6 +221,6 @@ int unit_keep_secondary_shards(struct unit *unit) {
         return unit_forget_secondary_shards(unit);
     FOR_PARTS(part, unit)
         if (storage_keep_secondary_shard(&part->handle->storage) < 0)
-            return -1;
+            return explain_gather(part, false);
     return 0;
 }

@@ -158,7 +158,9 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
         return -1;
     if (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0)
         return -1;
-    return part->brings_zeros ? gradients_receive_zeros(gradients, args) : gradients_receive(gradients, args);
+    if (part->brings_zeros)
+        return gradients_receive_zeros(gradients, args);
+    return gradients_receive(gradients, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;
 }
 
 /* What one run of the node has brought, and what it answers autograd with. */

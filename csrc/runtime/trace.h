@@ -30,6 +30,7 @@ enum traced {
     TRACED_RATE_LIMITER,
     TRACED_FORWARD_GATHER,
     TRACED_BACKWARD_GATHER,
+    TRACED_SUM,
     TRACED_REDUCTION,
     TRACED_PARTS
 };
@@ -62,6 +63,7 @@ static const struct traced_part {
     [TRACED_RATE_LIMITER] = {"FullyShardedDataParallel.rate_limiter"},
     [TRACED_FORWARD_GATHER] = {.phase = RECORDER_FORWARD_GATHER},
     [TRACED_BACKWARD_GATHER] = {.phase = RECORDER_BACKWARD_GATHER},
+    [TRACED_SUM] = {.phase = RECORDER_BACKWARD},
     [TRACED_REDUCTION] = {.phase = RECORDER_REDUCE},
 };
 

@@ -100,8 +100,8 @@ def _started(
             values = [_cast(value, dtype) for value in gathered_values(module, rank0_only, offload_to_cpu)]
             return lambda: values
         handle.writeback()
-        shard = _cast(local_shard(module).detach().to(module.compute_device), dtype)
-        with flight_recorder.explained("gathering parameters"):
+        with flight_recorder.explained("gathering parameters"), flight_recorder.gathering(handle):
+            shard = _cast(local_shard(module).detach().to(module.compute_device), dtype)
             whole, work = start_gather(shard, module.process_group)
 
     def wait() -> list[Tensor]:

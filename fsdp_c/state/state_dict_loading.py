@@ -40,6 +40,7 @@ from fsdp_c.state.sharded_values import (
     whole_of_rows,
 )
 from fsdp_c.state.state_dict_saving import is_shown, is_summoned, local_shard, shard_pieces
+from fsdp_c.tools import flight_recorder
 from fsdp_c.training.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,8 @@ def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str)
     """
     with contextlib.ExitStack() as stack:
         if not is_summoned(module):
-            handle_of(module).summon_enter(True)
+            with flight_recorder.gathering(handle_of(module)):
+                handle_of(module).summon_enter(True)
             stack.callback(handle_of(module).summon_exit)
         shown = [
             (param, getattr(param.module, param.name)) for param in common.managed_params(module._handle)

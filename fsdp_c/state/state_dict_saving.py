@@ -37,6 +37,7 @@ from fsdp_c.state.sharded_values import (
     rows_of_shards,
     sharded_values,
 )
+from fsdp_c.tools import flight_recorder
 
 FULL_BATCH_NBYTES = 8 * 2**20
 
@@ -86,7 +87,8 @@ def is_dropped(module: ShardedModule) -> bool:
 @contextlib.contextmanager
 def summoned(module: ShardedModule, writeback: bool = False) -> Iterator[None]:
     """With the unit's parameters gathered on the modules: the way of those that are DTensors. Collective."""
-    handle_of(module).summon_enter(writeback)
+    with flight_recorder.gathering(handle_of(module)):
+        handle_of(module).summon_enter(writeback)
     try:
         yield
     finally:
@@ -156,14 +158,15 @@ def wholes_of_shards(
     ``group``."""
     space = Space()
     for batch in _batches(shards):
-        wholes = iter(_wholes(batch, group, rank0_only, space))
-        for module, _ in batch:
-            made = []
-            for (_, order), flat in zip(memory_shapes(module), wholes, strict=False):
-                if flat is not None:
-                    whole = dims_from_memory(flat, order)
-                    made.append(whole.cpu() if offload_to_cpu and not whole.is_cpu else whole)
-            yield made
+        with flight_recorder.gathering(*(handle_of(module) for module, _ in batch)):
+            wholes = iter(_wholes(batch, group, rank0_only, space))
+            for module, _ in batch:
+                made = []
+                for (_, order), flat in zip(memory_shapes(module), wholes, strict=False):
+                    if flat is not None:
+                        whole = dims_from_memory(flat, order)
+                        made.append(whole.cpu() if offload_to_cpu and not whole.is_cpu else whole)
+                yield made
 
 
 def _batches(shards: Sequence[Shard]) -> Iterator[list[Shard]]:

@@ -56,6 +56,11 @@ _TAKES_LESS = (
     "Smaller units (auto_wrap_policy=), a smaller batch and cpu_offload=CPUOffload(offload_params=True) take "
     "less; fsdp_c.plan() says what a step of the model takes."
 )
+_GATHERS_LESS = (
+    "offload_to_cpu=True with rank0_only=True keeps what was gathered off the device; "
+    "fsdp_c.iter_full_params() and fsdp_c.checkpoint.save() never hold the whole model."
+)
+_RAN_OUT = "memory ran out while this rank"
 _SETTLING_S = 0.3
 _THREAD = "fsdp_c.flight_recorder"
 _LOOK_S = 2.0  # from one look at the own record to the next
@@ -261,6 +266,20 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
+def gathering(*handles: FlatParamHandle) -> Iterator[None]:
+    """For a body that gathers these units outside of a step: adds to an error that there is no memory for
+    them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_of_memory(error):
+            others = len(handles) - 1
+            more = f" and {others} unit{'s' * (others > 1)} after it" if others else ""
+            _explain(error, "", f"gathers {handles[0].name}{more}", remedy=_GATHERS_LESS)
+        raise
+
+
+@contextlib.contextmanager
 def told_of_memory(handle: FlatParamHandle) -> Iterator[None]:
     """For a body that takes the memory of a unit's first gather, before it: adds to an error that there is
     none."""
@@ -297,16 +316,18 @@ def explained(doing: str, of_step: bool = True) -> Iterator[None]:
         raise
 
 
-def _explain(error: BaseException, step: str, doing: str, of_step: bool = True) -> None:
+def _explain(
+    error: BaseException, step: str, doing: str, of_step: bool = True, remedy: str = _TAKES_LESS
+) -> None:
     is_memory = _is_of_memory(error)
     if of_step and not is_memory:
         _C.note_recorder_failure()
-    if len(error.args) != 1:
+    if len(error.args) != 1 or _RAN_OUT in str(error):
         return
-    what = "memory ran out" if is_memory else "a collective failed or timed out"
-    text = f"{error}\nrank {dist.get_rank()}{step}: {what} while this rank {doing}."
+    what = _RAN_OUT if is_memory else "a collective failed or timed out while this rank"
+    text = f"{error}\nrank {dist.get_rank()}{step}: {what} {doing}."
     if is_memory:
-        text += f" {_TAKES_LESS}"
+        text += f" {remedy}"
     elif _open_folder is None:
         text += f" Start the ranks with {VARIABLE}=folder to be told where the others are."
     else:

@@ -171,13 +171,15 @@ def _summon_unit(
         yield
         return
     with contextlib.ExitStack() as stack:
-        handle.summon_enter(writeback)
+        with flight_recorder.gathering(handle):
+            handle.summon_enter(writeback)
         if with_grads:
             # after summon_exit, as gradients follow parameters
             stack.callback(handle.summon_grads_exit, writeback)
         stack.callback(handle.summon_exit)
         if with_grads:
-            handle.summon_grads()
+            with flight_recorder.gathering(handle):
+                handle.summon_grads()
         if rank0_only and fsdp_module.rank != 0:
             handle.summon_hide()
             if with_grads:
@@ -211,7 +213,8 @@ def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
     # The gathered parameters were freed: gather again, inside a summon of its own, to write the edits into
     # them.
     handle.summon_exit()
-    handle.summon_enter(True)
+    with flight_recorder.gathering(handle):
+        handle.summon_enter(True)
     with torch.no_grad():
         for param, copy in shown:
             getattr(param.module, param.name).copy_(copy)

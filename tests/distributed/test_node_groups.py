@@ -127,6 +127,35 @@ def test_backwards_gather_within_the_node(
         assert sizes == [world_size] * (BLOCKS + 1) + [NODE] * BLOCKS
 
 
+@on_ranks(4)
+def test_memory_that_runs_out_for_what_a_node_keeps_is_told_and_nothing_is_kept(
+    rank: int, world_size: int
+) -> None:
+    part_nbytes, resize, refused = (
+        4 * (WIDTH * WIDTH + WIDTH) // NODE,
+        torch.UntypedStorage.resize_,
+        list[int](),
+    )
+
+    def refusing(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if nbytes in refused:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return resize(storage, nbytes)
+
+    plain = build(None)
+    with mock.patch.object(torch.UntypedStorage, "resize_", lambda *given: refusing(*given)):
+        model = build()
+        step(model, rank), step(plain, rank)
+    before = live_nbytes()
+    refused.append(part_nbytes)
+    told = f"rank {rank}, step 1: memory ran out while .* the all-gather of Sequential at 'blocks.0'. Smaller"
+    with pytest.raises(torch.OutOfMemoryError, match=told):
+        model(batch(rank))
+    refused.clear()
+    assert live_nbytes() == before
+    assert same(step(model, rank), step(plain, rank))
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @on_ranks(4)
 def test_so_they_do_when_several_are_gathered_ahead(rank: int, world_size: int, limit: int) -> None:

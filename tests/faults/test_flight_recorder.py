@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -16,15 +17,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint, where
+from fsdp_c.state import redistribution
 from fsdp_c.tools import flight_recorder
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Block, Net
@@ -153,6 +158,35 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
     assert f"python -m fsdp_c.where {tmp_path}" in str(raised.value)
 
 
+def summon(model: FSDP, **options: Any) -> None:
+    with FSDP.summon_full_params(model, **options):
+        pass
+
+
+def save(model: FSDP, kind: StateDictType) -> None:
+    with FSDP.state_dict_type(model, kind):
+        model.state_dict()
+
+
+GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {  # by the collective that finds none
+    "summon_full_params": (dist, ALL_GATHER, summon, "Net"),
+    "gradients": (dist, ALL_GATHER, functools.partial(summon, with_grads=True), "Net"),
+    "state_dict": (redistribution, "_all_gather_single", FSDP.state_dict, "Net and 2 units after it"),
+    "sharded": (
+        dist,
+        "all_to_all_single",
+        functools.partial(save, kind=StateDictType.SHARDED_STATE_DICT),
+        "Net and 2 units after it",
+    ),
+    "iter_full_params": (
+        redistribution,
+        "_all_gather_single",
+        lambda model: list(fsdp_c.iter_full_params(model)),
+        "Net",
+    ),
+}
+
+
 @on_ranks(2, label="faults")
 def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int, world_size: int) -> None:
     """In torch's own error, which stays of its type and begins with its text."""
@@ -172,6 +206,29 @@ def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int, world
             f"rank {rank}, step 1: memory ran out while this rank waits in the {doing}", second
         ), second
         assert "fsdp_c.plan()" in second and "collective failed" not in second
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@on_ranks(2, label="faults")
+def test_memory_that_runs_out_in_a_gather_beside_steps_is_told_with_rank_unit_and_remedy(
+    rank: int, world_size: int, name: str
+) -> None:
+    """Once, however deep it was."""
+    module, collective, body, unit = GATHERED[name]
+    model = build()
+    model(torch.randn(3, WIDTH)).sum().backward()
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with (
+        mock.patch.object(module, collective, side_effect=full),
+        pytest.raises(torch.OutOfMemoryError) as raised,
+    ):
+        body(model)
+    first, second = str(raised.value).splitlines()
+    assert raised.value is full and first == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert second.startswith(
+        f"rank {rank}: memory ran out while this rank gathers {unit}. offload_to_cpu=True"
+    )
+    body(model)
 
 
 @on_ranks(2, label="faults")
