@@ -14,6 +14,14 @@ from pathlib import Path
 
 FLAGS = ["-fPIC", "-fvisibility=hidden", "-g1"]
 STRICT = ["-Wall", "-Wextra", "-Werror"]
+KERNEL_FLAGS = [  # of fsdp_c's .cu files, where their kernels are emulated
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    *STRICT,
+    "-Wno-unknown-pragmas",
+]
 
 
 @dataclass(frozen=True)
@@ -48,18 +56,21 @@ class Unit:
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library of units and of further objects, and what it is linked with."""
+    """A shared library of units and of further objects, what it is linked with, and the names that it
+    shows."""
 
     target: Path
     units: tuple[Unit, ...]
     linking: tuple[str, ...] = ()
     further: tuple[Path, ...] = ()
+    names: Path | None = None
 
     def link(self) -> None:
         objects = [*(unit.object for unit in self.units), *self.further]
-        if is_stale(self.target, objects):
+        if is_stale(self.target, [*objects, *filter(None, [self.names])]):
             made = self.target.with_name(f"{self.target.name}.new")
-            call("g++", "-shared", *map(str, objects), *self.linking, "-o", str(made))
+            shown = [f"-Wl,--version-script={self.names}"] if self.names else []
+            call("g++", "-shared", *map(str, objects), *self.linking, *shown, "-o", str(made))
             made.replace(self.target)  # processes that have the old one keep it
 
 

@@ -12,9 +12,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from tests.libraries import STRICT, Library, Unit, build, is_stale, one_at_a_time, soname
+from tests.libraries import KERNEL_FLAGS, STRICT, Library, Unit, build, is_stale, one_at_a_time, soname
 from tests.versions import REQUIREMENTS, Version, make_environment
 
 HERE = Path(__file__).resolve().parent
@@ -28,14 +29,6 @@ RUNTIME, DRIVER, MANAGEMENT, NCCL = "libcudart.so.13", "libcuda.so.1", "libnvidi
 
 DEVICE_FLAGS = ["-std=c++20", "-O2", *STRICT]
 TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
-KERNEL_FLAGS = [
-    "-std=c++17",
-    "-O2",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    *STRICT,
-    "-Wno-unknown-pragmas",
-]
 
 
 class Build:
@@ -86,10 +79,10 @@ class Build:
 
     def device_libraries(self) -> list[Library]:
         flags = [*DEVICE_FLAGS, *including(cuda_include(), self.packages / "nvidia/nccl/include")]
-        names = f"-Wl,--version-script={DEVICE / 'runtime.map'}"
+        runtime = self.library(RUNTIME, ("runtime",), flags, *self.with_library(DRIVER))
         return [
             self.library(DRIVER, ("driver", "device", "graph"), flags),
-            self.library(RUNTIME, ("runtime",), flags, names, *self.with_library(DRIVER)),
+            replace(runtime, names=DEVICE / "runtime.map"),
             self.library(MANAGEMENT, ("nvml",), flags),
             self.library(NCCL, ("nccl",), flags, "-lrt", *self.with_library(DRIVER)),
         ]

@@ -9,7 +9,7 @@ import importlib.util
 import sysconfig
 from pathlib import Path
 
-from tests.libraries import STRICT, Library, Unit, build, one_at_a_time, soname
+from tests.libraries import KERNEL_FLAGS, STRICT, Library, Unit, build, one_at_a_time, soname
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,15 +36,6 @@ TORCH_FLAGS += [
     "-DUSE_DISTRIBUTED",
     "-DUSE_C10D_GLOO",
 ]
-KERNEL_FLAGS = [
-    "-std=c++17",
-    "-O2",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    *STRICT,
-    "-Wno-unknown-pragmas",
-]
-KERNEL_FLAGS += ["-DCUDA_THREADS=32"]
 
 
 def torch_folder() -> Path:
@@ -94,7 +85,16 @@ def kernel_library() -> Library:
     """fsdp_c's .cu files, whose table is known inside by another name, under the table that says what they
     touch."""
     emulation = ROOT / "tests" / "native" / "cuda_emulation.h"
-    flags = [*KERNEL_FLAGS, f"-I{ROOT / 'csrc'}", f"-I{DEVICE}", "-include", str(emulation), "-x", "c++"]
+    flags = [
+        *KERNEL_FLAGS,
+        "-DCUDA_THREADS=32",
+        f"-I{ROOT / 'csrc'}",
+        f"-I{DEVICE}",
+        "-include",
+        str(emulation),
+        "-x",
+        "c++",
+    ]
     renamed = [*flags, "-Dfsdp_c_cuda_kernels=emulated_kernels"]
     kernels = [unit(DEVICE / "fsdp_c_kernels.cpp", "fsdp_c_kernels.o", flags)]
     for path in sorted((ROOT / "csrc" / "kernels").glob("*.cu")):
