@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -11,12 +11,18 @@ from torch import nn
 
 
 def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(
         torch.cuda.current_stream()
     ):  # torch leaves another one behind where a capture fails
-        with torch.cuda.graph(graph):
-            work(values)
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                work(values)
+        except RuntimeError:
+            # and before 2.13 its allocator amid the capture, where the end of any MemPool ends the process
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(values.device.index, pool)
+            raise
     return graph
 
 
