@@ -29,6 +29,8 @@ def disturb(what: int, calls_until: int = 0, ms: int = 0) -> None:
 
 def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: str) -> list[tuple[int, str]]:
     """(exit status, what it printed and said) of each rank. AssertionError if one does not end in time."""
+    from tests.ranks import PATIENCE  # ranks do without what it imports
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -47,7 +49,7 @@ def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: st
                 stderr=subprocess.STDOUT,
             )
         )
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * PATIENCE
     try:
         said = [one.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for one in processes]
     finally:
