@@ -5,13 +5,19 @@ from __future__ import annotations
 import copyreg
 import enum
 import io
+import itertools
+import os
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -34,8 +40,12 @@ from fsdp_c.checkpoint.metadata import (
     TensorEntry,
     checksums_content,
 )
-from fsdp_c.checkpoint.pieces import Place, memory, read_data
+from fsdp_c.checkpoint.pieces import MAX_NBYTES, Place, memory, read_data
 from fsdp_c.compat.aliases import StateDict
+
+_MAX_THREADS = 8
+_JOB_NBYTES = 4 * 2**20  # that are worth a thread's turn
+_UNDERWAY_NBYTES = 4 * MAX_NBYTES  # of what threads have read or will: also a bound of memory
 
 Report = Callable[[int], object]  # takes the number of bytes that were just done
 
@@ -110,12 +120,16 @@ def read_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chun
     """One part of a tensor, verified. Raises CheckpointError naming the file and the key."""
     if chunk.place is None:
         return _torch_load_chunk(checkpoint, key, entry, chunk, file)
-    if chunk.place.strides is None:
-        tensor = torch.empty(chunk.sizes, dtype=entry.dtype, device="cpu")
-    else:
-        tensor = torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=entry.dtype, device="cpu")
+    tensor = _empty(chunk, entry)
     _read_into(checkpoint, key, chunk, tensor, file)
     return tensor
+
+
+def _empty(chunk: Chunk, entry: TensorEntry) -> Tensor:
+    assert chunk.place is not None
+    if chunk.place.strides is None:
+        return torch.empty(chunk.sizes, dtype=entry.dtype, device="cpu")
+    return torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=entry.dtype, device="cpu")
 
 
 def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, file: BinaryIO) -> None:
@@ -249,8 +263,32 @@ def chunk_of(checkpoint: Checkpoint, item: ReadItem) -> Chunk:
     return entry.chunks[index]
 
 
+class _Part(NamedTuple):
+    """A part of a file, and what is wanted of it."""
+
+    key: str
+    chunk: Chunk
+    wanted: list[tuple[ReadItem, Tensor]]
+    data: Tensor | None  # into which it is read: a target, or of its own; None for what torch wrote
+
+
+@dataclass
+class _Job:
+    """Parts of one file that one thread reads."""
+
+    file: str
+    parts: list[_Part] = field(default_factory=list)
+    nbytes: int = 0
+
+
 class Reader:
-    """Reads parts of tensors into place, each part of a file once, in the order of the file."""
+    """Reads parts of tensors into place, each part of a file once, in the order of the file.
+
+    [Note: Threads of a load]
+    Threads read and sum up bytes; tensors are made, and copied from, by the caller's. A job of one is some
+    MiB, so that small tensors do not wait for each other. Jobs end in their order: of errors the first is
+    raised, and tensors that share memory have the values of the last.
+    """
 
     def __init__(self, checkpoint: Checkpoint, report: Report | None = None) -> None:
         self.checkpoint = checkpoint
@@ -267,24 +305,73 @@ class Reader:
         by_file: dict[str, list[tuple[Chunk, tuple[str, int], list[ReadItem]]]] = {}
         for each in sorted(chunks, key=lambda each: each[0].start):
             by_file.setdefault(each[0].file, []).append(each)
-        for name, parts in by_file.items():
-            with self.checkpoint.open(name) as file:
-                for chunk, (key, _), wanted in parts:
-                    self._read_one(key, chunk, [(item, target_of(item)) for item in wanted], file)
+        seen: set[int] = set()  # where targets begin
+        parts = (
+            self._part(key, chunk, [(item, target_of(item)) for item in wanted], seen)
+            for of_file in by_file.values()
+            for chunk, (key, _), wanted in of_file
+        )
+        underway: deque[tuple[_Job, Future[None]]] = deque()
+        with ThreadPoolExecutor(reading_threads()) as pool:
+            for job in _jobs(parts):
+                underway.append((job, pool.submit(self._fill, job)))
+                while sum(one.nbytes for one, _ in underway) > _UNDERWAY_NBYTES:
+                    self._finish(*underway.popleft())
+            while underway:
+                self._finish(*underway.popleft())
 
-    def _read_one(
-        self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], file: BinaryIO
-    ) -> None:
+    def _part(self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], seen: set[int]) -> _Part:
         entry = self.checkpoint.entries[key]
         assert isinstance(entry, TensorEntry)
         (item, target), *others = wanted
-        if not others and _can_read_into(chunk, entry, item, target):
-            _read_into(self.checkpoint, key, chunk, target, file)
+        known = len(seen)
+        seen.update(each.data_ptr() for _, each in wanted)
+        if chunk.place is None:
+            data = None
+        elif len(seen) - known == 1 and not others and _can_read_into(chunk, entry, item, target):
+            data = target
         else:
-            stored = read_chunk(self.checkpoint, key, entry, chunk, file)
-            for item, target in wanted:
-                target.copy_(narrowed(stored, item.storage_offsets, item.lengths))
-        self.report(sum(target.nbytes for _, target in wanted))
+            data = _empty(chunk, entry)
+        return _Part(key, chunk, wanted, data)
+
+    def _fill(self, job: _Job) -> None:
+        with self.checkpoint.open(job.file) as file:
+            for part in job.parts:
+                if part.data is not None:
+                    _read_into(self.checkpoint, part.key, part.chunk, part.data, file)
+
+    def _finish(self, job: _Job, filled: Future[None]) -> None:
+        filled.result()
+        for key, chunk, wanted, data in job.parts:
+            if data is None:
+                entry = self.checkpoint.entries[key]
+                assert isinstance(entry, TensorEntry)
+                with self.checkpoint.open(chunk.file) as file:
+                    data = _torch_load_chunk(self.checkpoint, key, entry, chunk, file)
+            if data is not wanted[0][1]:
+                for item, target in wanted:
+                    target.copy_(narrowed(data, item.storage_offsets, item.lengths))
+            self.report(sum(target.nbytes for _, target in wanted))
+
+
+def reading_threads() -> int:
+    """This rank's part of the processors that its process may use, at most 8."""
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _jobs(parts: Iterable[_Part]) -> Iterator[_Job]:
+    for file, of_file in itertools.groupby(parts, lambda part: part.chunk.file):
+        job = _Job(file)
+        for part in of_file:
+            job.parts.append(part)
+            job.nbytes += part.chunk.length
+            if job.nbytes >= _JOB_NBYTES:
+                yield job
+                job = _Job(file)
+        if job.parts:
+            yield job
 
 
 def _can_read_into(chunk: Chunk, entry: TensorEntry, item: ReadItem, target: Tensor) -> bool:

@@ -316,12 +316,15 @@ class PiecesAlone(Subject):
 
     def read(self) -> None:
         damaged = 0
-        for place, data in self.pieces[self.name]:
-            target = bytearray(len(data))
-            if read_data(io.BytesIO(self.content), place, memoryview(target)):
-                assert target == data, "wrong"
-            else:
-                damaged += 1
+        with tempfile.TemporaryFile() as file:
+            file.write(self.content)
+            file.flush()
+            for place, data in self.pieces[self.name]:
+                target = bytearray(len(data))
+                if read_data(file, place, memoryview(target)):
+                    assert target == data, "wrong"
+                else:
+                    damaged += 1
         if damaged:
             raise CheckpointError(f"{damaged} pieces of {self.name} are damaged")
 
