@@ -7,12 +7,14 @@ beside the forward and the backward of the next step, which only read them. The 
 to them next is an optimizer: its step is preceded by a wait of its stream for the copy, through torch's hook
 for steps of all optimizers. What a forward may change, buffers and what the script passes in ``extra``, is
 copied by the current stream, in its order; so are averages of parameters, which ``update()`` may write to
-before the next step.
+before the next step. What else writes to parameters or to the optimizer's state before that shows in their
+versions, which are compared when the copy is over, or right before the optimizer's step: such a save fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import Pickled
 from fsdp_c.checkpoint.values import LocalParts, PartialTensor, RangeTensor
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.errors import first_names
 
 AVERAGES = "averages"  # the key in a checkpoint under which those of parameters are
 _ALIGNMENT = 64
@@ -54,11 +57,17 @@ class HostCopies:
         self._streams: dict[torch.device, Any] = {}
         self._on_the_way: list[tuple[torch.device, Any]] = []  # devices and events
         self._held: list[Tensor] = []  # until they have been copied
+        self._watched: dict[str, tuple[Tensor, int]] = {}  # what nothing else may write to, and its version
+        self._written: list[str] = []  # names of what something else has written to
+        self._lock = threading.Lock()
         self._hook: Any = None
 
     @torch.no_grad()
-    def copied(self, flat: StateDict, paths: dict[str, PathInDict]) -> StateDict:
-        """``flat`` with copies of all its tensors, and with what else is in it pickled."""
+    def copied(
+        self, flat: StateDict, paths: dict[str, PathInDict], params: Iterable[tuple[str, Tensor]]
+    ) -> StateDict:
+        """``flat`` with copies of all its tensors, and with what else is in it pickled. ``params``: those of
+        units, as the script has them."""
         copies: StateDict = {}
         sources = []
         for key, value in flat.items():
@@ -80,11 +89,15 @@ class HostCopies:
         optim = {key for key, path in paths.items() if "param_groups" in path or "state" in path}
         averages = {key for key, path in paths.items() if path[0] == AVERAGES}
         streams: dict[Any, torch.device] = {}
+        self._watched, self._written = {}, []
+        self._watch(params)
         for piece in pieces:
             beside = all(
                 one.key in optim or (isinstance(flat[one.key], RangeTensor) and one.key not in averages)
                 for one in piece.sources
             )
+            if beside:
+                self._watch((one.key, one.tensor) for one in piece.sources if one.key in optim)
             stream = self._copy(piece, memory, beside)
             if stream is not None:
                 streams[stream] = piece.sources[0].tensor.device
@@ -94,10 +107,30 @@ class HostCopies:
         return {key: copies[key] for key in flat}
 
     def wait(self) -> None:
-        """Until all has been copied. For the thread that reads the copies."""
+        """Until all has been copied. For the thread that reads the copies. CheckpointError for what was
+        written to meanwhile."""
         for _, event in self._on_the_way:
             event.synchronize()
+        self._look()
         self._on_the_way, self._held = [], []
+        written, self._written = self._written, []
+        if written:
+            raise CheckpointError(
+                f"{first_names(written)} {'was' if len(written) == 1 else 'were'} written to, other than by an "
+                "optimizer's step, before the copy for this save was over: wait() for the save before such "
+                "writes"
+            )
+
+    def _watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if tensor.device.type != "cpu" and not tensor.is_inference():
+                self._watched[name] = (tensor, tensor._version)
+
+    def _look(self) -> None:
+        """Once: what is written from now on comes after the copy."""
+        with self._lock:
+            self._written += [name for name, (one, was) in self._watched.items() if one._version != was]
+            self._watched = {}
 
     def _memory(self, pieces: list[_Piece]) -> Tensor:
         nbytes = pieces[-1].at + pieces[-1].end - pieces[-1].start if pieces else 0
@@ -137,6 +170,7 @@ class HostCopies:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: object) -> None:
+        self._look()
         for device, event in self._on_the_way:
             torch.get_device_module(device).current_stream(device).wait_event(event)
 

@@ -23,7 +23,7 @@ from fsdp_c.checkpoint.values import (
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
-from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
 from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.state.sharded_values import ParamLayout
 from fsdp_c.state.state_dict_saving import local_shard, split_shard
@@ -122,6 +122,16 @@ def _settle(module: ShardedModule, waits: bool) -> None:
         common.synchronize(module.compute_device)
     with common.bound_runtime(module):
         handle.writeback()
+
+
+def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What units hold and a script may write to, by the names of parameters."""
+    for path, module in units_with_paths(model):
+        if module._handle is not None:
+            flat_param = module._handle.flat_param
+            params = flat_param._params or [flat_param] * len(flat_param._fqns)
+            for fqn, param in zip(flat_param._fqns, params, strict=True):
+                yield clean_name(joined(path, fqn)), param
 
 
 def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from fsdp_c.checkpoint.model_state import (
     extra_state_takers,
     is_extra_state,
     model_state,
+    params_of_script,
     set_extra_state,
     show_loaded,
     uncompiled_keys,
@@ -143,7 +144,8 @@ def save(
     host's, which is kept for the next save, and write it from a thread while training goes on: see [Note:
     Saves in the background] in fsdp_c/checkpoint/background.py. The next save waits for it. On a GPU the copy
     is made beside the next step: until an optimizer's step, or ``wait()``, nothing else may write to
-    parameters and the optimizer's state.
+    parameters and the optimizer's state. A save beside which something does fails, unless that was through
+    ``.data``, which torch does not count.
 
     ``keep``: once the checkpoint is in its place, remove the older of those beside it whose names differ in
     the last number alone (step-100, step-200, ...), so that as many stay; see ``latest``.
@@ -156,6 +158,15 @@ def save(
     in_background.finish()
     target, ranks = absolute(path), _Ranks(process_group)
     check_keep(target, keep)
+    if (
+        ranks.is_distributed
+        and dist.get_backend(process_group) == "fake"
+        and dist.get_world_size(process_group) > 1
+    ):
+        raise CheckpointError(
+            f"saving {target}: of the {dist.get_world_size(process_group)} ranks of torch's fake process group only "
+            f"rank {dist.get_rank(process_group)} is there, and a checkpoint has the shards of all: save on real ranks"
+        )
 
     def state() -> _State:
         own = extra if ranks.is_first else None
@@ -165,7 +176,7 @@ def save(
         _write(path, target, state, ranks, progress, keep)
         return None
     beside = _Ranks(process_group, in_background.gloo_ranks(process_group) if ranks.is_distributed else None)
-    copied = _done(lambda: _copied(state()))
+    copied = _done(lambda: _copied(state(), model))
     return in_background.start(
         f"saving {target}", lambda: _write(path, target, lambda: _copies_of(copied), beside, progress, keep)
     )
@@ -349,8 +360,8 @@ def _saved_state(
     return _State(*flatten_state_dict(state))
 
 
-def _copied(state: _State) -> _State:
-    return _State(_host_copies.copied(*state), state.paths)
+def _copied(state: _State, model: nn.Module) -> _State:
+    return _State(_host_copies.copied(*state, params_of_script(model)), state.paths)
 
 
 def _copies_of(prepared: Callable[[], _State]) -> _State:

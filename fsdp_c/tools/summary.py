@@ -162,6 +162,12 @@ class Summary:
         return sum(unit.unsharded_nbytes for unit in self.units)
 
     @property
+    def background_save_nbytes(self) -> int:
+        """Bytes of the host's memory that a save in the background keeps on each rank, with an optimizer of
+        two states of its parameters' shape and dtype, as Adam is. Buffers are not counted."""
+        return sum(unit.sharded_nbytes * (3 if unit.is_trainable else 1) for unit in self.units)
+
+    @property
     def peak_unsharded_nbytes(self) -> int:
         """The most bytes of unsharded parameters that a rank holds at once in a training step.
 
@@ -680,6 +686,10 @@ def _text(whole: Summary) -> Iterator[str]:
         yield from textwrap.wrap(f"{label}: {names}", TEXT_WIDTH, subsequent_indent="    ")
     yield ""
     yield _memory(whole)
+    yield (
+        f"a save in the background holds {_size(whole.background_save_nbytes)} of host memory per rank, with "
+        "Adam's state"
+    )
     if sum(whole.all_gathers):
         within = (
             f", {_size(whole.node_gather_nbytes)} of them within a node" if whole.node_gather_nbytes else ""

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import saving
+from fsdp_c.checkpoint import CheckpointError, saving
 from fsdp_c.checkpoint.host_copies import HostCopies
 from fsdp_c.optim import ParameterAverage
 from tests import simulated_gpu
@@ -31,11 +31,11 @@ def one_rank() -> Any:
     dist.destroy_process_group()
 
 
-def made() -> tuple[FSDP, torch.optim.Optimizer]:
+def made(use_orig_params: bool = False) -> tuple[FSDP, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    device = torch.device("cuda", 0)
-    layers = [FSDP(nn.Linear(WIDTH, WIDTH), device_id=device) for _ in range(2)]
-    model = FSDP(nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), device_id=device)
+    options = {"device_id": torch.device("cuda", 0), "use_orig_params": use_orig_params}
+    layers = [FSDP(nn.Linear(WIDTH, WIDTH), **options) for _ in range(2)]
+    model = FSDP(nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
 
 
@@ -136,3 +136,57 @@ def test_averages_may_be_updated_and_shown_right_after_a_save(tmp_path: Path) ->
         over.set()
         handle.wait()
     assert not device.reports()
+
+
+def written(model: FSDP, optimizer: torch.optim.Optimizer, how: str) -> None:
+    param = next(iter(model.parameters()))
+    with torch.no_grad():
+        if how == "parameter":
+            param.mul_(0.5)
+        elif how == "view of a parameter":
+            param.view(-1)[:3].zero_()
+        elif how == "state":
+            optimizer.state[param]["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("before", ["the end of the copy", "a step"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("how", ["parameter", "view of a parameter", "state", "nothing else"])
+def test_what_else_writes_before_the_copy_is_over_makes_the_save_fail(
+    tmp_path: Path, how: str, use_orig_params: bool, before: str
+) -> None:
+    model, optimizer = made(use_orig_params)
+    backward(model)
+    optimizer.step()
+    over = threading.Event()
+    wait = HostCopies.wait
+
+    def later(copies: HostCopies) -> None:
+        assert over.wait(60)
+        wait(copies)
+
+    checkpoint.save(model, optimizer, tmp_path / "ckpt")
+    expected = (tmp_path / "ckpt" / "__0_0.distcp").read_bytes()
+    with mock.patch.object(HostCopies, "wait", later):
+        handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", background=True)
+        backward(model)
+        written(model, optimizer, how)
+        if before == "a step":
+            optimizer.step()
+            written(model, optimizer, "parameter")  # which the step has made safe
+        over.set()
+        if how == "nothing else":
+            handle.wait()
+        else:
+            name = r"\['.*(weight|exp_avg).*'\]"
+            with pytest.raises(
+                CheckpointError, match=f"{name} (was|were) written to, other than by an optimizer"
+            ):
+                handle.wait()
+    if simulated_gpu.is_on():
+        import simulated_gpu as device
+
+        assert bool(device.reports()) == (how != "nothing else")  # each of these is a race
+    (data,) = (tmp_path / "ckpt").rglob("__0_0.distcp")
+    assert data.read_bytes() == expected  # the old checkpoint, or the same anew
+    checkpoint.save(model, optimizer, tmp_path / "ckpt", background=True).wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, ShardedGradScaler, StateDictType
+from fsdp_c import MixedPrecision, ShardedGradScaler, StateDictType, checkpoint
+from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.optim_state import optim_state
 from fsdp_c.sharding import flat_param
 
@@ -475,3 +477,17 @@ def test_numbers_that_are_converted_by_a_load_are_told_once(dtype: torch.dtype) 
     told = [str(one.message) for one in record if "integers or complex" in str(one.message)]
     assert len(told) == 1 and "['1.weight', '1.bias', '0.weight', '0.bias']" in told[0]
     assert model._handle.local_shard[0] == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_save_among_faked_ranks_says_that_the_others_are_not_there(
+    tmp_path: Path, background: bool
+) -> None:
+    model = FSDP(layer(), device_id=torch.device("cpu"))
+    words = (
+        f"saving {tmp_path / 'ckpt'}: of the 4 ranks of torch's fake process group only rank {RANK} is there"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.save(model, None, tmp_path / "ckpt", background=background)
+    assert not list(tmp_path.iterdir())

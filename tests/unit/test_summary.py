@@ -296,9 +296,19 @@ def test_table_shows_units_names_sizes_and_memory() -> None:
         "per rank: 320 B of parameters all the time, and at most 640 B unsharded in a training step"
         in str(whole)
     )
+    assert (
+        "a save in the background holds 960 B of host memory per rank, with Adam's state"
+        in str(whole).splitlines()
+    )
     assert "per step: 5 all-gathers, 1.2 KiB on each rank" in str(whole)
     computed = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, mixed_precision=BF16)
     assert "kept>computed>reduced" in str(computed) and "float32>bfloat16>bfloat16" in str(computed)
+
+
+def test_a_save_in_the_background_copies_shards_and_of_those_that_are_trained_the_state() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    whole = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS)
+    assert whole.background_save_nbytes == 144 * 3 + 144
 
 
 def test_units_of_several_strategies_say_theirs() -> None:
