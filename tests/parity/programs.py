@@ -45,7 +45,7 @@ import contextlib
 import functools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_c import checkpoint as fsdp_c_checkpoint
+from fsdp_c.checkpoint.metadata import read_checkpoint
+from fsdp_c.checkpoint.storage import narrowed, read_tensor
+from fsdp_c.checkpoint.values import PartialTensor
+from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.models import WIDTH
 from tests.parity.engine import OPTIMIZERS, Point, Run, implementation
 from tests.ranks import device
@@ -135,7 +140,16 @@ def generate(seed: int) -> Program:
         limit_all_gathers=rng.random() < 0.8,
         operations=(),
     )
-    return replace(program, operations=tuple(_Sequence(rng, program).operations()))
+    operations = _with_checkpoints(random.Random(seed + 1), _Sequence(rng, program).operations())
+    return replace(program, operations=tuple(operations))
+
+
+def _with_checkpoints(rng: random.Random, operations: list[Operation]) -> Iterator[Operation]:
+    """Saves in the background, where parameters and gradients are at rest."""
+    for operation in operations:
+        yield operation
+        if operation.name == "train" and rng.random() < 0.25:
+            yield Operation("checkpoint")
 
 
 def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
@@ -430,8 +444,11 @@ class ProgramRun(Run):
     program: Program | None = None
     saved: dict[str, Any] | None = None
     saved_kind: StateDictType = StateDictType.FULL_STATE_DICT
+    written: Callable[[], None] | None = None  # waits for the save in the background, and looks at its files
 
     def execute(self, operation: Operation) -> None:
+        if device().type != "cpu" and operation.name in ("edit", "summon", "load"):
+            self.look_at_checkpoint()  # what writes to parameters waits for the copy
         getattr(self, "do_" + operation.name)(**dict(operation.arguments))
 
     # ---------------------------------------------------------------- helpers
@@ -506,6 +523,45 @@ class ProgramRun(Run):
             for index, local in enumerate(_local_tensors(value)):
                 self.record(f"saved {name}, {index}", local)
 
+    def do_checkpoint(self) -> None:
+        """A save in the background of fsdp_c, of which torch's FSDP1 knows what is to be in it."""
+        self.look_at_checkpoint()
+        label = f"step {self.step} in the checkpoint:"
+        if not self.fsdp.__module__.startswith("fsdp_c"):
+            for name, value in self.full_state_dict().items():
+                self.trace[f"{label} {name}"] = value.detach().clone()
+            return
+        state = fsdp_c_checkpoint.optim_state(self.model, self.optimizer)["state"]
+        shards = [
+            (
+                f"optim.state.{fqn}.{name}",
+                value,
+                {offsets: box.clone() for offsets, box in value.boxes.items()},
+            )
+            for fqn, own in state.items()
+            for name, value in own.items()
+            if isinstance(value, PartialTensor)
+        ]
+        path = folder_of_ranks() / "checkpoint"
+        handle = fsdp_c_checkpoint.save(self.model, self.optimizer, path, background=True)
+
+        def look() -> None:
+            handle.wait()
+            found = read_checkpoint(path)
+            for key in [key for key in found.entries if key.startswith("model.")]:
+                self.trace[f"{label} {key.removeprefix('model.')}"] = read_tensor(found, key).to(device())
+            for key, value, boxes in shards:
+                whole = read_tensor(found, key)
+                for offsets, box in boxes.items():
+                    assert torch.equal(narrowed(whole, offsets, box.shape), box.cpu()), (key, value.shape)
+
+        self.written = look
+
+    def look_at_checkpoint(self) -> None:
+        if self.written is not None:
+            self.written()
+            self.written = None
+
     def do_load(self, factor: float) -> None:
         for value in self.saved.values():
             for local in _local_tensors(value):
@@ -566,6 +622,7 @@ def record_program(program: Program, implementation_name: str, rank: int, world_
     for run.step, operation in enumerate(program.operations, start=1):
         what = f"{implementation_name}, operation {run.step} {operation}"
         _run_named(what, functools.partial(run.execute, operation))
+    _run_named(f"{implementation_name}, the last checkpoint", run.look_at_checkpoint)
     _run_named(f"{implementation_name}, the final state dict", lambda: run.record_full_state_dict("end"))
     return run.trace
 

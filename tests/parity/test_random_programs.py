@@ -69,7 +69,7 @@ def test_programs_use_every_operation_and_configuration() -> None:
     operations = {one.name for program in programs for one in program.operations}
     assert operations == {
         "train", "twice", "no_sync", "evaluate", "optimizer_step", "zero_grad", "clip", "summon", "save", "load",
-        "freeze", "edit", "raise_in_forward", "fail",
+        "checkpoint", "freeze", "edit", "raise_in_forward", "fail",
     }  # fmt: skip
     assert {program.point.strategy for program in programs} == {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"}
     assert {plan.checkpoint for program in programs for plan in program.blocks} == {
