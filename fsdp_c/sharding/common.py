@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, joined
 
 T = TypeVar("T")
 _ABSENT = object()
@@ -22,6 +23,23 @@ def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
     """The original parameters of ``handle``, then the further names of shared ones; empty without a
     handle."""
     return [] if handle is None else handle.managed_params
+
+
+def unmanaged_tensors(model: nn.Module, buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that no unit manages, and where ``buffers`` are asked for all of these, under all
+    names that the unwrapped model has for them."""
+    managed = {
+        (param.module, param.name) for unit in units_of(model) for param in managed_params(unit._handle)
+    }
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = [
+            (name, param)
+            for name, param in module._parameters.items()
+            if (module, name) not in managed and not is_flat_param_name(name)
+        ]
+        for name, tensor in [*own, *(module._buffers.items() if buffers else ())]:
+            if tensor is not None:
+                yield clean_name(joined(path, name)), tensor
 
 
 @contextlib.contextmanager

@@ -108,6 +108,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor from all ranks of its mesh, over which this is collective; other tensors unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
     """The tensor parallel groups whose ranks hold different parts of a parameter; none for what is no
     DTensor."""

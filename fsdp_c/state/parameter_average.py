@@ -14,7 +14,7 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common, tensor_parallel
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
-from fsdp_c.sharding.traversal import clean_name, is_flat_param_name
+from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import Key, OptimParams
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
@@ -88,23 +88,11 @@ class ParameterAverage:
             yield module
 
     def _live_others(self) -> dict[str, Tensor]:
-        """What no unit manages, by its name: parameters, and buffers where they are averaged."""
-        found: dict[str, Tensor] = {}
-        managed = {
-            (param.module, param.name)
-            for unit in self._units
-            for param in common.managed_params(unit._handle)
-        }
-        for path, module in self.model.named_modules():
-            own = {
-                name: param
-                for name, param in module._parameters.items()
-                if (module, name) not in managed and not is_flat_param_name(name)
-            }
-            for name, tensor in {**own, **(module._buffers if self.use_buffers else {})}.items():
-                if tensor is not None:
-                    found.setdefault(clean_name(f"{path}.{name}" if path else name), tensor)
-        return found
+        """What no unit manages, by its first name: parameters, and buffers where they are averaged."""
+        names: dict[Tensor, str] = {}
+        for name, tensor in common.unmanaged_tensors(self.model, self.use_buffers):
+            names.setdefault(tensor, name)
+        return {name: tensor for tensor, name in names.items()}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each average, and what it is the average of."""
@@ -255,6 +243,10 @@ class ParameterAverage:
                 name = first.setdefault(param.place, prefix + param.fqn)
                 if name != prefix + param.fqn:
                     yield prefix + param.fqn, name
+        names: dict[Tensor, str] = {}
+        for name, tensor in common.unmanaged_tensors(self.model):
+            if names.setdefault(tensor, name) != name:
+                yield name, names[tensor]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Those that a state dict has; the model's own, where they are not averaged."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from fsdp_c import _C
 
@@ -187,13 +188,49 @@ def gather_flat(
     yield from join_ranges([received], ranges, counts, likes, list(itertools.chain.from_iterable(shapes)))
 
 
-def start_gather(shard: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """The equal shards of all ranks one behind the other, in memory of its own, once the work is waited for.
-    Collective."""
-    sent = _as(shard, _wire_dtype([shard]))
-    received = sent.new_empty(len(sent) * group.size())
-    work = _all_gather_single(received, sent, group=group, async_op=True)
-    return _as(received, shard.dtype), work
+def start_gather(
+    shards: Sequence[Tensor],
+    ranges: Sequence[tuple[int, int]],
+    wholes: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    receivers: Sequence[int],
+) -> list[dist.Work]:
+    """Of each flat parameter the elements [first, end) of ``ranges``, in ``wholes`` once the works are waited
+    for, on the ranks ``receivers`` of the group; the others pass no ``wholes``.
+
+    ``shards``: this rank's, of one dtype, those of a flat parameter equal in size on every rank. Where all
+    ranks get flat parameters from end to end, one collective brings all. Collective.
+    """
+    wire, rank = _wire_dtype(list(shards)), group.rank()
+    sent, received = [_as(shard, wire) for shard in shards], [_as(whole, wire) for whole in wholes]
+    for_all = len(receivers) == group.size()
+    if for_all and all(
+        len(whole) == len(shard) * group.size() for whole, shard in zip(wholes, shards, strict=True)
+    ):
+        if len(sent) == 1:
+            return [_all_gather_single(received[0], sent[0], group=group, async_op=True)]
+        options = AllgatherOptions()
+        options.asyncOp = True
+        return [group.allgather_into_tensor_coalesced(received, sent, options)]
+    works, transfers = [], []
+    for index, (shard, (first, end)) in enumerate(zip(shards, ranges, strict=True)):
+        for owner in range(group.size()):
+            offset, size = owner * len(shard), shard.itemsize // wire.itemsize
+            start, stop = max(first, offset), min(end, offset + len(shard))
+            if start >= stop:
+                continue
+            part = sent[index][(start - offset) * size : (stop - offset) * size]
+            place = received[index][(start - first) * size : (stop - first) * size] if received else part
+            if owner == rank and received:
+                place.copy_(part)
+            if for_all:
+                works.append(dist.broadcast(place, group=group, group_src=owner, async_op=True))
+            elif owner == rank:
+                others = [to for to in receivers if to != rank]
+                transfers += [dist.P2POp(dist.isend, part, group=group, group_peer=to) for to in others]
+            elif received:
+                transfers.append(dist.P2POp(dist.irecv, place, group=group, group_peer=owner))
+    return works + (dist.batch_isend_irecv(transfers) if transfers else [])
 
 
 # ----------------------------------------------------------------- batches

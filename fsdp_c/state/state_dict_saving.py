@@ -124,20 +124,6 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
     return values
 
 
-def gathered_values(module: ShardedModule, rank0_only: bool, offload_to_cpu: bool) -> list[Tensor]:
-    """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing.
-    Collective."""
-    handle_of(module).writeback()
-    if handle_of(module).is_parallel:
-        with summoned(module):
-            copies = [] if rank0_only and module.rank else _copies_of_shown(module)
-    elif handle_of(module).layout.sharded:
-        return _gathered(module.process_group, [module], rank0_only, offload_to_cpu)[module]
-    else:
-        copies = [] if rank0_only and module.rank else _copies_of_own(module)
-    return [copy.cpu() for copy in copies] if offload_to_cpu else copies
-
-
 def _gathered(
     group: dist.ProcessGroup, modules: Sequence[ShardedModule], rank0_only: bool, offload_to_cpu: bool
 ) -> dict[ShardedModule, list[Tensor]]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
 from fsdp_c import _C, iter_full_params
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.state import redistribution
+from fsdp_c.state import full_params, redistribution
+from tests import tensor_parallel as tp
+from tests.distributed.test_hybrid import groups
 from tests.distributed.test_sharded_state_dict import FULL, odd, saved, train, wrap
 from tests.parity.engine import same_bits
 from tests.ranks import device, on_ranks
@@ -46,7 +51,8 @@ def test_plain_model_gives_its_parameters():
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     found = dict(iter_full_params(module))
     assert list(found) == list(module.state_dict())
-    assert found["0.weight"].data_ptr() != module[0].weight.data_ptr()
+    for copies in (found, dict(iter_full_params(module, offload_to_cpu=True))):
+        assert copies["0.weight"].data_ptr() != module[0].weight.data_ptr()
 
 
 @on_ranks(2)
@@ -134,7 +140,9 @@ def test_next_units_are_gathered_beside_this_one(rank, world_size, use_orig_para
     try:
         for number, (name, value) in enumerate(iter_full_params(model, prefetch=prefetch)):
             seen[name] = value
-            assert len(begun) == min(5, number // 2 + 1 + prefetch)
+            unit, is_first = number // 2, number % 2 == 0
+            held_back = prefetch > 0 and unit > 0 and is_first  # until the loop has let go of the unit before
+            assert len(begun) == min(5, unit + 1 + prefetch - held_back)
             if number % 3 == 0:  # other collectives amid these
                 dist.barrier()
     finally:
@@ -186,5 +194,139 @@ def test_a_loop_may_be_left_and_training_goes_on(rank, world_size):
             raise KeyError
     model(torch.ones(2, 600, device=device())).sum().backward()
     assert dict(iter_full_params(model)).keys() == saved(model, FULL).keys()
-    with pytest.raises(ValueError, match="prefetch is a number of units, 0 or more, not -1"):
+    with pytest.raises(ValueError, match="prefetch is a number of buckets, 0 or more, not -1"):
         dict(iter_full_params(model, prefetch=-1))
+
+
+# ------------------------------------------------------------------ buckets
+
+
+def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], list[tuple[int, int, int]]]:
+    """What is yielded, and of each bucket how many units, collectives and bytes."""
+    seen = []
+    start = full_params.start_gather
+
+    def watched(shards, ranges, wholes, *args):
+        works = start(shards, ranges, wholes, *args)
+        seen.append((len(shards), len(works), sum(whole.nbytes for whole in wholes)))
+        return works
+
+    with mock.patch.object(full_params, "start_gather", watched):
+        return dict(iter_full_params(model, **options)), seen
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("buckets", [1, "0.2KB", "1 KiB", "1GB"])
+@on_ranks(4)
+def test_buckets_of_any_size_give_the_full_state_dict(rank, world_size, buckets, dtype, strategy):
+    options = {"process_group": groups(2, 2)} if strategy == "HYBRID_SHARD" else {}
+    model = wrap(odd(), True, sharding_strategy=ShardingStrategy[strategy], **options)
+    train(model, rank)
+    expected = saved(model, FULL)
+    found, _ = gathers(model, buckets=buckets, dtype=dtype)
+    assert sorted(found) == sorted(set(expected) - {name for name, _ in odd().named_buffers()})
+    for name, value in found.items():
+        assert same_bits(value, expected[name].to(dtype)), name
+
+
+@on_ranks(2)
+def test_units_go_in_few_collectives_and_a_large_one_in_parts(rank, world_size):
+    model = stack(use_orig_params=True)
+    unit = (600 * 600 + 600) * 4
+    _, alone = gathers(model)
+    assert [(units, works) for units, works, _ in alone] == [(1, 1)] * 5
+    _, seen = gathers(model, buckets=2 * unit + 10_000)  # the last layer, which is small, comes first
+    assert [(units, works) for units, works, _ in seen] == [(3, 1), (2, 1)]
+    assert max(nbytes for *_, nbytes in seen) <= 2 * unit + 10_000
+    _, seen = gathers(model, buckets=unit - 2000)  # the weight without the bias
+    assert [units for units, *_ in seen] == [1] * 9
+    assert [nbytes for *_, nbytes in seen][1:] == [600 * 600 * 4, 600 * 4] * 4
+    found, seen = gathers(model, buckets=unit - 2000, only="2.bias")
+    assert list(found) == ["2.bias"] and [nbytes for *_, nbytes in seen] == [600 * 4]
+
+
+@on_ranks(2)
+def test_memory_that_was_let_go_of_is_used_again_and_no_other(rank, world_size):
+    if device().type != "cpu":
+        pytest.skip("a GPU's allocator does it")
+    model, places = stack(use_orig_params=True), set()
+    expected = saved(model, FULL)
+    for name, value in iter_full_params(model, only="[0123].*"):
+        assert same_bits(value, expected[name])
+        places.add(value.untyped_storage().data_ptr())
+    assert len(places) == 2
+    kept = dict(iter_full_params(model, only="[0123].*"))
+    assert len({value.untyped_storage().data_ptr() for value in kept.values()}) == 4
+    parts = [value[:1] for _, value in iter_full_params(model, only="[0123].bias")]  # views keep it too
+    for name, value in [*kept.items(), *((f"{i}.bias", part) for i, part in enumerate(parts))]:
+        assert same_bits(value, expected[name][: len(value)]), name
+
+
+def test_sizes_and_receivers_that_make_no_sense_are_refused():
+    for size in ("512", "MB", "-1MB", 0, -5, True, 1.5, "0MB"):
+        with pytest.raises(
+            ValueError, match=r'buckets is a size such as "512MB", "1GiB" or a number of bytes'
+        ):
+            next(iter_full_params(nn.Linear(2, 2), buckets=size))
+    with pytest.raises(ValueError, match="rank0_only and ranks both say who gets tensors"):
+        next(iter_full_params(nn.Linear(2, 2), rank0_only=True, ranks=[0]))
+
+
+# ------------------------------------------------------------------ receivers
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("buckets", [None, 200, "1MB"])
+@pytest.mark.parametrize("receivers", [{"ranks": [1, 3]}, {"ranks": [0]}, {"rank0_only": True}], ids=str)
+@on_ranks(4)
+def test_only_receivers_get_tensors_and_take_memory(rank, world_size, receivers, buckets, strategy):
+    options = {"process_group": groups(2, 2)} if strategy == "HYBRID_SHARD" else {}
+    inner = wrap(odd(), True, sharding_strategy=ShardingStrategy[strategy], **options)
+    model = nn.ModuleDict({"inner": inner, "apart": nn.Linear(2, 2).to(device())})
+    expected = dict(iter_full_params(model))
+    taken = []
+    take = full_params._Memory.take
+    with mock.patch.object(
+        full_params._Memory, "take", lambda *args: (taken.append(args[1]), take(*args))[1]
+    ):
+        found = dict(iter_full_params(model, buckets=buckets, prefetch=2, **receivers))
+    of_group = rank % 2 if strategy == "HYBRID_SHARD" else rank
+    gets = rank in receivers["ranks"] if "ranks" in receivers else of_group == 0
+    assert bool(taken) == gets
+    assert found.keys() == (expected.keys() if gets else set())
+    for name, value in found.items():
+        assert same_bits(value, expected[name]), name
+
+
+@pytest.mark.parametrize("receivers", [{}, {"ranks": [1]}, {"rank0_only": True}], ids=str)
+@pytest.mark.parametrize("buckets", [None, 300, "1MB"])
+@pytest.mark.parametrize("plan", ["mlp", "sequence"])
+@on_ranks(4)
+def test_tensors_are_whole_under_tensor_parallelism(rank, world_size, plan, buckets, receivers):
+    torch.manual_seed(3)
+    plain = tp.Language()
+    expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    model = FSDP(
+        tp.parallelized(plain, plan),
+        device_mesh=tp.mesh()["dp"],
+        device_id=device(),
+        use_orig_params=plan == "mlp",
+        auto_wrap_policy=ModuleWrapPolicy({tp.Layer}),
+    )
+    found = dict(iter_full_params(model, buckets=buckets, dtype=torch.bfloat16, **receivers))
+    gets = rank in receivers["ranks"] if "ranks" in receivers else not receivers or rank < 2
+    assert found.keys() == (expected.keys() if gets else set())
+    for name, value in found.items():
+        assert type(value) is torch.Tensor
+        assert same_bits(value, expected[name].to(device(), torch.bfloat16)), name
+
+
+@on_ranks(4)
+def test_parameters_outside_units_are_whole_under_tensor_parallelism(rank, world_size):
+    torch.manual_seed(3)
+    plain = tp.Language()
+    expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    found = dict(iter_full_params(tp.parallelized(plain, "sequence"), ranks=[2]))
+    assert found.keys() == (expected.keys() if rank == 2 else set())
+    assert all(same_bits(value, expected[name].to(device())) for name, value in found.items())

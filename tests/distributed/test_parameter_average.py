@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -152,6 +158,25 @@ def test_state_dict_of_averaged_model_is_loaded(rank: int, world_size: int) -> N
     equal(average.state_dict(), expected.state_dict())
 
 
+@on_ranks(2)
+def test_parameters_that_share_a_tensor_outside_units_have_one_average(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device())
+    plain[2].weight = plain[1].weight
+    model = copy.deepcopy(plain)
+    model[0] = FSDP(model[0], device_id=device())
+    expected, average = averaged(plain, 0.9), ParameterAverage(model, 0.9)
+    for _ in zip(train(plain, [expected]), train(model, [average]), strict=True):
+        pass
+    equal(average.state_dict(), expected.state_dict())
+    other = ParameterAverage(model, 0.9)
+    other.load_state_dict(average.state_dict())
+    equal(other.state_dict(), expected.state_dict())
+    with average.shown():
+        shown = model[1].weight.detach().clone()
+    assert torch.equal(shown, expected.module[1].weight)
+
+
 @pytest.mark.parametrize("kept_on", [None, "cpu"])
 @on_ranks(2)
 def test_small_changes_of_16_bits_are_kept_in_32(rank: int, world_size: int, kept_on: str | None) -> None:
@@ -245,6 +270,10 @@ def test_what_cannot_be_averaged_is_refused_in_words(rank: int, world_size: int)
     with pytest.raises(ValueError, match="of floating point, not torch.int64"):
         ParameterAverage(model, dtype=torch.int64)
     average = ParameterAverage(model)
+    with pytest.raises(RuntimeError, match=r"Expected state_dict_config of type .*ShardedStateDictConfig"):
+        FSDP.set_state_dict_type(
+            model, StateDictType.SHARDED_STATE_DICT, FullStateDictConfig(rank0_only=True)
+        )
     model.module.head.register_parameter("late", nn.Parameter(torch.zeros(1, device=device())))
     with pytest.raises(RuntimeError, match=r"\['head.late'\] came or went"):
         average.update()
