@@ -112,7 +112,7 @@ LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --
 ON_GPU := tests/cuda tests/simulated_gpu tests/races
 PART := 48
 # These start scripts, for many seconds each: `make test` runs them on the CPU alone.
-SCRIPTS := $(patsubst %,tests/distributed/test_%.py,checkpoint_kills migrating plain_script process_end resume_elsewhere train_lm \
+SCRIPTS := $(patsubst %,tests/distributed/test_%.py,checkpoint_kills migrating plain_script process_end resume_elsewhere train_lm weight_sync \
     without_fsdp1)
 test: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) $(SHORT)
