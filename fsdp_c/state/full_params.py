@@ -46,9 +46,10 @@ def iter_full_params(
 
     Buckets are gathered one after the other, and the next ``prefetch`` of them while the caller does
     something with this one. Memory beyond the shards is that of ``1 + prefetch`` buckets, as long as the
-    caller lets go of what it got. So a gather begins when the caller has the first tensor of a bucket, and a
-    loop's variable none of the one before; at once where a bucket is one tensor: ``del`` it at the end of the
-    loop's body, or there is a bucket more. On the CPU what was let go of is used again.
+    caller lets go of what it got. So a gather begins once the caller was through with the first tensor of a
+    bucket, its smallest, and a loop's variable has none of the bucket before; at once where a bucket is one
+    tensor: ``del`` it at the end of the loop's body, or there is a bucket more. On the CPU what was let go of
+    is used again.
 
     Tensors are detached, hold what parameters were when their gather began, and are the caller's own; those
     of a unit may share memory. The names of a shared parameter give one tensor. DTensors come whole, from
@@ -269,7 +270,11 @@ class _Asked(NamedTuple):
                     for piece, whole in zip(bucket, wholes, strict=False)
                     for value in self._values(piece, whole)
                 ]
-            return values if gets else []
+            if not gets:
+                return []
+            # the next gather waits until the caller is through with one of them
+            smallest = min(range(len(values)), key=lambda index: values[index][1].nbytes)
+            return [values.pop(smallest), *values]
 
         return wait
 

@@ -1,0 +1,101 @@
+"""iter_full_params by the model of time: gathers beside the caller's copies, in the memory of two buckets.
+
+32 layers on 8 ranks, of whose parameters the caller copies each to the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated_gpu import timeline
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from fsdp_c import FullyShardedDataParallel as FSDP, iter_full_params
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests.simulated_gpu import timeline
+from tests.simulated_gpu.timeline import COMMUNICATION, COPY, busy, common, memory, nbytes_of, step, total
+
+options = json.loads(sys.argv[1])
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
+timeline.host_is_free()
+timeline.set_costs(memory=1e6, least=2.0, pcie=options.pop("pcie"))
+timeline.set_wire(False, [(1.0, 10.0), (1e9, 10.0 + 1e5)])  # 10,000 bytes in a us
+timeline.set_wire(True, [(1.0, 10.0), (1e9, 10.0 + 1e5)])
+width, layers = 256, 32
+layer = lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
+model = FSDP(
+    nn.Sequential(*(layer() for _ in range(layers))),
+    auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is nn.Sequential,
+    device_id=torch.device("cuda", 0),
+)
+host = torch.empty(width * width, pin_memory=True)
+lets_go = options.pop("lets_go")
+
+def run():
+    for name, value in iter_full_params(model, **options):
+        host[: value.numel()].view(value.shape).copy_(value, non_blocking=True)
+        if lets_go:
+            del value
+
+run()
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+with step() as taken:
+    run()
+gathers, copies = busy(taken.of(*COMMUNICATION)), busy(taken.of(COPY))
+print(json.dumps({
+    "time": taken.time, "gathers": total(gathers), "copies": total(copies), "count": len(taken.of(*COMMUNICATION)),
+    "both": total(common(gathers, copies)), "nbytes": torch.cuda.max_memory_allocated() - before,
+    "unit": sum(param.numel() for param in layer().parameters()) * 4, "left": torch.cuda.memory_allocated() - before,
+}))
+sys.stdout.flush(); os._exit(0)
+"""
+
+
+def measured(**options: Any) -> dict[str, float]:
+    command = [sys.executable, "-c", PROGRAM, json.dumps({"lets_go": False, "pcie": 10_000.0} | options)]
+    environment = os.environ | timeline.environment()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("pcie", [5_000.0, 10_000.0, 20_000.0], ids=["slow copies", "alike", "slow gathers"])
+def test_copies_and_gathers_of_units_take_little_more_than_the_longer(pcie: float) -> None:
+    taken = measured(pcie=pcie)
+    assert taken["count"] == 32
+    assert taken["time"] <= 1.1 * max(taken["gathers"], taken["copies"])
+    assert taken["nbytes"] <= 2 * taken["unit"] * 1.01
+    assert taken["left"] == 0
+
+
+def test_without_prefetch_nothing_is_beside() -> None:
+    taken = measured(prefetch=0)
+    assert taken["time"] >= 0.99 * (taken["gathers"] + taken["copies"])
+    assert taken["both"] == 0
+
+
+@pytest.mark.parametrize(("size", "count"), [(2 * 2_110_000, 16), (300_000, 256)], ids=["units", "a layer"])
+def test_buckets_are_two_at_a_time(size: int, count: int) -> None:
+    taken = measured(buckets=size)
+    assert taken["count"] == count
+    assert taken["time"] <= 1.1 * max(taken["gathers"], taken["copies"])
+    assert taken["nbytes"] <= 2 * size
+
+
+def test_buckets_of_one_tensor_are_three_for_who_keeps_it() -> None:
+    one = 256 * 256 * 4
+    assert 2 * one < measured(buckets=one)["nbytes"] <= 3 * one
+    assert measured(buckets=one, lets_go=True)["nbytes"] <= 2 * one
