@@ -37,7 +37,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
         return -1;
     runtime->callback_queued = true;
     runtime->reach = REACH_UNKNOWN;
-    runtime->graph_goes_on = runtime->num_in_forward && torch_grad_enabled();
+    runtime->graph_goes_on = torch_grad_enabled();
     return 0;
 }
 

@@ -44,7 +44,8 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     struct handle *handle = part->handle;
     bool expected = unit->needs_pre_backward_unshard;
     bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
-    bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
+    bool free_storage =
+        !unit->graph_reads && (!handle->param.sharded || !expected || (!unit->is_root && !keeps));
     if (handle_take_over_writes(handle) < 0 || unit_reshard(part, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
@@ -101,19 +102,16 @@ int unit_unshard_for_backward(struct unit *unit) {
     return unit_prefetch_next(unit, USE_BACKWARD_PRE);
 }
 
-/* What a graph of a backward reads has no gather of its own: it stays for the step's backward. */
-static bool stays_for_graph(const struct unit *unit) {
-    return unit->runtime->num_in_forward && unit->runtime->graph_goes_on;
-}
-
-int unit_reshard_in_backward(struct unit *unit) {
-    struct handle *handle = unit->handle;
+/* What a graph of a backward reads has no gather of its own: it stays for the next backward. */
+int unit_reshard_in_backward(struct unit *part) {
+    struct handle *handle = part->handle;
+    bool goes_on = part->runtime->graph_goes_on && handle->storage.param_state != PARAM_SHARDED;
     bool keeps =
-        stays_for_graph(unit) || !(unit->sync_gradients || flat_param_reshards_after_forward(&handle->param));
-    bool free_storage = !handle->param.sharded || !keeps;
-    if (!free_storage)
-        unit_keep_for_next(unit);
-    if (handle_take_over_views(handle) < 0 || unit_reshard(unit, free_storage) < 0)
+        handle->param.sharded && !part->sync_gradients && !flat_param_reshards_after_forward(&handle->param);
+    unit_of_part(part)->graph_reads = goes_on;
+    if (keeps)
+        unit_keep_for_next(part);
+    if (handle_take_over_views(handle) < 0 || unit_reshard(part, !keeps && !goes_on) < 0)
         return -1;
     return handle_show_sharded(handle);
 }

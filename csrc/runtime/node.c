@@ -139,7 +139,8 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
         if (requires_grad > 0)
             PyErr_Format(PyExc_RuntimeError,
                          "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() "
-                         "without create_graph=True",
+                         "without create_graph=True. Gradients of inputs may be differentiated: take them by "
+                         "torch.autograd.grad(..., inputs, create_graph=True)",
                          (long long)unit->handle->param.layout.rank, unit->name);
         return -1;
     }

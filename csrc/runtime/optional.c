@@ -111,7 +111,7 @@ int optional_end_forward(struct unit *enclosing) {
         bool keeps = param->sharded && !flat_param_reshards_after_forward(param);
         if (torch_grad_enabled() && note_forward(unit) < 0)
             return -1;
-        if (reshard_parts(unit, !(keeps && expected)) < 0)
+        if (reshard_parts(unit, !(keeps && expected) && !unit->graph_reads) < 0)
             return -1;
     }
     return 0;

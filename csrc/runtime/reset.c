@@ -33,6 +33,7 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
     if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
         return; /* summon_full_params ends by itself */
     optional_reset(unit);
+    unit_forget_graph(unit);
     note_result(first, unit_unwatch_inputs(unit));
     if (unit->handle)
         reset_handle(unit, first);

@@ -42,7 +42,7 @@ void unit_note_used(struct unit *unit) {
 int runtime_give_back_stale(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        bool comes_back = unit->needs_pre_backward_unshard || unit->place.prefetched;
+        bool comes_back = (unit->needs_pre_backward_unshard || unit->place.prefetched) && !unit->graph_reads;
         if (comes_back && !unit->leader && unit_give_back_stale(unit) < 0)
             return -1;
     }
@@ -56,6 +56,10 @@ int runtime_give_back_unused(struct runtime *runtime) {
             return -1;
     }
     return 0;
+}
+
+void unit_forget_graph(struct unit *unit) {
+    unit->graph_reads = false;
 }
 
 /* ---- under no_sync ---- */

@@ -90,6 +90,7 @@ struct unit {
     struct gather_mark gather;      /* its last all-gather */
     /* the forward, as num_forwards counts: see [Note: stale parameters] in stale.c */
     int64_t gathered_for;
+    bool graph_reads; /* what a backward has made a graph of: it stays gathered for the next one */
     /* that of its last forward, where the views stay: compared, never followed */
     const void *backward_hook;
     struct optional optional; /* need it not run on every rank, or is it around units that need not? */
@@ -178,6 +179,7 @@ int unit_give_back_stale(struct unit *unit); /* but not amid a backward. 0 or -1
 void unit_note_used(struct unit *unit);      /* what is gathered is for the forward that is on its way */
 /* it is as good for the next forward as it was for the last one */
 void unit_keep_for_next(struct unit *part);
+void unit_forget_graph(struct unit *unit); /* it need not stay gathered for one any more */
 
 /* inputs_outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
 bool unit_shows_views(struct unit *part);

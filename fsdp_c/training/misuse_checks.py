@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +47,6 @@ def check_backward(root: ShardedModule) -> None:
     _follow(root)
     _refuse_strangers(root)
     _warn_of_stale_optimizers(root)
-    _warn_of_graph_of_freed(root)
 
 
 def _note(root: ShardedModule) -> None:
@@ -149,23 +147,6 @@ def _take_params_before(unit: ShardedModule) -> Iterator[nn.Parameter]:
     """Those that are alive still, although the unit has others in their places."""
     references, unit._whole._params_before = unit._whole._params_before, []
     yield from (param for one in references if (param := one()) is not None and not is_flattened(param))
-
-
-def _warn_of_graph_of_freed(root: ShardedModule) -> None:
-    """A backward with create_graph=True to inputs alone, as of a gradient penalty; one to parameters is
-    refused."""
-    units = units_of(root) if torch.is_grad_enabled() else []
-    sharded = [
-        unit_name(unit.module) for unit in units if unit._handle is not None and unit._handle.layout.sharded
-    ]
-    if sharded:
-        misuse.tell(
-            f"rank {root.rank}, unit {unit_name(root.module)}: this backward makes a graph "
-            f"(create_graph=True), as for a gradient penalty, and {first_names(sharded)} give their "
-            "parameters back after it: a backward through that graph will not find them, and raise 'out of "
-            "bounds for storage of size 0'. Wrap these units with ShardingStrategy.NO_SHARD.",
-            is_certain=False,
-        )
 
 
 def warn_of_lowered_frequencies(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]]) -> None:

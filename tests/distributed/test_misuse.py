@@ -419,27 +419,6 @@ def test_two_threads_in_one_forward_are_told(rank: int, world_size: int, use_ori
     assert torch.equal(backward(model, rank), loss)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@both_views
-@on_ranks(2)
-def test_a_gradient_penalty_through_sharded_units_is_told(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
-) -> None:
-    model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
-    x = torch.ones(3, WIDTH, requires_grad=True)
-    if strategy == "NO_SHARD":
-        with nothing_told():
-            (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            gradient.square().sum().backward()
-        return
-    with pytest.warns(
-        UserWarning, match=f"rank {rank}, unit Net: this backward makes a graph .*Block at 'blocks.0'"
-    ):
-        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
-        gradient.square().sum().backward()
-
-
 @both_views
 @on_ranks(2)
 def test_a_copy_is_refused_and_an_average_needs_none(
