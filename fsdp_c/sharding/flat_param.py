@@ -216,11 +216,17 @@ _SETTERS = ("__setattr__", "__delattr__", "register_parameter")
 
 
 def _way_to_set(module: nn.Module) -> int:
-    """``setattr`` where the module's class, or a hook on all registrations, would notice it; else
+    """``setattr`` where the module's class, or a hook of others on all registrations, would notice it; else
     directly."""
-    hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", None)
-    is_plain = not hooks and all(_is_modules_own(getattr(type(module), name)) for name in _SETTERS)
+    hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", {}).values()
+    is_plain = all(map(_is_fsdp_c, hooks)) and all(
+        _is_modules_own(getattr(type(module), name)) for name in _SETTERS
+    )
     return _C.SET_DIRECTLY if is_plain else _C.SET_BY_SETATTR
+
+
+def _is_fsdp_c(hook: object) -> bool:
+    return getattr(hook, "__module__", "").partition(".")[0] == "fsdp_c"
 
 
 def _is_modules_own(method: object) -> bool:

@@ -1,5 +1,5 @@
-"""Mistakes that show at the end of a backward: of the first one, and of the first after modules were
-registered.
+"""Mistakes that show at the end of a backward: of the first one, and of the first after modules or
+parameters were registered.
 
 A step costs nothing for it: the runtime in C calls ``check_backward`` where it is ``unchecked``.
 """
@@ -15,7 +15,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -35,8 +38,8 @@ _roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakr
 
 
 def watch(root: ShardedModule) -> None:
-    """Have the next backward of ``root``, which is initialised, checked, and the one after modules are
-    registered."""
+    """Have the next backward of ``root``, which is initialised, checked, and the one after modules or
+    parameters are registered."""
     if misuse.is_looked_for():
         _watch_registrations()
         _note(root)
@@ -56,10 +59,13 @@ def _note(root: ShardedModule) -> None:
 
 @functools.cache
 def _watch_registrations() -> None:
-    register_module_module_registration_hook(_module_registered)
+    register_module_module_registration_hook(_registered)
+    register_module_parameter_registration_hook(_registered)
 
 
-def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def _registered(module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
+    if isinstance(added, nn.Parameter) and is_flattened(added):
+        return  # a unit's own, where the module's class may notice that it is shown
     with contextlib.suppress(TypeError):  # a module may have no hash
         reference = _roots.get(module)
         if reference is not None and (root := reference()) is not None:
@@ -101,10 +107,10 @@ def _refuse_strangers(root: ShardedModule) -> None:
         misuse.tell(
             f"rank {root.rank}, unit {unit_name(root.module)}: {first_names(strangers)} got gradients, but "
             "belong to no unit: they were registered after wrapping, so that nobody reduces their gradients, "
-            "and each rank trains its own. Add modules before wrapping. What is to stay outside: pass it in "
-            "ignored_states when wrapping, give all ranks the same values, and reduce its gradients, for "
-            "instance by param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, "
-            "dist.ReduceOp.AVG)).",
+            "and each rank trains its own. Add modules and parameters before wrapping. What is to stay "
+            "outside: pass it in ignored_states when wrapping, give all ranks the same values, and reduce its "
+            "gradients, for instance by param.register_post_accumulate_grad_hook(lambda param: "
+            "dist.all_reduce(param.grad, dist.ReduceOp.AVG)).",
             is_certain=True,
         )
 

@@ -70,6 +70,11 @@ def replace_head(model: Any, rank: int) -> nn.Linear:
     return head
 
 
+class Scaled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "scale", 1.0)
+
+
 @on_ranks(2)
 def test_torch_trains_a_head_that_was_replaced_apart(rank: int, world_size: int) -> None:  # parity 80
     model = wrapped(TorchFSDP, use_orig_params=True)
@@ -89,6 +94,20 @@ def test_a_head_that_was_replaced_before_the_first_step_is_refused(
     replace_head(model, rank)
     with pytest.raises(
         RuntimeError, match=rf"rank {rank}, unit Net: \['head.weight', 'head.bias'\] got gradients"
+    ):
+        backward(model, rank)
+
+
+@both_views
+@on_ranks(2)
+def test_a_parameter_that_is_registered_between_steps_is_refused(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = wrapped(net=Scaled(), use_orig_params=use_orig_params)
+    backward(model, rank)
+    model.module.scale = nn.Parameter(torch.ones(1, device=device()))
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank}, unit Scaled: \['scale'\] got gradients.*ignored_states"
     ):
         backward(model, rank)
 

@@ -17,7 +17,9 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.sharding.flat_param import _way_to_set
 
 CPU = torch.device("cpu")
 SETTINGS = {"unset": None, "off": "0", "on": "1"}
@@ -159,6 +161,22 @@ def test_hooks_on_registrations_see_the_parameters(seen: list[tuple[str, str]]) 
         finally:
             removable.remove()
     assert counts == [True, True]
+
+
+@both_views
+def test_what_looks_for_parameters_of_the_script_sees_none_of_the_units(
+    seen: list[tuple[str, str]], use_orig_params: bool
+) -> None:
+    model = wrap(FSDP, watched(seen, "register_parameter"), use_orig_params)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        assert not model._unit.runtime.unchecked
+    assert seen
+    model(torch.ones(2, 4))
+    assert not model._unit.runtime.unchecked
+    assert _way_to_set(nn.Linear(4, 4)) == _C.SET_DIRECTLY
+    model.module.scale = nn.Parameter(torch.ones(1))
+    assert model._unit.runtime.unchecked
 
 
 def test_method_that_was_replaced_on_module_itself_takes_part(
