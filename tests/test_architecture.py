@@ -40,7 +40,7 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 160,
     "csrc/layout": 560,
-    "csrc/kernels": 3_830,
+    "csrc/kernels": 3_820,
     "csrc/torch": 3_750,
     "csrc/collective": 360,
     "csrc/handle": 5_500,

@@ -30,11 +30,9 @@ int attributes_storage(struct attributes *attributes, struct storage *storage) {
         return 0;
     if (two_precisions && storage_make_copy(storage, PRECISION_FULL) < 0)
         return -1;
-    if (put(attributes, "_local_shard", storage->local_shard) < 0)
-        return -1;
-    if (put(attributes, "_full_param_padded", attributes_full(storage)) < 0)
-        return -1;
-    if (put(attributes, "_full_prec_full_param_padded", two_precisions ? full->full.tensor : NULL) < 0)
+    if (put(attributes, "_local_shard", storage->local_shard) < 0 ||
+        put(attributes, "_full_param_padded", attributes_full(storage)) < 0 ||
+        put(attributes, "_full_prec_full_param_padded", two_precisions ? full->full.tensor : NULL) < 0)
         return -1;
     return put(attributes, "_mp_shard", attributes_low_precision_shard(storage));
 }

@@ -14,9 +14,8 @@ struct attributes {
 
 void attributes_fini(struct attributes *attributes);
 int attributes_begin(struct attributes *attributes, PyObject *flat_param); /* 0 or -1 */
-int attributes_storage(struct attributes *attributes,
-                       /* after lazy init, each time. 0 or -1 */
-                       struct storage *storage);
+/* after lazy init, each time. 0 or -1 */
+int attributes_storage(struct attributes *attributes, struct storage *storage);
 int attributes_cpu_grad(struct attributes *attributes, PyObject *grad); /* 0 or -1 */
 /* the invariant, where FSDP_C_CHECK is defined */
 void attributes_check(const struct attributes *attributes, const struct storage *storage);

@@ -54,14 +54,14 @@ int gradients_add_pending(struct gradients *gradients, PyObject *output) {
                         "accumulation of gradients");
 }
 
-static int add_tensor(struct gradients *gradients, PyObject *output, PyObject *input) {
+int gradients_apply(const struct gradients *gradients, elementwise_kernel *kernel, PyObject *output,
+                    PyObject *input, double divisor, const char *what) {
     struct tensor_view to, from;
     if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
         return -1;
-    return tensor_check(gradients->storage->kernels->accumulate(to.data, to.dtype, from.data, from.dtype,
-                                                                tensor_view_numel(&to), 1.0,
-                                                                storage_stream(gradients->storage)),
-                        "accumulation of gradients");
+    return tensor_check(kernel(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from), divisor,
+                               storage_stream(gradients->storage)),
+                        what);
 }
 
 PyObject *gradients_take_received(struct gradients *gradients) {
@@ -80,16 +80,12 @@ PyObject *gradients_take_received(struct gradients *gradients) {
     return total;
 }
 
-/* Everything received in this backward is added to `target`, and released. */
 int gradients_add_received(struct gradients *gradients, PyObject *target) {
-    int result;
-    if (gradients->sum) {
-        result = gradients_add_pending(gradients, gradients->sum) < 0
-                     ? -1
-                     : add_tensor(gradients, target, gradients->sum);
-    } else {
-        result = gradients_add_pending(gradients, target);
-    }
+    PyObject *sum = gradients->sum;
+    int result = gradients_add_pending(gradients, sum ? sum : target);
+    if (!result && sum)
+        result = gradients_apply(gradients, gradients->storage->kernels->accumulate, target, sum, 1.0,
+                                 "accumulation of gradients");
     Py_CLEAR(gradients->sum);
     Py_CLEAR(gradients->pending);
     return result;

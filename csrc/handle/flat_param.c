@@ -154,25 +154,9 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
 
 /* ---- views ---- */
 
-/* The overload of fsdp_c::segment_views, past the Python of torch.ops. New reference. */
-static PyObject *find_segment_views(void) {
-    PyObject *ops = PyImport_ImportModule("torch._ops");
-    PyObject *all = ops ? PyObject_GetAttrString(ops, "ops") : NULL;
-    PyObject *ours = all ? PyObject_GetAttrString(all, "fsdp_c") : NULL;
-    PyObject *packet = ours ? PyObject_GetAttrString(ours, "segment_views") : NULL;
-    PyObject *overload = packet ? PyObject_GetAttrString(packet, "default") : NULL;
-    PyObject *op = overload ? PyObject_GetAttrString(overload, "_op") : NULL;
-    Py_XDECREF(ops);
-    Py_XDECREF(all);
-    Py_XDECREF(ours);
-    Py_XDECREF(packet);
-    Py_XDECREF(overload);
-    return op;
-}
-
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
-    static PyObject *op; /* owned for ever */
-    if (!op && !(op = find_segment_views()))
+    static PyObject *op; /* owned for ever; the overload of an operator, past the Python of torch.ops */
+    if (!op && !(op = torch_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))
         return NULL;
     PyObject *id = PyLong_FromLongLong(param->op_id);
     PyObject *list = id ? PyObject_CallFunctionObjArgs(op, full, id, NULL) : NULL;

@@ -374,9 +374,7 @@ static PyObject *upload(struct gradients *gradients, PyObject *grad) {
 /* ---- zeroed ---- */
 
 static int zero(PyObject *tensor) {
-    PyObject *done = PyObject_CallMethod(tensor, "zero_", NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return ref_done(PyObject_CallMethod(tensor, "zero_", NULL));
 }
 
 int gradients_forget_reduced(struct gradients *gradients, int64_t index) {

@@ -211,28 +211,21 @@ int gradients_receive_nothing(struct gradients *gradients) {
 
 /* reduce_input = cast(total) / predivide; the total itself where the dtypes agree. Steals `total`. */
 static int divide_total(struct gradients *gradients, PyObject *total) {
-    struct tensor_view from, to;
-    PyObject *input = total;
-    if (tensor_view_of(total, &from) < 0)
-        goto fail;
-    if (from.dtype != gradients->storage->copy->reduce_kind)
-        input = torch_empty_like(gradients->storage->copy->reduce_input_like.tensor);
-    if (!input || tensor_view_of(input, &to) < 0)
-        goto fail;
-    if (tensor_check(gradients->storage->kernels->cast_divide(
-                         to.data, to.dtype, from.data, from.dtype, gradients->param->layout.padded_numel,
-                         gradients->predivide, storage_stream(gradients->storage)),
-                     "pre-division of gradients") < 0)
-        goto fail;
-    if (input != total)
-        Py_DECREF(total);
-    ref_set(&gradients->reduce_input, input);
-    return 0;
-fail:
-    if (input != total)
-        Py_XDECREF(input);
+    const struct precision_copy *copy = gradients->storage->copy;
+    struct tensor_view from;
+    PyObject *input = NULL;
+    if (tensor_view_of(total, &from) == 0)
+        input = from.dtype == copy->reduce_kind ? Py_NewRef(total)
+                                                : torch_empty_like(copy->reduce_input_like.tensor);
+    int result = input ? gradients_apply(gradients, gradients->storage->kernels->cast_divide, input, total,
+                                         gradients->predivide, "pre-division of gradients")
+                       : -1;
+    if (result < 0)
+        Py_CLEAR(input);
+    else
+        ref_set(&gradients->reduce_input, input);
     Py_DECREF(total);
-    return -1;
+    return result;
 }
 
 int gradients_take_reduce_input(struct gradients *gradients) {
@@ -246,27 +239,17 @@ int64_t gradients_reduce_input_nbytes(const struct gradients *gradients) {
     return gradients->param->layout.padded_numel * dtype_nbytes(gradients->storage->copy->reduce_kind);
 }
 
-/* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. It stays in
- * `pending`. */
-static int pack_directly(struct gradients *gradients) {
-    if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)
-        return -1;
-    return gradients_pack_pending(gradients, gradients->reduce_input, gradients->predivide);
-}
-
-static int begin_pack(struct gradients *gradients) {
-    if (gradients_read_comm_hook(gradients) < 0)
-        return -1;
-    gradients->unreduced = gradients->hooked = false;
-    return 0;
-}
-
 bool gradients_pack_directly(const struct gradients *gradients) {
     return gradients->param->sharded && !gradients->unsharded && !gradients->sum;
 }
 
 int gradients_pack_beside(struct gradients *gradients, PyObject **packed) {
-    if (begin_pack(gradients) < 0 || pack_directly(gradients) < 0)
+    if (gradients_read_comm_hook(gradients) < 0)
+        return -1;
+    gradients->unreduced = gradients->hooked = false;
+    if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)
+        return -1;
+    if (gradients_pack_pending(gradients, gradients->reduce_input, gradients->predivide) < 0)
         return -1;
     *packed = gradients->pending;
     gradients->pending = NULL;
@@ -275,13 +258,9 @@ int gradients_pack_beside(struct gradients *gradients, PyObject **packed) {
 
 int gradients_pack(struct gradients *gradients) {
     PyObject **previous = gradients_previous(gradients), *total;
-    if (begin_pack(gradients) < 0)
+    if (gradients_read_comm_hook(gradients) < 0)
         return -1;
-    if (!*previous && !gradients->sum) {
-        int result = pack_directly(gradients);
-        Py_CLEAR(gradients->pending);
-        return result;
-    }
+    gradients->unreduced = gradients->hooked = false;
     if (*previous) {
         if (gradients->pending && gradients_add_received(gradients, *previous) < 0)
             return -1;
@@ -289,8 +268,14 @@ int gradients_pack(struct gradients *gradients) {
             return -1;
         total = *previous;
         *previous = NULL;
-    } else {
+    } else if (gradients->sum) {
         total = gradients_take_received(gradients);
+    } else { /* as in the usual step: one contribution is copied, cast and pre-divided in one pass */
+        int result = gradients->reduce_input ? 0 : gradients_take_reduce_input(gradients);
+        if (!result)
+            result = gradients_pack_pending(gradients, gradients->reduce_input, gradients->predivide);
+        Py_CLEAR(gradients->pending);
+        return result;
     }
     return total ? divide_total(gradients, total) : -1;
 }

@@ -1,9 +1,8 @@
 /* The gradients of one unit, on their way from autograd to the optimizer.
  *
- *   views' gradients --> pending (+ sum) --pack, cast, pre-divide--> reduce_input --reduce-scatter-->
- * reduce_output
- *                                                           --post-divide, accumulate--> saved_shard --hand
- * over--> .grad under no_sync:       pending (+ sum) --> unsharded --> .grad
+ *   views' gradients --> pending (+ sum) --pack, cast, pre-divide--> reduce_input
+ *     --reduce-scatter--> reduce_output --post-divide, accumulate--> saved_shard --hand over--> .grad
+ *   under no_sync: pending (+ sum) --> unsharded --> .grad
  *
  * Invariants: `kind` says what the flat parameter's `.grad` holds between backwards; amid a backward it is
  * never GRAD_SHARDED, as that is set aside in saved_shard. While a reduction is in flight (`work`), its
@@ -28,8 +27,8 @@ struct comm_hook {
 
 struct gradients {
     const struct flat_param *param; /* borrowed */
-    const struct storage
-        *storage; /* borrowed; how the shard and the parameters look, and where they are computed with */
+    /* borrowed; how the shard and the parameters look, and where they are computed with */
+    const struct storage *storage;
     struct attributes *attributes; /* borrowed */
 
     enum grad_kind kind; /* written by states.c */
@@ -64,10 +63,8 @@ struct gradients {
     struct comm_hook comm_hook;
     bool has_param_hooks; /* hooks were found on the flat parameter when it was looked at last, */
     PyObject *hooks_seen; /* owned; which was after torch's hook of this number */
-    PyObject *
-        /* owned; (_backward_hooks, _post_accumulate_grad_hooks) while autograd is not to find them, or
-         * NULL */
-        hidden_hooks;
+    /* owned; (_backward_hooks, _post_accumulate_grad_hooks) while autograd is not to find them, or NULL */
+    PyObject *hidden_hooks;
 
     /* from lazy init on */
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
@@ -100,16 +97,14 @@ PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
 int gradients_receive_zeros(struct gradients *gradients, PyObject *args);
 /* where nothing is to be packed yet: zeros. 0 or -1 */
 int gradients_receive_nothing(struct gradients *gradients);
-int gradients_pack(
-    /* what was received, and what no_sync left, becomes the reduction's input */
-    struct gradients *gradients);
+/* what was received, and what no_sync left, becomes the reduction's input */
+int gradients_pack(struct gradients *gradients);
 /* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is
- * the caller's, in
- * `*packed`, until the pass is over. 0 or -1. */
+ * the caller's, in `*packed`, until the pass is over. 0 or -1. */
 bool gradients_pack_directly(const struct gradients *gradients);
 int gradients_pack_beside(struct gradients *gradients, PyObject **packed);
-int gradients_accumulate_unsharded(
-    struct gradients *gradients);                 /* no_sync: add what was received, to be shown as .grad */
+/* no_sync: add what was received, to be shown as .grad */
+int gradients_accumulate_unsharded(struct gradients *gradients);
 void gradients_drop(struct gradients *gradients); /* after an exception: nothing of this backward is kept */
 
 /* ---- reduced: reduction.c ---- */
@@ -196,21 +191,20 @@ PyObject *gradients_sharded(const struct gradients *gradients);
 
 /* contributions.c */
 int gradients_refuse(const struct gradients *gradients, int64_t index); /* -1 with RuntimeError */
-int gradients_pack_pending(struct gradients *gradients, PyObject *output,
-                           double divisor);                               /* output = pending / divisor */
+/* output = pending / divisor */
+int gradients_pack_pending(struct gradients *gradients, PyObject *output, double divisor);
 int gradients_add_pending(struct gradients *gradients, PyObject *output); /* output += pending */
 /* += all received, which is released */
 int gradients_add_received(struct gradients *gradients, PyObject *target);
-PyObject *
 /* the sum of what was received, padded; new reference or NULL */
-gradients_take_received(struct gradients *gradients);
+PyObject *gradients_take_received(struct gradients *gradients);
+/* One of the kernels over contiguous elements, of as many as `input` has; `what`: for its error. 0 or -1 */
+int gradients_apply(const struct gradients *gradients, elementwise_kernel *kernel, PyObject *output,
+                    PyObject *input, double divisor, const char *what);
 
 /* reduction.c */
 /* before gradients are packed: a native hook's state as it is now */
 int gradients_read_comm_hook(struct gradients *gradients);
-PyObject *
-/* reduce what was packed; None, or NULL with an exception */
-gradients_call_comm_hook(struct gradients *gradients);
 
 /* reduction.c: a new tensor of the values of `input`, in the dtype of the sharded parameter, where
  * computation is. */

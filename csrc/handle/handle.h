@@ -1,9 +1,10 @@
 /* One flat parameter with all that belongs to it. The components own their state; what takes several of them
  * is a sequence here.
  *
- *   flat_param  what it is                storage    shard and unsharded parameters   param_views  what the modules
- * show attributes  what outside code reads   gradients  from autograd to .grad           writeback  what the
- * user did to both call_guards what layers do meanwhile when they are called past their unit
+ *   flat_param   what it is                         storage     shard and unsharded parameters
+ *   param_views  what the modules show              attributes  what outside code reads
+ *   gradients    from autograd to .grad             writeback   what the user did to both
+ *   call_guards  what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
  * `training_state` says who is using the unit, and is written by one function (states.c) against a table of
@@ -53,8 +54,8 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg);
 /* states.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states.
  * From everywhere it may become IDLE. */
 int handle_set_training_state(struct handle *handle, enum training_state state);
-void handle_check(const struct handle *handle); /* the invariants of all components, where FSDP_C_CHECK is
-                                                   defined and `ready` holds */
+/* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */
+void handle_check(const struct handle *handle);
 
 /* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with: an id is found from
  * handle_table_add to handle_table_remove, and never given twice ---- */

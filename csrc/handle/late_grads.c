@@ -22,24 +22,21 @@ static bool is_part_of(PyObject *grad, const struct tensor_view *whole) {
     return (uintptr_t)view.data - (uintptr_t)whole->data < nbytes;
 }
 
-static int hide_one(PyObject *param, const struct tensor_view *whole, PyObject *hidden, bool aside) {
-    PyObject *grad = torch_get_grad(param);
-    bool hides = grad && grad != Py_None && is_part_of(grad, whole);
-    int result = grad ? PyList_Append(hidden, !hides ? Py_None : aside ? grad : Py_True) : -1;
-    if (!result && hides)
-        result = torch_set_grad(param, Py_None);
-    Py_XDECREF(grad);
-    return result;
-}
-
-static int hide_all(struct gradients *gradients, PyObject *grad, bool aside) {
+static int hide_all(struct gradients *gradients, PyObject *whole_grad, bool aside) {
     struct tensor_view whole;
     if (!gradients->param->use_orig_params)
         return 0;
     ref_set(&gradients->hidden, PyList_New(0));
-    int result = gradients->hidden ? tensor_view_of(grad, &whole) : -1;
-    for (int64_t i = 0; !result && i < gradients->param->num_params; i++)
-        result = hide_one(PyList_GetItem(gradients->param->params, i), &whole, gradients->hidden, aside);
+    int result = gradients->hidden ? tensor_view_of(whole_grad, &whole) : -1;
+    for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i), *grad = torch_get_grad(param);
+        bool hides = grad && grad != Py_None && is_part_of(grad, &whole);
+        if (!grad || PyList_Append(gradients->hidden, !hides ? Py_None : aside ? grad : Py_True) < 0)
+            result = -1;
+        else if (hides)
+            result = torch_set_grad(param, Py_None);
+        Py_XDECREF(grad);
+    }
     return result;
 }
 
@@ -63,33 +60,26 @@ int gradients_show_again(struct gradients *gradients) {
     return result;
 }
 
-/* New reference to what has come for one parameter, or for the flat one where `index` is -1; Py_None where
- * nothing has. */
-static PyObject *come_for(const struct gradients *gradients, int64_t index) {
-    if (index >= 0 && gradients_offset(gradients, index) < 0)
-        return Py_NewRef(Py_None);
-    const struct flat_param *param = gradients->param;
-    return torch_get_grad(index < 0 ? param->tensor : PyList_GetItem(param->params, index));
-}
-
 static int add(const struct gradients *gradients, PyObject **shard, PyObject *late, int64_t index) {
     if (!*shard && !(*shard = torch_zeros_like(gradients->storage->shard_like.tensor)))
         return -1;
     PyObject *part = index < 0 ? Py_NewRef(*shard) : gradients_part(gradients, *shard, index);
     PyObject *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
-    PyObject *done = there ? PyObject_CallMethod(part, "add_", "O", there) : NULL;
+    int result = ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL);
     Py_XDECREF(part);
     Py_XDECREF(there);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return result;
 }
 
 int gradients_add_late(struct gradients *gradients, PyObject **shard) {
-    int64_t begin = gradients->param->use_orig_params ? 0 : -1;
-    int64_t end = gradients->param->use_orig_params ? gradients->param->num_params : 0;
+    const struct flat_param *param = gradients->param;
+    int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
+    int64_t end = param->use_orig_params ? param->num_params : 0;
     int result = 0;
     for (int64_t i = begin; !result && i < end; i++) {
-        PyObject *late = come_for(gradients, i);
+        if (i >= 0 && gradients_offset(gradients, i) < 0)
+            continue;
+        PyObject *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
         if (late != Py_None)
             result = late ? add(gradients, shard, late, i) : -1;
         Py_XDECREF(late);

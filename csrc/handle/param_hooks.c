@@ -36,31 +36,28 @@ static PyObject *functions_of(const struct gradients *gradients, PyObject *attri
     return functions;
 }
 
-static int refuse_replacement(const struct gradients *gradients, PyObject *function, const char *what,
-                              PyObject *value) {
-    return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                      "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
-                      "one of the same size, dtype and device, not by a %R",
-                      function, what, (PyObject *)Py_TYPE(value));
-}
-
 /* What a hook returned must be able to stand for the gradient it was given. */
 static int check_replacement(const struct gradients *gradients, PyObject *function, PyObject *grad,
                              PyObject *value) {
+    const struct flat_param *param = gradients->param;
     struct tensor_view old, new;
-    if (!torch_is_tensor(value)) {
-        return unit_error(PyExc_TypeError, gradients->param->layout.rank, gradients->param->name,
+    if (!torch_is_tensor(value))
+        return unit_error(PyExc_TypeError, param->layout.rank, param->name,
                           "expected a Tensor or None from hook %R of its flat parameter, but hook "
                           "returned %R",
                           function, (PyObject *)Py_TYPE(value));
-    }
     if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
         return -1;
-    if (new.dtype != old.dtype || new.device != old.device || new.device_index != old.device_index)
-        return refuse_replacement(gradients, function, "type", value);
-    if (new.ndim != old.ndim || memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) != 0)
-        return refuse_replacement(gradients, function, "size", value);
-    return 0;
+    bool same_type =
+        new.dtype == old.dtype && new.device == old.device && new.device_index == old.device_index;
+    bool same_size =
+        new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
+    if (same_type && same_size)
+        return 0;
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
+                      "one of the same size, dtype and device, not by a %R",
+                      function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
 }
 
 /* The gradient after all hooks. Steals `grad`; new reference or NULL. */
@@ -120,18 +117,16 @@ static int show_grad(struct gradients *gradients, PyObject *padded) {
 /* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
  * seen it. */
 static int accumulate(struct gradients *gradients, PyObject *grad) {
-    PyObject *sum = torch_get_grad(gradients->param->tensor), *done = NULL;
+    PyObject *sum = torch_get_grad(gradients->param->tensor);
     int result = -1;
     if (sum && sum != Py_None) {
-        done = PyObject_CallMethod(sum, "add_", "O", grad);
-        result = done ? 0 : -1;
+        result = ref_done(PyObject_CallMethod(sum, "add_", "O", grad));
     } else if (sum) {
         bool kept = Py_REFCNT(grad) > 1;
         PyObject *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
         result = own ? torch_set_foreign_grad(gradients->param->tensor, own) : -1;
         Py_XDECREF(own);
     }
-    Py_XDECREF(done);
     Py_XDECREF(sum);
     Py_DECREF(grad);
     return result;
@@ -139,18 +134,12 @@ static int accumulate(struct gradients *gradients, PyObject *grad) {
 
 /* `grad` with the padding behind it; new reference. */
 static PyObject *padded_copy(struct gradients *gradients, PyObject *grad) {
-    PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype), *part = NULL, *done = NULL;
+    PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype);
     PyObject *padded =
         dtype ? torch_empty(gradients->param->layout.padded_numel, dtype, gradients->param->device) : NULL;
-    if (padded)
-        done = PyObject_CallMethod(padded, "zero_", NULL);
-    if (done)
-        part = without_padding(gradients, padded);
-    Py_XDECREF(done);
-    done = part ? PyObject_CallMethod(part, "copy_", "O", grad) : NULL;
-    if (!done)
+    PyObject *part = padded && torch_zero(padded) == 0 ? without_padding(gradients, padded) : NULL;
+    if (!part || torch_copy(part, grad) < 0)
         Py_CLEAR(padded);
-    Py_XDECREF(done);
     Py_XDECREF(part);
     Py_XDECREF(dtype);
     return padded;
@@ -210,19 +199,6 @@ static int call_hooks(struct gradients *gradients, PyObject *total) {
     return take_grad(gradients, previous ? previous : total);
 }
 
-static int call_hooks_unsharded(struct gradients *gradients, PyObject *total) {
-    if (gradients->storage->copy->is_local)
-        return call_hooks(gradients, total);
-    PyObject *data = torch_data(gradients->param->tensor);
-    int result = data ? torch_set_data(gradients->param->tensor, gradients->storage->copy->full_data) : -1;
-    if (!result) {
-        result = call_hooks(gradients, total);
-        torch_restore_data(gradients->param->tensor, data);
-    }
-    Py_XDECREF(data);
-    return result;
-}
-
 static int has_any(const struct gradients *gradients, PyObject *attribute) {
     PyObject *hooks = hooks_of(gradients, attribute);
     int result = !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
@@ -230,17 +206,14 @@ static int has_any(const struct gradients *gradients, PyObject *attribute) {
     return result;
 }
 
-static int look_for_hooks(const struct gradients *gradients) {
-    int result = has_any(gradients, torch_names._backward_hooks);
-    return result ? result : has_any(gradients, torch_names._post_accumulate_grad_hooks);
-}
-
 /* 1, 0 or -1. Hooks that were found are looked for again: they may have been removed. */
 static int has_hooks(struct gradients *gradients) {
     int registered = torch_hooks_registered_since(&gradients->hooks_seen);
     if (registered < 0 || (!registered && !gradients->has_param_hooks))
         return registered;
-    int result = look_for_hooks(gradients);
+    int result = has_any(gradients, torch_names._backward_hooks);
+    if (!result)
+        result = has_any(gradients, torch_names._post_accumulate_grad_hooks);
     gradients->has_param_hooks = result != 0;
     return result;
 }
@@ -262,7 +235,10 @@ static int set_all_hooks(const struct gradients *gradients, PyObject *both, bool
     return set_hooks(gradients, torch_names._post_accumulate_grad_hooks, PyTuple_GetItem(both, 1), hidden);
 }
 
-static int hide(struct gradients *gradients) {
+int gradients_hide_param_hooks(struct gradients *gradients) {
+    int any = gradients->param->use_orig_params || gradients->hidden_hooks ? 0 : has_hooks(gradients);
+    if (any <= 0)
+        return any;
     PyObject *on_gradient = hooks_of(gradients, torch_names._backward_hooks);
     PyObject *on_accumulated = hooks_of(gradients, torch_names._post_accumulate_grad_hooks);
     if (on_gradient && on_accumulated)
@@ -270,11 +246,6 @@ static int hide(struct gradients *gradients) {
     Py_XDECREF(on_gradient);
     Py_XDECREF(on_accumulated);
     return gradients->hidden_hooks ? set_all_hooks(gradients, gradients->hidden_hooks, true) : -1;
-}
-
-int gradients_hide_param_hooks(struct gradients *gradients) {
-    int any = gradients->param->use_orig_params || gradients->hidden_hooks ? 0 : has_hooks(gradients);
-    return any > 0 ? hide(gradients) : any;
 }
 
 int gradients_show_param_hooks(struct gradients *gradients) {
@@ -287,14 +258,25 @@ int gradients_show_param_hooks(struct gradients *gradients) {
     return result;
 }
 
+/* The flat parameter shows its unsharded data meanwhile. */
 int gradients_call_param_hooks(struct gradients *gradients) {
     int any = gradients->pending ? has_hooks(gradients) : 0;
     if (any <= 0)
         return any;
-    PyObject *total = gradients_take_received(gradients);
-    int result = total ? call_hooks_unsharded(gradients, total) : -1;
-    if (total && result < 0)
+    PyObject *param = gradients->param->tensor, *total = gradients_take_received(gradients);
+    if (!total)
+        return -1;
+    bool is_local = gradients->storage->copy->is_local;
+    PyObject *data = is_local ? NULL : torch_data(param);
+    int result = is_local ? 0 : data ? torch_set_data(param, gradients->storage->copy->full_data) : -1;
+    if (!result) {
+        result = call_hooks(gradients, total);
+        if (data)
+            torch_restore_data(param, data);
+    }
+    if (result < 0)
         show_grad_again(gradients);
-    Py_XDECREF(total);
+    Py_XDECREF(data);
+    Py_DECREF(total);
     return result;
 }

@@ -202,18 +202,6 @@ int param_views_show_nothing(struct param_views *param_views) {
     return param_views_set_shown(param_views, SHOWN_NOTHING);
 }
 
-static int refuse_assigned(const struct param_views *param_views, const struct param_view *param_view) {
-    PyObject *fqn = flat_param_fqn(param_views->param, param_view->param);
-    unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
-               "something else was assigned to %S after wrapping. With use_orig_params=False it "
-               "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
-               "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
-               "use_orig_params=True.",
-               fqn);
-    Py_DECREF(fqn);
-    return -1;
-}
-
 /* What modules keep from forward to forward is still there, or was deleted. */
 static int check_kept(const struct param_views *param_views, PyObject *views) {
     for (int64_t i = 0; i < param_views->count; i++) {
@@ -223,18 +211,21 @@ static int check_kept(const struct param_views *param_views, PyObject *views) {
             continue;
         if (!value)
             value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
-        if (value && value != Py_None)
-            return refuse_assigned(param_views, param_view);
         if (PyErr_Occurred())
             return -1;
+        if (!value || value == Py_None)
+            continue;
+        PyObject *fqn = flat_param_fqn(param_views->param, param_view->param);
+        unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
+                   "something else was assigned to %S after wrapping. With use_orig_params=False it "
+                   "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
+                   "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
+                   "use_orig_params=True.",
+                   fqn);
+        Py_DECREF(fqn);
+        return -1;
     }
     return 0;
-}
-
-/* In the first two forwards, later in one of eight: to look costs a lookup for each parameter. */
-static bool is_looked_at(struct param_views *param_views) {
-    uint32_t shown = param_views->num_kept++;
-    return shown < 2 || shown % 8 == 0;
 }
 
 int param_views_show_views(struct param_views *param_views, PyObject *views) {
@@ -243,8 +234,11 @@ int param_views_show_views(struct param_views *param_views, PyObject *views) {
             return -1;
         return change(param_views, SHOWN_VIEWS, put_views, param_views->wrapped_views);
     }
-    if (param_views->shown == SHOWN_VIEWS && !param_views->param->use_orig_params && !param_views->watched)
-        return is_looked_at(param_views) ? check_kept(param_views, views) : 0;
+    if (param_views->shown == SHOWN_VIEWS && !param_views->param->use_orig_params && !param_views->watched) {
+        /* in the first two forwards, later in one of eight: to look costs a lookup for each parameter */
+        uint32_t kept = param_views->num_kept++;
+        return kept < 2 || kept % 8 == 0 ? check_kept(param_views, views) : 0;
+    }
     return change(param_views, SHOWN_VIEWS, put_views, views);
 }
 

@@ -63,29 +63,25 @@ int gradients_read_comm_hook(struct gradients *gradients) {
 
 /* ---- a custom hook ---- */
 
-static int refuse_result(struct gradients *gradients, PyObject *result) {
-    int64_t want = gradients->param->sharded ? gradients->param->layout.shard_numel
-                                             : gradients->param->layout.padded_numel;
-    return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                      "its communication hook left a gradient of %R, expected a dense one of %lld elements "
-                      "on %S",
-                      (PyObject *)Py_TYPE(result), (long long)want, gradients->param->device);
-}
-
 /* A hook may have given the tensor other data (`output.data = ...`): another dtype is welcome, another size
  * is not. */
 static int check_result(struct gradients *gradients, PyObject *result) {
-    int64_t want = gradients->param->sharded ? gradients->param->layout.shard_numel
-                                             : gradients->param->layout.padded_numel;
+    const struct flat_param *param = gradients->param;
+    int64_t want = param->sharded ? param->layout.shard_numel : param->layout.padded_numel;
     struct tensor_view view;
     if (tensor_view_of(result, &view) < 0)
         return -1;
-    bool fits = tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) &&
-                dtype_is_known(view.dtype) && view.device == gradients->storage->compute_view.device;
-    return fits ? 0 : refuse_result(gradients, result);
+    if (tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
+        view.device == gradients->storage->compute_view.device)
+        return 0;
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "its communication hook left a gradient of %R, expected a dense one of %lld elements "
+                      "on %S",
+                      (PyObject *)Py_TYPE(result), (long long)want, param->device);
 }
 
-PyObject *gradients_call_comm_hook(struct gradients *gradients) {
+/* None, or NULL with an exception. */
+static PyObject *call_comm_hook(struct gradients *gradients) {
     struct comm_hook *hook = &gradients->comm_hook;
     /* what the hook has enqueued may read that memory when the hook gives the tensor other data */
     ref_set(&gradients->hook_input, PyObject_GetAttrString(gradients->reduce_input, "data"));
@@ -101,24 +97,6 @@ PyObject *gradients_call_comm_hook(struct gradients *gradients) {
 
 /* ---- reduction ---- */
 
-/* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
-static const struct collective_group *reduction_group(const struct gradients *gradients) {
-    if (gradients->comm_hook.native)
-        return &gradients->comm_hook.group;
-    return !gradients->param->sharded && gradients->param->replicate_group.group
-               ? &gradients->param->replicate_group
-               : &gradients->param->shard_group;
-}
-
-static PyObject *enqueue(struct gradients *gradients) {
-    if (gradients->comm_hook.function && !gradients->comm_hook.native)
-        return gradients_call_comm_hook(gradients);
-    const struct collective_group *group = reduction_group(gradients);
-    if (!gradients->param->sharded)
-        return collective_all_reduce(group, gradients->reduce_output);
-    return collective_reduce_scatter(group, gradients->reduce_output, gradients->reduce_input);
-}
-
 /* What the reduce-scatter writes is the gradient of this backward, as it is. A hook may give it other
  * memory. */
 static bool keeps_output(const struct gradients *gradients) {
@@ -128,80 +106,64 @@ static bool keeps_output(const struct gradients *gradients) {
            gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
 }
 
-static PyObject *new_output(const struct gradients *gradients) {
-    return torch_empty_like(gradients->storage->copy->reduce_output_like.tensor);
-}
-
 int gradients_take_memory(struct gradients *gradients) {
     if (!keeps_output(gradients))
         return 0;
-    ref_set(&gradients->reduce_output, new_output(gradients));
+    ref_set(&gradients->reduce_output, torch_empty_like(gradients->storage->copy->reduce_output_like.tensor));
     return gradients->reduce_output ? 0 : -1;
 }
 
 int gradients_reduce_enqueue(struct gradients *gradients) {
+    const struct flat_param *param = gradients->param;
+    const struct comm_hook *hook = &gradients->comm_hook;
     if (!gradients->reduce_output)
-        gradients->reduce_output =
-            gradients->param->sharded ? new_output(gradients) : Py_NewRef(gradients->reduce_input);
-    if (gradients->reduce_output)
-        gradients->work = enqueue(gradients);
+        gradients->reduce_output = param->sharded
+                                       ? torch_empty_like(gradients->storage->copy->reduce_output_like.tensor)
+                                       : Py_NewRef(gradients->reduce_input);
+    if (!gradients->reduce_output)
+        return -1;
+    /* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
+    bool over_replicas = !param->sharded && param->replicate_group.group;
+    const struct collective_group *group = hook->native    ? &hook->group
+                                           : over_replicas ? &param->replicate_group
+                                                           : &param->shard_group;
+    if (hook->function && !hook->native)
+        gradients->work = call_comm_hook(gradients);
+    else if (param->sharded)
+        gradients->work = collective_reduce_scatter(group, gradients->reduce_output, gradients->reduce_input);
+    else
+        gradients->work = collective_all_reduce(group, gradients->reduce_output);
     if (!gradients->work || storage_wait_in_stream(gradients->storage, &gradients->work) < 0)
         return -1;
     CHECKED(gradients_check(gradients));
     return 0;
 }
 
-static int cast_divide(const struct gradients *gradients, PyObject *output, PyObject *input, double divisor) {
-    struct tensor_view to, from;
-    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
-        return -1;
-    return tensor_check(gradients->storage->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype,
-                                                                 tensor_view_numel(&from), divisor,
-                                                                 storage_stream(gradients->storage)),
-                        "post-division of gradients");
-}
-
 PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input) {
     PyObject *output = torch_empty_like(gradients->storage->shard_like.tensor);
-    if (output && cast_divide(gradients, output, input, 1.0) < 0)
+    if (output && gradients_apply(gradients, gradients->storage->kernels->cast_divide, output, input, 1.0,
+                                  "cast of a gradient") < 0)
         Py_CLEAR(output);
     return output;
 }
 
-static int accumulate_output(struct gradients *gradients, PyObject *output) {
-    struct tensor_view to, from;
-    if (tensor_view_of(gradients->saved_shard, &to) < 0 || tensor_view_of(output, &from) < 0)
+/* saved_shard = post-divided output, or += it. A custom hook may have left another dtype than it was given. */
+static int save_output(struct gradients *gradients) {
+    const struct kernel_table *kernels = gradients->storage->kernels;
+    const struct flat_param *param = gradients->param;
+    PyObject *output = gradients->reduce_output;
+    struct tensor_view view = {.dtype = gradients->storage->copy->reduce_kind};
+    if (param->sharded && gradients->saved_shard)
+        return gradients_apply(gradients, kernels->accumulate, gradients->saved_shard, output,
+                               gradients->postdivide, "accumulation of a reduced gradient");
+    if (gradients->postdivide != 1.0 &&
+        gradients_apply(gradients, kernels->cast_divide, output, output, gradients->postdivide,
+                        "post-division of gradients") < 0)
         return -1;
-    return tensor_check(gradients->storage->kernels->accumulate(
-                            to.data, to.dtype, from.data, from.dtype, gradients->param->layout.shard_numel,
-                            gradients->postdivide, storage_stream(gradients->storage)),
-                        "accumulation of a reduced gradient");
-}
-
-/* A custom hook may have left another dtype than it was given. */
-static int output_dtype(const struct gradients *gradients, PyObject *output, enum dtype *dtype) {
-    struct tensor_view view;
-    *dtype = gradients->storage->copy->reduce_kind;
-    if (!gradients->comm_hook.function)
-        return 0;
-    if (tensor_view_of(output, &view) < 0)
+    if (gradients->comm_hook.function && tensor_view_of(output, &view) < 0)
         return -1;
-    *dtype = view.dtype;
-    return 0;
-}
-
-/* saved_shard = post-divided output, or += it. */
-static int save_output(struct gradients *gradients, PyObject *output) {
-    if (gradients->param->sharded && gradients->saved_shard)
-        return accumulate_output(gradients, output);
-    if (gradients->postdivide != 1.0 && cast_divide(gradients, output, output, gradients->postdivide) < 0)
-        return -1;
-    enum dtype dtype;
-    if (output_dtype(gradients, output, &dtype) < 0)
-        return -1;
-    bool keeps_low = !gradients->param->sharded && gradients->param->keep_low_precision_grads &&
-                     !gradients->comm_hook.native;
-    bool keep = dtype == gradients->storage->orig_kind || keeps_low;
+    bool keeps_low = !param->sharded && param->keep_low_precision_grads && !gradients->comm_hook.native;
+    bool keep = view.dtype == gradients->storage->orig_kind || keeps_low;
     ref_set(&gradients->saved_shard,
             keep ? Py_NewRef(output) : gradients_cast_to_shard_dtype(gradients, output));
     return gradients->saved_shard ? 0 : -1;
@@ -213,12 +175,7 @@ static int enqueue_download(struct gradients *gradients) {
         return 0;
     if (!gradients->offloaded)
         gradients->offloaded = torch_empty_pinned_like(gradients->saved_shard);
-    if (!gradients->offloaded)
-        return -1;
-    PyObject *done =
-        PyObject_CallMethod(gradients->offloaded, "copy_", "OO", gradients->saved_shard, Py_True);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return gradients->offloaded ? torch_enqueue_copy(gradients->offloaded, gradients->saved_shard) : -1;
 }
 
 bool gradients_reduce_twice(const struct gradients *gradients) {
@@ -236,7 +193,7 @@ int gradients_reduce_finish(struct gradients *gradients) {
         result = work ? collective_wait(work) : -1;
     }
     if (!result)
-        result = save_output(gradients, gradients->reduce_output);
+        result = save_output(gradients);
     if (!result)
         result = enqueue_download(gradients);
     if (result < 0)

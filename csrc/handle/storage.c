@@ -44,12 +44,6 @@ void storage_share(struct storage *storage, struct deferred_free *full, struct p
 
 /* ---- the shard ---- */
 
-/* Follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
-static int init_dtype(struct storage *storage) {
-    ref_set(&storage->orig_dtype, PyObject_GetAttr(storage->param->tensor, torch_names.dtype));
-    return storage->orig_dtype ? 0 : -1;
-}
-
 static int refuse_device(struct storage *storage, const char *why) {
     return unit_error(PyExc_NotImplementedError, storage->param->layout.rank, storage->param->name,
                       "it computes on %S, and there are no kernels for that: %s. Pass "
@@ -57,8 +51,12 @@ static int refuse_device(struct storage *storage, const char *why) {
                       storage->param->device, why);
 }
 
-static int init_local_shard(struct storage *storage) {
+/* Follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
+int storage_read_shard(struct storage *storage) {
     const char *why = "";
+    ref_set(&storage->orig_dtype, PyObject_GetAttr(storage->param->tensor, torch_names.dtype));
+    if (!storage->orig_dtype)
+        return -1;
     ref_set(&storage->local_shard, torch_data(storage->param->tensor));
     if (!storage->local_shard || tensor_view_of(storage->local_shard, &storage->local_view) < 0)
         return -1;
@@ -71,10 +69,6 @@ static int init_local_shard(struct storage *storage) {
                       "its flat parameter has %lld elements, its shard has %lld. Assign flat_param.data only "
                       "tensors of the shard's size.",
                       (long long)numel, (long long)want);
-}
-
-int storage_read_shard(struct storage *storage) {
-    return init_dtype(storage) < 0 ? -1 : init_local_shard(storage);
 }
 
 bool storage_is_current(const struct storage *storage, const struct tensor_view *data) {
@@ -97,41 +91,30 @@ int storage_refuse_elsewhere(const struct storage *storage) {
     return -1;
 }
 
-static bool lies_elsewhere(const struct storage *storage) {
-    const struct tensor_view *compute = &storage->compute_view, *shard = &storage->local_view;
-    return !storage->offload &&
-           (compute->device != shard->device || compute->device_index != shard->device_index);
-}
-
-/* Is the shard in CPU memory, and what computes not? */
-static bool offloads(struct storage *storage, const struct tensor_view *compute) {
-    return storage->may_offload && storage->local_view.device == DEVICE_CPU && compute->device != DEVICE_CPU;
-}
-
 static int init_compute_device(struct storage *storage) {
     const char *why = NULL;
-    PyObject *like =
-        storage_freed_tensor(storage->param->layout.shard_numel, storage->orig_dtype, storage->param->device);
+    const struct tensor_view *compute = &storage->compute_view, *shard = &storage->local_view;
+    int64_t numel = storage->param->layout.shard_numel;
+    PyObject *like = storage_freed_tensor(numel, storage->orig_dtype, storage->param->device);
     if (!like)
         return -1;
     ref_set(&storage->shard_like.tensor, like);
     if (tensor_view_of(like, &storage->compute_view) < 0)
         return -1;
-    storage->offload = offloads(storage, &storage->compute_view);
-    storage->elsewhere = lies_elsewhere(storage);
-    if (!storage->offload && storage->compute_view.device == storage->local_view.device)
+    /* the shard is in CPU memory, and what computes is not */
+    storage->offload = storage->may_offload && shard->device == DEVICE_CPU && compute->device != DEVICE_CPU;
+    storage->elsewhere = !storage->offload &&
+                         (compute->device != shard->device || compute->device_index != shard->device_index);
+    if (!storage->offload && compute->device == shard->device)
         ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
-    bool is_fake = !storage->local_view.data && storage->param->layout.shard_numel > 0;
-    storage->kernels =
-        is_fake ? &no_kernels
-                : kernels_of(storage->compute_view.device, storage->compute_view.device_index, &why);
+    bool is_fake = !shard->data && numel > 0;
+    storage->kernels = is_fake ? &no_kernels : kernels_of(compute->device, compute->device_index, &why);
     if (!storage->kernels)
         return refuse_device(storage, why);
     buffer_fini(&storage->device_shard);
     if (!storage->offload)
         return 0;
-    if (buffer_init(&storage->device_shard, storage->param->layout.shard_numel, storage->orig_dtype,
-                    storage->param->device, false) < 0)
+    if (buffer_init(&storage->device_shard, numel, storage->orig_dtype, storage->param->device, false) < 0)
         return -1;
     return buffer_free(&storage->device_shard);
 }
@@ -164,13 +147,7 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work) {
     return 0;
 }
 
-/* ---- precision copies: made when first wanted, and which of them is in use ---- */
-
-/* ---- what a copy is made of ---- */
-
-static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) {
-    return Py_NewRef(chosen != Py_None ? chosen : fallback);
-}
+/* ---- precision copies: what they are made of, when first wanted ---- */
 
 /* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed
  * (C-018). A low-precision hook reduces in its own dtype whatever it is given. */
@@ -183,8 +160,8 @@ static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
         param = Py_None;
         reduce = storage->reduce_dtype_is_fixed ? reduce : Py_None;
     }
-    ref_set(&copy->dtype, dtype_or(param, storage->orig_dtype));
-    ref_set(&copy->reduce_dtype, dtype_or(reduce, copy->dtype));
+    ref_set(&copy->dtype, Py_NewRef(param != Py_None ? param : storage->orig_dtype));
+    ref_set(&copy->reduce_dtype, Py_NewRef(reduce != Py_None ? reduce : copy->dtype));
     copy->low_precision = copy->dtype != storage->orig_dtype;
     copy->is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
     return 0;
@@ -222,22 +199,15 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-static PyObject *own_part(const struct storage *storage, PyObject *full) {
-    const struct flat_layout *layout = &storage->param->layout;
-    return torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
-}
-
 /* The storage is there while views of it are made, and not after. */
 static int init_storage(struct storage *storage, struct precision_copy *copy) {
-    PyObject *full = storage->local_shard;
-    if (!copy->is_local) {
-        if (buffer_init(&copy->full, storage->param->layout.padded_numel, copy->dtype, storage->param->device,
-                        true) < 0)
-            return -1;
-        full = copy->full.tensor;
-    }
-    copy->full_data = torch_part(full, 0, storage->param->layout.numel);
-    copy->own_part = own_part(storage, full);
+    const struct flat_layout *layout = &storage->param->layout;
+    PyObject *device = storage->param->device;
+    if (!copy->is_local && buffer_init(&copy->full, layout->padded_numel, copy->dtype, device, true) < 0)
+        return -1;
+    PyObject *full = copy->is_local ? storage->local_shard : copy->full.tensor;
+    copy->full_data = torch_part(full, 0, layout->numel);
+    copy->own_part = torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
     copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
     if (copy->views &&
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
@@ -247,8 +217,7 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
-    PyObject *shard =
-        storage_freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
+    PyObject *shard = storage_freed_tensor(layout->shard_numel, copy->dtype, device);
     ref_set(&copy->low_precision_shard.tensor, shard);
     return shard ? 0 : -1;
 }
@@ -290,24 +259,23 @@ void storage_fini_copies(struct storage *storage) {
 }
 
 /* A graph may still read the former views: they keep their history, and the node with it. */
-static int detach_copy(struct precision_copy *copy, int64_t num_params) {
-    PyObject *views = copy->views ? PyTuple_New((Py_ssize_t)num_params) : NULL;
-    for (int64_t i = 0; views && i < num_params; i++) {
-        PyObject *view =
-            PyObject_CallMethodObjArgs(PyTuple_GetItem(copy->views, i), torch_names.detach, NULL);
-        if (!view || PyTuple_SetItem(views, i, view) < 0)
-            Py_CLEAR(views);
-    }
-    if (!views)
-        return copy->views ? -1 : 0;
-    ref_set(&copy->views, views);
-    return 0;
-}
-
 int storage_detach_views(struct storage *storage) {
-    for (int i = 0; i < PRECISIONS; i++)
-        if (detach_copy(&storage->copies[i], storage->param->num_params) < 0)
+    int64_t num_params = storage->param->num_params;
+    for (int i = 0; i < PRECISIONS; i++) {
+        struct precision_copy *copy = &storage->copies[i];
+        if (!copy->views)
+            continue;
+        PyObject *views = PyTuple_New((Py_ssize_t)num_params);
+        for (int64_t p = 0; views && p < num_params; p++) {
+            PyObject *view =
+                PyObject_CallMethodObjArgs(PyTuple_GetItem(copy->views, p), torch_names.detach, NULL);
+            if (!view || PyTuple_SetItem(views, p, view) < 0)
+                Py_CLEAR(views);
+        }
+        if (!views)
             return -1;
+        ref_set(&copy->views, views);
+    }
     return 0;
 }
 
@@ -402,9 +370,7 @@ int storage_keep_secondary_shard(struct storage *storage) {
         return 0;
     if (buffer_alloc(&copy->secondary_shard) < 0)
         return -1;
-    PyObject *done = PyObject_CallMethod(copy->secondary_shard.tensor, "copy_", "O", copy->secondary_source);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return torch_copy(copy->secondary_shard.tensor, copy->secondary_source);
 }
 
 /* A gather that is in flight may read it: whoever waits for that forgets it. */

@@ -159,13 +159,10 @@ static inline enum precision storage_precision(const struct storage *storage) {
 
 /* ---- storage.c: see [Note: secondary shards] ---- */
 
-int storage_init_secondary_shard(
-    const struct storage *storage,
-    /* with the storage of `full` at hand; freed. 0, or -1 and copy_fini follows */
-    struct precision_copy *copy);
-int storage_keep_secondary_shard(
-    /* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
-    struct storage *storage);
+/* with the storage of `full` at hand; freed. 0, or -1 and copy_fini follows */
+int storage_init_secondary_shard(const struct storage *storage, struct precision_copy *copy);
+/* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
+int storage_keep_secondary_shard(struct storage *storage);
 int storage_forget_secondary_shard(struct storage *storage); /* the next gather reads the shards. 0 or -1 */
 
 static inline bool storage_keeps_secondary_shards(const struct storage *storage) {
@@ -183,9 +180,8 @@ static inline const struct collective_group *storage_gather_group(const struct s
 
 /* ---- unshard.c ---- */
 
-int storage_make_input(
-    /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
-    struct storage *storage);
+/* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
+int storage_make_input(struct storage *storage);
 /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
 int storage_unshard_enqueue(struct storage *storage);
 /* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1

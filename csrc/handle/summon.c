@@ -67,31 +67,24 @@ static PyObject *gather(struct handle *handle) {
 
 static int copy_to(PyObject *tensor, PyObject *source) {
     PyObject *data = torch_data(tensor);
-    PyObject *done = data ? PyObject_CallMethod(data, "copy_", "O", source) : NULL;
+    int result = data ? torch_copy(data, source) : -1;
     Py_XDECREF(data);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return result;
 }
 
 /* A Parameter whose data the user replaced is copied to where its data was. */
 static int settle_replaced(struct handle *handle, PyObject *views, int64_t param) {
-    PyObject *value = param_views_value(&handle->param_views, param), *view = PyTuple_GetItem(views, param),
-             *data;
+    PyObject *value = param_views_value(&handle->param_views, param), *view = PyTuple_GetItem(views, param);
     struct tensor_view is, was;
     if (!value)
         return PyErr_Occurred() ? -1 : 0;
     value = param_views_local_value(&handle->param_views, value);
     if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
         return -1;
-    if (is.data == was.data || !(data = torch_data(value)))
-        return is.data == was.data ? 0 : -1;
-    int result = copy_to(view, data);
-    Py_DECREF(data);
+    PyObject *data = is.data == was.data ? NULL : torch_data(value);
+    int result = is.data == was.data ? 0 : data ? copy_to(view, data) : -1;
+    Py_XDECREF(data);
     return result;
-}
-
-static PyObject *part(PyObject *flat, int64_t offset, int64_t numel) {
-    return PyObject_CallMethod(flat, "narrow", "iLL", 0, (long long)offset, (long long)numel);
 }
 
 /* shard[0 .. valid) <- full[shard_start .. shard_start + valid) */
@@ -99,8 +92,8 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
     const struct flat_layout *layout = &handle->param.layout;
     if (layout->shard_numel_valid == 0)
         return 0;
-    PyObject *from = part(full, layout->shard_start, layout->shard_numel_valid);
-    PyObject *to = from ? part(shard, 0, layout->shard_numel_valid) : NULL;
+    PyObject *from = torch_part(full, layout->shard_start, layout->shard_numel_valid);
+    PyObject *to = from ? torch_part(shard, 0, layout->shard_numel_valid) : NULL;
     int result = to ? copy_to(to, from) : -1;
     Py_XDECREF(from);
     Py_XDECREF(to);
@@ -115,8 +108,8 @@ static int write_back(struct handle *handle) {
     Py_XDECREF(views);
     if (result || !shows_copy(handle))
         return result;
-    writeback_note_copied(
-        &handle->writeback); /* a backward may come next, whose gathers read the shard on other streams */
+    /* a backward may come next, whose gathers read the shard on other streams */
+    writeback_note_copied(&handle->writeback);
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 
@@ -222,22 +215,18 @@ static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
     return full;
 }
 
-static int warn_zeros(const struct handle *handle) {
-    if (!handle->param.verbose)
-        return 0;
-    return PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in unit %S, so that "
-        "zeros stand for the missing ones",
-        (long long)handle->param.layout.rank, handle->param.name);
-}
-
 /* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New
  * reference. */
 static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
     if (grad != Py_None)
         return Py_NewRef(grad);
-    return warn_zeros(handle) < 0 ? NULL : gradients_zeros(&handle->gradients);
+    if (handle->param.verbose &&
+        PyErr_WarnFormat(PyExc_UserWarning, 1,
+                         "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in "
+                         "unit %S, so that zeros stand for the missing ones",
+                         (long long)handle->param.layout.rank, handle->param.name) < 0)
+        return NULL;
+    return gradients_zeros(&handle->gradients);
 }
 
 /* New reference: the full gradient, or Py_None when no rank has one. */

@@ -5,23 +5,19 @@
 
 /* ---- memory ---- */
 
-static int alloc_in_pool(struct storage *storage, struct buffer *full) {
-    int result = pool_enter(storage->pool) < 0 ? -1 : buffer_alloc(full);
-    return pool_leave(storage->pool) < 0 ? -1 : result;
-}
-
 /* Inside a pool torch's allocator before 2.13 does not give back what others have freed: outside it does. */
 static int alloc_full(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
     if (storage->full_free && deferred_free_take_back(storage->full_free, full) < 0)
         return -1;
-    if (!storage->pool || full->allocated)
-        return buffer_alloc(full);
-    if (alloc_in_pool(storage, full) == 0)
-        return 0;
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
-        return -1;
-    PyErr_Clear();
+    if (storage->pool && !full->allocated) {
+        int result = pool_enter(storage->pool) < 0 ? -1 : buffer_alloc(full);
+        if (pool_leave(storage->pool) == 0 && !result)
+            return 0;
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+            return -1;
+        PyErr_Clear();
+    }
     return buffer_alloc(full);
 }
 
@@ -44,13 +40,6 @@ int storage_release_reserved(struct storage *storage) {
                : buffer_free(&storage->copy->full);
 }
 
-/* Computation on it is enqueued, and with streams may not have run. */
-static int free_full(struct storage *storage) {
-    struct buffer *full = &storage->copy->full;
-    return storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further)
-                              : buffer_free(full);
-}
-
 int storage_alloc_unsharded(struct storage *storage) {
     return storage->copy->is_local ? 0 : alloc_full(storage);
 }
@@ -67,13 +56,6 @@ bool storage_makes_input(const struct storage *storage) {
            !storage_gathers_in_node(storage);
 }
 
-/* Nobody waits where the shard's memory is pinned. */
-static int enqueue_upload(const struct storage *storage, PyObject *to) {
-    PyObject *done = PyObject_CallMethod(to, "copy_", "OO", storage->local_shard, Py_True);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
 static int cast_shard(const struct storage *storage, const struct tensor_view *shard) {
     struct tensor_view part;
     if (tensor_view_of(storage->copy->own_part, &part) < 0)
@@ -85,19 +67,16 @@ static int cast_shard(const struct storage *storage, const struct tensor_view *s
 }
 
 /* What was brought to the device in order to be cast is not wanted any longer. */
-static int upload_and_cast(struct storage *storage) {
+static int fill_own_part(struct storage *storage) {
     struct buffer *shard = &storage->device_shard;
-    if (buffer_alloc(shard) < 0 || enqueue_upload(storage, shard->tensor) < 0 ||
+    if (!storage->offload)
+        return cast_shard(storage, &storage->local_view);
+    if (!storage->copy->low_precision)
+        return torch_enqueue_copy(storage->copy->own_part, storage->local_shard);
+    if (buffer_alloc(shard) < 0 || torch_enqueue_copy(shard->tensor, storage->local_shard) < 0 ||
         cast_shard(storage, &shard->view) < 0)
         return -1;
     return buffer_free(shard);
-}
-
-static int fill_own_part(struct storage *storage) {
-    if (!storage->offload)
-        return cast_shard(storage, &storage->local_view);
-    return storage->copy->low_precision ? upload_and_cast(storage)
-                                        : enqueue_upload(storage, storage->copy->own_part);
 }
 
 /* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is
@@ -136,15 +115,6 @@ static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
     return PyObject_CallMethodObjArgs(tensor, torch_names.view, torch_names.uint8, NULL);
 }
 
-static PyObject *enqueue_all_gather(const struct storage *storage, PyObject *input) {
-    PyObject *from = as_sent(storage, input),
-             *to = from ? as_sent(storage, storage->copy->full.tensor) : NULL;
-    PyObject *work = to ? collective_all_gather(storage_gather_group(storage), to, from) : NULL;
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    return work;
-}
-
 /* Borrowed. */
 static PyObject *gather_input(const struct storage *storage) {
     if (storage_gathers_in_node(storage))
@@ -152,41 +122,35 @@ static PyObject *gather_input(const struct storage *storage) {
     return storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
 }
 
-static int enqueue_gather(struct storage *storage) {
-    ref_set(&storage->unshard_work, enqueue_all_gather(storage, gather_input(storage)));
-    return storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
-}
-
-static int enqueue_unshard(struct storage *storage) {
-    if (storage->copy->is_local)
-        return 0;
-    if (alloc_full(storage) < 0)
-        return -1;
-    return storage->param->sharded ? enqueue_gather(storage) : 0;
-}
-
 int storage_unshard_enqueue(struct storage *storage) {
+    PyObject *input = NULL, *output = NULL;
+    bool gathers = !storage->copy->is_local && storage->param->sharded;
+    int result = storage->copy->is_local ? 0 : alloc_full(storage);
     storage->input_ready = false;
-    if (enqueue_unshard(storage) < 0)
-        return free_after_failure(storage);
-    return storage_set_state(storage, PARAM_UNSHARDING);
+    if (!result && gathers) {
+        input = as_sent(storage, gather_input(storage));
+        output = input ? as_sent(storage, storage->copy->full.tensor) : NULL;
+        ref_set(&storage->unshard_work,
+                output ? collective_all_gather(storage_gather_group(storage), output, input) : NULL);
+        result = storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
+        Py_XDECREF(input);
+        Py_XDECREF(output);
+    }
+    return result < 0 ? free_after_failure(storage) : storage_set_state(storage, PARAM_UNSHARDING);
 }
 
-static int add_to(struct gather_batch *batch, PyObject *output, PyObject *input) {
+int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
+    storage->input_ready = false;
+    if (alloc_full(storage) < 0)
+        return free_after_failure(storage);
+    PyObject *output = as_sent(storage, storage->copy->full.tensor);
+    PyObject *input = as_sent(storage, gather_input(storage));
     int result = output && input ? PyList_Append(batch->outputs, output) : -1;
     if (!result)
         result = PyList_Append(batch->inputs, input);
     Py_XDECREF(output);
     Py_XDECREF(input);
-    return result;
-}
-
-int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
-    storage->input_ready = false;
-    if (alloc_full(storage) < 0 || add_to(batch, as_sent(storage, storage->copy->full.tensor),
-                                          as_sent(storage, gather_input(storage))) < 0)
-        return free_after_failure(storage);
-    return 0;
+    return result < 0 ? free_after_failure(storage) : 0;
 }
 
 int storage_unshard_enqueued(struct storage *storage, PyObject *work) {
@@ -196,39 +160,35 @@ int storage_unshard_enqueued(struct storage *storage, PyObject *work) {
     return storage_set_state(storage, PARAM_UNSHARDING);
 }
 
-static int wait_for_gather(struct storage *storage) {
-    PyObject *work = storage->unshard_work;
-    storage->unshard_work = NULL;
-    return work ? collective_wait(work) : 0;
-}
-
-static int abandon_unshard(struct storage *storage) {
-    storage_set_state(storage, PARAM_SHARDED);
-    return free_after_failure(storage);
-}
-
 int storage_unshard_wait(struct storage *storage) {
     if (storage->param_state != PARAM_UNSHARDING)
         return 0;
-    if (wait_for_gather(storage) < 0)
-        return abandon_unshard(storage);
-    if (!storage->copy->is_local && torch_set_data(storage->param->tensor, storage->copy->full_data) < 0)
-        return abandon_unshard(storage);
+    PyObject *work = storage->unshard_work;
+    storage->unshard_work = NULL;
+    if ((work && collective_wait(work) < 0) ||
+        (!storage->copy->is_local && torch_set_data(storage->param->tensor, storage->copy->full_data) < 0)) {
+        storage_set_state(storage, PARAM_SHARDED);
+        return free_after_failure(storage);
+    }
     return storage_set_state(storage, PARAM_UNSHARDED);
 }
 
 int storage_reshard(struct storage *storage, bool free_storage) {
+    struct buffer *full = &storage->copy->full;
     if (storage->param_state == PARAM_UNSHARDING && storage_unshard_wait(storage) < 0)
         return -1;
     if (storage->param_state != PARAM_UNSHARDED)
         return 0;
-    if (!storage->copy->is_local && torch_set_data(storage->param->tensor, storage->local_shard) < 0)
-        return -1;
-    if (!free_storage)
-        return 0;
-    if (!storage->copy->is_local && free_full(storage) < 0)
-        return -1;
-    return storage_set_state(storage, PARAM_SHARDED);
+    if (!storage->copy->is_local) {
+        if (torch_set_data(storage->param->tensor, storage->local_shard) < 0)
+            return -1;
+        /* computation on it is enqueued, and with streams may not have run */
+        if (free_storage &&
+            (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further)
+                                : buffer_free(full)) < 0)
+            return -1;
+    }
+    return free_storage ? storage_set_state(storage, PARAM_SHARDED) : 0;
 }
 
 int64_t storage_unsharded_nbytes(const struct storage *storage) {

@@ -25,28 +25,22 @@ static const char *expected_data(const struct writeback *writeback, int64_t para
            offset * dtype_nbytes(writeback->storage->local_view.dtype);
 }
 
-static int refuse_shape(struct writeback *writeback, int64_t param, PyObject *value, int64_t want) {
-    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
+static int check_shape(struct writeback *writeback, int64_t param, PyObject *value,
+                       const struct tensor_view *view) {
+    const struct flat_param *is = writeback->param;
+    int64_t want =
+        is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
+    if (tensor_view_numel(view) == want && (!is->sharded || view->ndim == 1))
+        return 0;
+    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(is, param);
     PyErr_Format(PyExc_RuntimeError,
                  "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
                  "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                 fqn, writeback->param->name, (long long)want, (long long)writeback->param->layout.rank,
-                 shape ? shape : Py_None);
+                 fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
     Py_XDECREF(shape);
     Py_DECREF(fqn);
     return -1;
-}
-
-static int check_shape(struct writeback *writeback, int64_t param, PyObject *value,
-                       const struct tensor_view *view) {
-    int64_t want = writeback->param->layout.shard_ranges[param].numel_in_shard,
-            numel = tensor_view_numel(view);
-    if (!writeback->param->sharded)
-        want = layout_param_numel(&writeback->param->layout, param);
-    if (numel == want && (!writeback->param->sharded || view->ndim == 1))
-        return 0;
-    return refuse_shape(writeback, param, value, want);
 }
 
 int writeback_warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value) {
@@ -80,29 +74,23 @@ static int keep_object(struct writeback *writeback, int64_t param, PyObject *val
 
 /* shard part <- value, then value.data = shard part, and `value` is the parameter from now on. */
 static int take_over(struct writeback *writeback, int64_t param, PyObject *value) {
-    PyObject *source = torch_data(value), *part = NULL, *copied = NULL;
-    int64_t offset = (expected_data(writeback, param) - (const char *)writeback->storage->local_view.data) /
-                     dtype_nbytes(writeback->storage->local_view.dtype);
-    int64_t numel = writeback->param->sharded ? writeback->param->layout.shard_ranges[param].numel_in_shard
-                                              : layout_param_numel(&writeback->param->layout, param);
-    PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
-    PyObject *shape =
-        writeback->param->sharded ? flat_shape : PyTuple_GetItem(writeback->param->shapes, param);
-    PyObject *strides =
-        writeback->param->sharded ? Py_None : PyTuple_GetItem(writeback->param->strides, param);
-    int result = -1;
+    const struct flat_param *is = writeback->param;
+    const struct tensor_view *shard = &writeback->storage->local_view;
+    int64_t offset =
+        (expected_data(writeback, param) - (const char *)shard->data) / dtype_nbytes(shard->dtype);
+    int64_t numel =
+        is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
+    PyObject *source = torch_data(value), *flat_shape = Py_BuildValue("(L)", (long long)numel), *part = NULL;
+    PyObject *shape = is->sharded ? flat_shape : PyTuple_GetItem(is->shapes, param);
+    PyObject *strides = is->sharded ? Py_None : PyTuple_GetItem(is->strides, param);
     if (source && flat_shape)
         part = torch_view(writeback->storage->local_shard, offset, numel, shape, strides);
     writeback->copied = true;
-    if (part)
-        copied = PyObject_CallMethod(part, "copy_", "(O)", source);
-    if (copied)
-        result = torch_set_data(value, part);
+    int result = part ? torch_copy(part, source) : -1;
     if (!result)
-        result = keep_object(writeback, param, value);
+        result = torch_set_data(value, part) < 0 ? -1 : keep_object(writeback, param, value);
     Py_XDECREF(source);
     Py_XDECREF(part);
-    Py_XDECREF(copied);
     Py_XDECREF(flat_shape);
     return result;
 }
@@ -117,9 +105,8 @@ static int take_back_param(struct writeback *writeback, int64_t param) {
     bool same = value == PyList_GetItem(writeback->param->params, param);
     if (same && (view.data == (void *)expected_data(writeback, param) || tensor_view_numel(&view) == 0))
         return 0;
-    if (writeback_warn(writeback, param, "Parameter", value) < 0)
-        return -1;
-    if (check_shape(writeback, param, value, &view) < 0)
+    if (writeback_warn(writeback, param, "Parameter", value) < 0 ||
+        check_shape(writeback, param, value, &view) < 0)
         return -1;
     return take_over(writeback, param, value);
 }
@@ -130,7 +117,20 @@ static bool is_held(const struct writeback *writeback, int64_t param) {
     return !writeback->param->sharded || writeback->param->layout.shard_ranges[param].in_shard;
 }
 
-static int refuse_unheld(struct writeback *writeback, int64_t param, PyObject *value) {
+/* It is shown without elements; what has some was put there. A new object is seen at once, new data of the same
+ * object in one parameter per gather, in turn: most parameters lie elsewhere, and asking each for its size
+ * would be a third of the host work of a step. */
+static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
+    PyObject *value = param_views_value(writeback->param_views, param);
+    struct tensor_view view;
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (!in_turn && value == PyList_GetItem(writeback->param->params, param))
+        return 0;
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    if (!tensor_view_numel(&view))
+        return keep_object(writeback, param, value);
     PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
     PyErr_Format(
         PyExc_RuntimeError,
@@ -141,26 +141,6 @@ static int refuse_unheld(struct writeback *writeback, int64_t param, PyObject *v
     Py_XDECREF(shape);
     Py_DECREF(fqn);
     return -1;
-}
-
-/* It is shown without elements; what has some was put there. */
-static int check_unheld(struct writeback *writeback, int64_t param, PyObject *value) {
-    struct tensor_view view;
-    if (tensor_view_of(value, &view) < 0)
-        return -1;
-    return tensor_view_numel(&view) ? refuse_unheld(writeback, param, value)
-                                    : keep_object(writeback, param, value);
-}
-
-/* A new object is seen at once, new data of the same object in one parameter per gather, in turn: most
- * parameters lie elsewhere, and asking each for its size would be a third of the host work of a step. */
-static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
-    PyObject *value = param_views_value(writeback->param_views, param);
-    if (!value)
-        return PyErr_Occurred() ? -1 : 0; /* deregistered */
-    if (!in_turn && value == PyList_GetItem(writeback->param->params, param))
-        return 0;
-    return check_unheld(writeback, param, value);
 }
 
 /* The next one whose turn it is, or -1 when this rank has a part of all. */
@@ -257,31 +237,26 @@ static PyObject *written_part(const struct writeback *writeback, PyObject *part,
     return result;
 }
 
-/* Where this rank's part of the parameter lies in the shard, and in `own_part` of what is gathered. */
-static struct layout_shard_range held_range(const struct writeback *writeback, int64_t param) {
+/* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is gathered. */
+static int take_over_view(struct writeback *writeback, int64_t param) {
     const struct flat_layout *layout = &writeback->param->layout;
-    if (writeback->param->sharded)
-        return layout->shard_ranges[param];
-    return (struct layout_shard_range){.in_shard = true,
+    struct layout_shard_range range = {.in_shard = true,
                                        .offset_in_shard = layout_param_offset(layout, param),
                                        .numel_in_shard = layout_param_numel(layout, param)};
-}
-
-static int take_over_view(struct writeback *writeback, int64_t param) {
-    struct layout_shard_range range = held_range(writeback, param);
+    if (writeback->param->sharded)
+        range = layout->shard_ranges[param];
     if (!range.in_shard)
         return 0;
     PyObject *part = torch_part(writeback->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
     PyObject *view =
         torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
     PyObject *value = part && view ? written_part(writeback, part, view) : NULL;
-    PyObject *copied = value ? PyObject_CallMethod(part, "copy_", "O", value) : NULL;
+    int result = value ? torch_copy(part, value) : -1;
     writeback->copied = true;
     Py_XDECREF(part);
     Py_XDECREF(view);
     Py_XDECREF(value);
-    Py_XDECREF(copied);
-    return copied ? 0 : -1;
+    return result;
 }
 
 /* `*last`: the last parameter that was written to, or as it was. */
@@ -311,8 +286,18 @@ int writeback_take_over_views(struct writeback *writeback) {
  * a unit that begins late is told that what it wrote before is lost. */
 enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
-static int refuse_late_write(const struct writeback *writeback, int64_t param) {
-    PyObject *fqn = flat_param_fqn(writeback->param, param);
+int writeback_take_over_writes(struct writeback *writeback) {
+    int64_t count = writeback->num_forwards[torch_grad_enabled()]++, last;
+    bool expected = writeback->forward_writes || count < FIRST_FORWARDS;
+    if (!expected && count % FORWARDS_BETWEEN)
+        return 0;
+    int written = take_over_views(writeback, &last);
+    if (written <= 0)
+        return written;
+    writeback->forward_writes = true;
+    if (expected)
+        return written;
+    PyObject *fqn = flat_param_fqn(writeback->param, last);
     unit_error(PyExc_RuntimeError, writeback->param->layout.rank, writeback->param->name,
                "its forward writes in place to %S, but did not in its first %d forwards, so that "
                "parameters were not looked at and what it wrote in the last %d may be lost. From now on "
@@ -321,17 +306,6 @@ static int refuse_late_write(const struct writeback *writeback, int64_t param) {
                fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
     Py_DECREF(fqn);
     return -1;
-}
-
-int writeback_take_over_writes(struct writeback *writeback) {
-    int64_t count = writeback->num_forwards[torch_grad_enabled()]++, last;
-    bool expected = writeback->forward_writes || count < FIRST_FORWARDS;
-    if (!expected && count % FORWARDS_BETWEEN)
-        return 0;
-    int written = take_over_views(writeback, &last);
-    if (written > 0)
-        writeback->forward_writes = true;
-    return written > 0 && !expected ? refuse_late_write(writeback, last) : written;
 }
 
 /* ---- views that are replaced ---- */
@@ -391,15 +365,11 @@ static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad,
     if (writeback_warn(writeback, param, "Gradient", grad) < 0 ||
         gradients_forget_reduced(writeback->gradients, param) < 0)
         return -1;
-    PyObject *part = gradients_part(writeback->gradients, flat_grad, param), *done = NULL;
-    if (part)
-        done = grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL)
-                               : PyObject_CallMethod(part, "copy_", "O", grad);
-    int result = done ? 0 : -1;
+    PyObject *part = gradients_part(writeback->gradients, flat_grad, param);
+    int result = !part ? -1 : grad == Py_None ? torch_zero(part) : torch_copy(part, grad);
     if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
         result = torch_set_foreign_grad(PyList_GetItem(writeback->param->params, param), part);
     Py_XDECREF(part);
-    Py_XDECREF(done);
     return result;
 }
 
@@ -419,19 +389,6 @@ static int any_param_grad(struct writeback *writeback) {
     return 0;
 }
 
-static int collect_all(struct writeback *writeback) {
-    struct tensor_view view;
-    PyObject *flat_grad = gradients_flat_or_zeros(writeback->gradients);
-    int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
-    for (int64_t i = 0; !result && i < writeback->param->num_params; i++) {
-        PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
-        result = grad ? collect_param_grad(writeback, flat_grad, &view, i, grad) : -1;
-        Py_XDECREF(grad);
-    }
-    Py_XDECREF(flat_grad);
-    return result;
-}
-
 int writeback_collect_grads(struct writeback *writeback) {
     if (writeback->gradients->in_backward)
         return 0;
@@ -443,7 +400,16 @@ int writeback_collect_grads(struct writeback *writeback) {
         return grad == Py_None ? gradients_drop_shown(writeback->gradients) : 0;
     }
     int some = any_param_grad(writeback);
-    if (some < 0)
-        return -1;
-    return some ? collect_all(writeback) : gradients_drop_shown(writeback->gradients);
+    if (some <= 0)
+        return some < 0 ? -1 : gradients_drop_shown(writeback->gradients);
+    struct tensor_view view;
+    PyObject *flat_grad = gradients_flat_or_zeros(writeback->gradients);
+    int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
+    for (int64_t i = 0; !result && i < writeback->param->num_params; i++) {
+        PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
+        result = grad ? collect_param_grad(writeback, flat_grad, &view, i, grad) : -1;
+        Py_XDECREF(grad);
+    }
+    Py_XDECREF(flat_grad);
+    return result;
 }

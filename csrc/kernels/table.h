@@ -10,6 +10,11 @@
 
 enum { KERNEL_TABLE_VERSION = 5 }; /* a library of another version is not loaded */
 
+/* Of contiguous elements: what `input` gives, divided, becomes or is added to what `output` holds. */
+typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, const void *input,
+                                       enum dtype input_dtype, int64_t numel, double divisor,
+                                       const struct kernel_stream *stream);
+
 struct kernel_table {
     int32_t version;
     enum status (*pack)(void *output, enum dtype output_dtype, int64_t output_numel,
@@ -17,12 +22,7 @@ struct kernel_table {
                         const struct kernel_stream *stream);
     enum status (*pack_add)(void *output, enum dtype output_dtype, const struct pack_source *sources,
                             int64_t num_sources, const struct kernel_stream *stream);
-    enum status (*cast_divide)(void *output, enum dtype output_dtype, const void *input,
-                               enum dtype input_dtype, int64_t numel, double divisor,
-                               const struct kernel_stream *stream);
-    enum status (*accumulate)(void *accumulator, enum dtype accumulator_dtype, const void *input,
-                              enum dtype input_dtype, int64_t numel, double divisor,
-                              const struct kernel_stream *stream);
+    elementwise_kernel *cast_divide, *accumulate;
     enum status (*copy_ranges)(void *output, enum dtype dtype, const struct copy_range *ranges,
                                int64_t num_ranges, const struct kernel_stream *stream);
     /* As kernel_unscale and kernel_checksums, all numbers lying in the device's memory: the host waits for

@@ -17,7 +17,7 @@
  * all that follow one within which another was seen. Where nobody has asked, the end of the backward reduces
  * what is left. */
 
-int unit_begin_backward(struct unit *unit) {
+static int begin_backward(struct unit *unit) {
     unit->graph_task = unit->recomputed ? torch_graph_task() : unit->runtime->graph_task;
     unit->nested = false;
     int comes = unit->may_nest && unit->anchor_node ? torch_will_execute(unit->anchor_node) : 1;
@@ -25,7 +25,8 @@ int unit_begin_backward(struct unit *unit) {
     return unit->graph_task == -2 || comes < 0 ? -1 : 0;
 }
 
-int unit_awaits_gradients(struct unit *unit) {
+/* At the anchor's hook: does it come again in this backward? 1, 0 or -1 */
+static int awaits_gradients(struct unit *unit) {
     int64_t current = unit->ran_pre_backward ? torch_graph_task() : unit->graph_task;
     if (current == -2)
         return -1;
@@ -64,9 +65,10 @@ int unit_reaches_anchor(struct unit *unit) {
     return unit->handle->param.use_orig_params ? 1 : reaches_anchor(unit);
 }
 
-/* Original parameters are in no graph: a schedule that takes the gradients of inputs first, and then those of
- * the weights, finds none of these. To take those of inputs alone is no mistake. */
-int unit_check_named(struct unit *unit) {
+/* Warns where a backward to named tensors gives its parameters nothing. Original parameters are in no graph:
+ * a schedule that takes the gradients of inputs first, and then those of the weights, finds none of these. To
+ * take those of inputs alone is no mistake. */
+static int check_named(struct unit *unit) {
     if (!unit->anchor_node || !unit->handle->param.use_orig_params)
         return 0;
     int reaches = reaches_anchor(unit);
@@ -117,31 +119,22 @@ int unit_receives_named(struct unit *unit) {
     return 0;
 }
 
-/* ---- before and after the gradients ---- */
-
 /* ---- pre-backward ---- */
-
-static int prepare_part(struct runtime *runtime, struct unit *part) {
-    struct handle *handle = part->handle;
-    /* a checkpointed part of the module may run again in this backward: it finds the same views as in the
-     * forward */
-    if (handle->param.use_orig_params && handle_show_views(handle) < 0)
-        return -1;
-    if (gradients_prepare(&handle->gradients) < 0)
-        return -1;
-    if (handle->gradients.hidden)
-        runtime_have_script_wait(runtime);
-    return 0;
-}
 
 static int prepare(struct unit *unit) {
     if (unit_unshard_for_backward(unit) < 0)
         return -1;
-    if (!unit->handle)
-        return 0;
-    FOR_PARTS(part, unit)
-        if (prepare_part(unit->runtime, part) < 0)
+    FOR_PARTS(part, unit->handle ? unit : NULL) {
+        struct handle *handle = part->handle;
+        /* a checkpointed part of the module may run again in this backward: it finds the same views as in the
+         * forward */
+        if (handle->param.use_orig_params && handle_show_views(handle) < 0)
             return -1;
+        if (gradients_prepare(&handle->gradients) < 0)
+            return -1;
+        if (handle->gradients.hidden)
+            runtime_have_script_wait(unit->runtime);
+    }
     return 0;
 }
 
@@ -154,11 +147,8 @@ static bool is_prepared(const struct unit *unit) {
 
 static int pre_backward(struct unit *unit) {
     /* whoever is outermost in this backward has it finalised (parity 12) */
-    if (runtime_queue_final_callback(unit->runtime) < 0)
-        return -1;
-    if (unit_set_phase(unit, PHASE_IN_STEP) < 0)
-        return -1;
-    if (unit_begin_backward(unit) < 0 || unit_check_named(unit) < 0 || prepare(unit) < 0)
+    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
+        begin_backward(unit) < 0 || check_named(unit) < 0 || prepare(unit) < 0)
         return -1;
     unit->ran_pre_backward = unit->had_gradient = true;
     unit->left_out = false;
@@ -173,7 +163,8 @@ int unit_refuse_backward(const struct unit *unit) {
         "let one FullyShardedDataParallel around both roots call them in its forward.");
 }
 
-int unit_pre_backward(struct unit *unit) {
+int unit_pre_backward(void *target) {
+    struct unit *unit = target;
     if (!unit->runtime)
         return unit->handle ? unit_refuse_backward(unit) : 0;
     /* perhaps for a forward under another stream: this one has not waited for the gather */
@@ -194,43 +185,20 @@ static bool has_new(struct unit *unit) {
     return false;
 }
 
-/* Whether gradients have come to a segment on this rank is not asked: they may have on another one. */
-static int reduce_if_trained(struct unit *part) {
+/* All parts are, in one order on all ranks: whether gradients have come to a segment on this rank is not
+ * asked, as they may have on another one. 1, 0 or -1. */
+static int is_reduced(struct unit *part) {
+    if (!unit_of_part(part)->next_segment)
+        return 1;
     if (part->runtime->reach == REACH_NAMED)
-        return part->named ? runtime_reduce_part(part) : 0;
+        return part->named;
     int trains = flat_param_is_trainable(&part->handle->param);
-    if (trains <= 0 && !gradients_have_new(&part->handle->gradients))
-        return trains;
-    return runtime_reduce_part(part);
-}
-
-/* All parts, in one order on all ranks. */
-static int reduce_parts(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (reduce_if_trained(part) < 0)
-            return -1;
-    return 0;
-}
-
-static int reduce(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || runtime->operations->post_backward_reshard(unit) < 0)
-        return -1;
-    return unit->next_segment ? reduce_parts(unit) : runtime_reduce_part(unit);
+    return trains == 0 && gradients_have_new(&part->handle->gradients) ? 1 : trains;
 }
 
 static int add_part(struct unit *part) {
     if (gradients_accumulate_unsharded(&part->handle->gradients) < 0)
         return unit_explain_failure(part, TRACED_SUM, false);
-    return 0;
-}
-
-static int keep_unsharded(struct unit *unit) {
-    if (unit->runtime->operations->post_backward_reshard(unit) < 0)
-        return -1;
-    FOR_PARTS(part, unit)
-        if (gradients_have_new(&part->handle->gradients) && add_part(part) < 0)
-            return -1;
     return 0;
 }
 
@@ -243,14 +211,6 @@ static int post_backward_without_gradient(struct unit *unit) {
                       "a hook of its flat parameter has set .grad to None before the gradient was reduced, "
                       "which the other ranks wait for: zero the gradient instead, or clear it after "
                       "backward()");
-}
-
-/* What has come is reduced with the unit around it, or added up under no_sync. */
-static int post_backward_of_optional(struct unit *unit) {
-    if (optional_check_backward(unit) < 0)
-        return -1;
-    return unit->sync_gradients ? unit->runtime->operations->post_backward_reshard(unit)
-                                : keep_unsharded(unit);
 }
 
 /* Does no other rank have a part in the gradient, or is somebody there who looks for it? */
@@ -273,25 +233,33 @@ static int hand_over_at_once(struct unit *unit) {
     return 0;
 }
 
-static int end_gradients(struct unit *part) {
-    struct gradients *gradients = &part->handle->gradients;
-    return gradients_prepare(gradients) < 0 ? -1 : gradients_call_param_hooks(gradients);
-}
-
 static int post_backward(struct unit *unit) {
-    if (runtime_queue_final_callback(unit->runtime) < 0 ||
-        unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
+    struct runtime *runtime = unit->runtime;
+    if (runtime_queue_final_callback(runtime) < 0 || unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
     FOR_PARTS(part, unit)
-        if (end_gradients(part) < 0)
+        if (gradients_prepare(&part->handle->gradients) < 0 ||
+            gradients_call_param_hooks(&part->handle->gradients) < 0)
             return -1;
-    if (unit->optional.enclosing)
-        return post_backward_of_optional(unit);
-    if (!has_new(unit))
+    if (unit->optional.enclosing) {
+        if (optional_check_backward(unit) < 0)
+            return -1;
+        if (unit->sync_gradients) /* what has come is reduced with the unit around it */
+            return runtime->operations->post_backward_reshard(unit);
+    } else if (!has_new(unit)) {
         return post_backward_without_gradient(unit);
-    if ((unit->sync_gradients ? reduce(unit) : keep_unsharded(unit)) < 0)
+    }
+    if ((unit->sync_gradients && runtime_finish_reduction(runtime) < 0) ||
+        runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
-    return is_shown_at_once(unit) ? hand_over_at_once(unit) : 0;
+    FOR_PARTS(part, unit) {
+        int reduced = unit->sync_gradients ? is_reduced(part) : 0;
+        if (reduced < 0 || (reduced && runtime_reduce_part(part) < 0))
+            return -1;
+        if (!unit->sync_gradients && gradients_have_new(&part->handle->gradients) && add_part(part) < 0)
+            return -1;
+    }
+    return !unit->optional.enclosing && is_shown_at_once(unit) ? hand_over_at_once(unit) : 0;
 }
 
 /* The rest comes later in this backward, which reads the parameters until then. */
@@ -314,21 +282,30 @@ static int log_post_backward(const struct unit *unit) {
     return callbacks_tell(callbacks.log_post_backward, module, NULL);
 }
 
-int unit_post_backward(struct unit *unit) {
-    if (!unit->runtime || !unit->handle || !has_new(unit))
+/* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward
+ * did under another one, to which the memory of the gradients belongs. */
+int unit_post_backward(void *target) {
+    struct unit *unit = target;
+    if (!unit->runtime)
         return 0;
-    bool enabled = torch_grad_enabled();
-    struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
-    torch_set_grad_enabled(false);
-    int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
-    int awaits = result ? -1 : unit_awaits_gradients(unit);
-    if (awaits)
-        result = awaits < 0 ? -1 : add_up(unit);
-    else if (unit->optional.reached)
-        result = runtime_reduce_optional(unit);
-    if (!result && !awaits)
-        result = post_backward(unit);
-    torch_set_grad_enabled(enabled);
-    trace_end(trace);
-    return result;
+    if (stream_follow(&unit->runtime->schedule.streams) < 0)
+        return -1;
+    if (unit->handle && has_new(unit)) {
+        bool enabled = torch_grad_enabled();
+        struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
+        torch_set_grad_enabled(false);
+        int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
+        int awaits = result ? -1 : awaits_gradients(unit);
+        if (awaits)
+            result = awaits < 0 ? -1 : add_up(unit);
+        else if (unit->optional.reached)
+            result = runtime_reduce_optional(unit);
+        if (!result && !awaits)
+            result = post_backward(unit);
+        torch_set_grad_enabled(enabled);
+        trace_end(trace);
+        if (result < 0)
+            return -1;
+    }
+    return unit->runtime ? stream_give_back(&unit->runtime->schedule.streams) : 0;
 }

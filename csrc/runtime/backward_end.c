@@ -6,10 +6,6 @@
 
 #include "base/check.h"
 
-static int final_callback(void *target) {
-    return runtime_final_callback(target);
-}
-
 /* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go
  * of that, which may be once another backward runs: its callback is not this one. */
 static int backward_raised(void *target, const void *hook) {
@@ -23,7 +19,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime_check_holder(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
         schedule_begin_backward(&runtime->schedule) < 0)
         return -1;
-    PyObject *hook = hook_new(final_callback, runtime, runtime->object);
+    PyObject *hook = hook_new(runtime_final_callback, runtime, runtime->object);
     if (hook)
         hook_on_drop(hook, backward_raised);
     runtime->final_hook = hook;
@@ -62,9 +58,7 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
-    if (runtime_pack(runtime, unit) < 0)
-        return -1;
-    return runtime_reduce(runtime, unit) < 0 ? -1 : runtime_finish_reduction(runtime);
+    return runtime_reduce_part(unit) < 0 ? -1 : runtime_finish_reduction(runtime);
 }
 
 static bool offloads(const struct runtime *runtime) {
@@ -145,7 +139,8 @@ static int end_and_tell_of_cut_off(struct runtime *runtime) {
     return result;
 }
 
-int runtime_final_callback(struct runtime *runtime) {
+int runtime_final_callback(void *target) {
+    struct runtime *runtime = target;
     bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
     bool tells = ends_step && !runtime->told_of_no_gradient;
     int result = tells ? end_and_tell_of_cut_off(runtime) : end_backward(runtime);

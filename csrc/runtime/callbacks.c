@@ -31,9 +31,7 @@ int callbacks_bind(PyObject *args, PyObject *kwargs) {
 }
 
 int callbacks_tell(PyObject *function, PyObject *a, PyObject *b) {
-    PyObject *done = PyObject_CallFunctionObjArgs(function, a, b, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return ref_done(PyObject_CallFunctionObjArgs(function, a, b, NULL));
 }
 
 /* ---- who looks at gradients ---- */
@@ -46,8 +44,7 @@ void callbacks_set_watcher(PyObject *function) {
 
 int callbacks_call_watcher(const struct unit *unit, PyObject *gradients) {
     PyObject *function = Py_NewRef(callbacks_watcher); /* it may put itself away */
-    PyObject *done = PyObject_CallFunctionObjArgs(function, unit->handle_object, gradients, NULL);
+    int result = ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, gradients, NULL));
     Py_DECREF(function);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return result;
 }

@@ -1,12 +1,16 @@
 /* [Note: units without a gradient]
  * A unit that trains has run its forward, a backward has ended, and no gradient has come to the unit. It is
- * said once, of a root: cut off   No gradient can come: none of the unit's outputs requires one, as inside a
- * reentrant checkpoint where no input requires a gradient, behind frozen embeddings for instance. Or such a
- * checkpoint ran the unit itself, without gradients, and has not run it again. This is said at the end of the
- * first backward that left the unit out. left out  An output requires a gradient, and the backward did not
- * pass through it. Another backward may yet do so, as in a GAN: this is said when the root begins its next
- * forward and none has. A unit to which one has come before is on purpose without one now, as a head is that
- * takes turns with others. */
+ * said once, of a root:
+ *
+ *   cut off   No gradient can come: none of the unit's outputs requires one, as inside a reentrant checkpoint
+ *             where no input requires a gradient, behind frozen embeddings for instance. Or such a checkpoint
+ *             ran the unit itself, without gradients, and has not run it again. This is said at the end of the
+ *             first backward that left the unit out.
+ *   left out  An output requires a gradient, and the backward did not pass through it. Another backward may
+ *             yet do so, as in a GAN: this is said when the root begins its next forward and none has.
+ *
+ * A unit to which one has come before is on purpose without one now, as a head is that takes turns with
+ * others. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
@@ -38,22 +42,15 @@ int unit_note_checkpointed(struct unit *unit) {
     return checkpointed > 0 ? cut_off(unit) : checkpointed;
 }
 
-/* A module may hand its results out by another way than its outputs, and be reached after all. */
-static bool was_cut_off(const struct unit *unit) {
-    return unit->cut_off && unit->handle->training_state == USE_IDLE;
-}
-
-static void note_left_out(struct unit *unit) {
-    unit->left_out = unit->needs_pre_backward_unshard && !is_told(unit);
-    unit->runtime->any_left_out = unit->runtime->any_left_out || unit->left_out;
-}
-
 PyObject *runtime_take_cut_off(struct runtime *runtime) {
     PyObject *names = runtime->any_cut_off ? PyList_New(0) : Py_NewRef(Py_None);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        note_left_out(unit);
-        if (was_cut_off(unit) && PyList_Append(names, unit->handle->param.name) < 0)
+        unit->left_out = unit->needs_pre_backward_unshard && !is_told(unit);
+        runtime->any_left_out = runtime->any_left_out || unit->left_out;
+        /* a module may hand its results out by another way than its outputs, and be reached after all */
+        bool was_cut_off = unit->cut_off && unit->handle->training_state == USE_IDLE;
+        if (was_cut_off && PyList_Append(names, unit->handle->param.name) < 0)
             Py_CLEAR(names);
     }
     runtime->any_cut_off = false;
@@ -72,21 +69,17 @@ int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names) {
     return names == Py_None ? 0 : tell(runtime, callbacks.warn_of_units_cut_off, names);
 }
 
-/* Whether it trains is asked now: most are never left out. 1, 0 or -1. */
-static int is_still_left_out(struct unit *unit) {
-    bool left_out = unit->left_out;
-    unit->left_out = false;
-    return left_out ? unit_is_training(unit) : 0;
-}
-
 int runtime_tell_of_left_out(struct runtime *runtime) {
     if (!runtime->any_left_out)
         return 0;
     runtime->any_left_out = false;
     PyObject *names = PyList_New(0);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
-        int left_out = is_still_left_out(runtime->units[i]);
-        if (left_out < 0 || (left_out && PyList_Append(names, runtime->units[i]->handle->param.name) < 0))
+        struct unit *unit = runtime->units[i];
+        /* whether it trains is asked now: most are never left out */
+        int trains = unit->left_out ? unit_is_training(unit) : 0;
+        unit->left_out = false;
+        if (trains < 0 || (trains && PyList_Append(names, unit->handle->param.name) < 0))
             Py_CLEAR(names);
     }
     int result = names ? tell(runtime, callbacks.warn_of_units_left_out, names) : -1;

@@ -43,25 +43,6 @@ static int check_part(const struct unit *part, PyObject *managed) {
     return param->use_orig_params || whole ? warn(param) : refuse(param);
 }
 
-static int check(struct runtime *runtime, PyObject *managed) {
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle && check_part(runtime->units[i], managed) < 0)
-            return -1;
-    return 0;
-}
-
-/* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in the
- * graph] in backward.c. */
-static int note_edges(struct runtime *runtime) {
-    if (runtime->has_edges)
-        return 0;
-    PyObject *name = PyUnicode_FromString("torch.distributed.pipelining");
-    PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
-    runtime->has_edges = module || runtime->ddp;
-    Py_XDECREF(name);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 int runtime_note_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
     int result = 0;
@@ -69,10 +50,20 @@ int runtime_note_ddp(struct runtime *runtime) {
         PyObject *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
         if (!managed)
             PyErr_Clear();
-        result = managed && PyList_Check(managed) ? check(runtime, managed) : 0;
+        bool is_list = managed && PyList_Check(managed);
+        for (int64_t i = 0; is_list && !result && i < runtime->num_units; i++)
+            result = runtime->units[i]->handle ? check_part(runtime->units[i], managed) : 0;
         Py_XDECREF(managed);
     }
     runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
     Py_XDECREF(ddp);
-    return result < 0 ? -1 : note_edges(runtime);
+    if (result < 0 || runtime->has_edges)
+        return result;
+    /* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in
+     * the graph] in backward.c. */
+    PyObject *name = PyUnicode_FromString("torch.distributed.pipelining");
+    PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
+    runtime->has_edges = module || runtime->ddp;
+    Py_XDECREF(name);
+    return PyErr_Occurred() ? -1 : 0;
 }

@@ -159,17 +159,14 @@ static int init_runtime(struct dry_run *run) {
     return result;
 }
 
-static bool is_optional(const struct dry_run *run, int64_t index) {
-    return index > 0 && run->tree->units[index].is_optional;
-}
-
 /* From the last to the first, as each is the first of its list. */
 static void join_optional(struct dry_run *run) {
+    const struct dry_unit *units = run->tree->units;
     for (int64_t i = run->tree->num_units - 1; i > 0; i--) {
-        int64_t enclosing = run->tree->units[i].parent;
-        while (is_optional(run, enclosing))
-            enclosing = run->tree->units[enclosing].parent;
-        if (is_optional(run, i))
+        int64_t enclosing = units[i].parent;
+        while (enclosing > 0 && units[enclosing].is_optional)
+            enclosing = units[enclosing].parent;
+        if (units[i].is_optional)
             optional_add(run->units[i], run->units[enclosing]);
     }
 }
@@ -203,14 +200,12 @@ static int init(struct dry_run *run) {
     return 0;
 }
 
-static void fini_buffers(struct precision_copy *copy) {
-    buffer_fini(&copy->full);
-    buffer_fini(&copy->secondary_shard);
-}
-
 static void fini(struct dry_run *run) {
-    for (int64_t i = 0; run->actors && i < run->tree->num_units; i++)
-        fini_buffers(&run->actors[i].handle.storage.copies[PRECISION_COMPUTE]);
+    for (int64_t i = 0; run->actors && i < run->tree->num_units; i++) {
+        struct precision_copy *copy = &run->actors[i].handle.storage.copies[PRECISION_COMPUTE];
+        buffer_fini(&copy->full);
+        buffer_fini(&copy->secondary_shard);
+    }
     order_fini(&run->runtime.order);
     schedule_fini(&run->runtime.schedule);
     PyMem_Free(run->actors);
@@ -274,28 +269,24 @@ static bool follows_unit(const struct actor *actor) {
     return !actor->parent->is->has_params && follows_unit(actor->parent);
 }
 
-/* A frozen unit goes when its inputs have gradients: after the pre-backward of the unit that they come
- * from. */
-static int end_frozen_backward(struct actor *actor) {
+static int post_backward(struct actor *actor) {
+    struct unit *unit = &actor->unit;
+    if (!unit->handle)
+        return 0;
+    if (actor->is->is_trainable) {
+        if ((unit->optional.reached && unit_reshard_optional(unit) < 0) ||
+            unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
+            return -1;
+        return actor->run->operations.post_backward_reshard(unit);
+    }
+    /* a frozen unit goes when its inputs have gradients: after the pre-backward of the unit that they come
+     * from */
     if (!actor->has_inputs)
         return 0;
     if (!follows_unit(actor))
-        return unit_reshard_only(&actor->unit);
+        return unit_reshard_only(unit);
     actor->run->passed = actor;
     return 0;
-}
-
-static int post_backward(struct actor *actor) {
-    if (!actor->unit.handle)
-        return 0;
-    bool reached = actor->is->is_trainable && actor->unit.optional.reached;
-    if (reached && unit_reshard_optional(&actor->unit) < 0)
-        return -1;
-    if (!actor->is->is_trainable)
-        return end_frozen_backward(actor);
-    if (unit_set_training_state(&actor->unit, USE_BACKWARD_POST) < 0)
-        return -1;
-    return actor->run->operations.post_backward_reshard(&actor->unit);
 }
 
 /* `begun`: the gradient of its output has come. */
@@ -308,16 +299,11 @@ static int backward(struct actor *actor, bool begun) {
     return post_backward(actor);
 }
 
-static int finish_optional(struct dry_run *run) {
+static int finish_backward(struct dry_run *run) {
     for (int64_t i = 0; i < run->runtime.num_units; i++)
         if (run->units[i]->optional.reached && unit_reshard_optional(run->units[i]) < 0)
             return -1;
-    return 0;
-}
-
-static int finish_backward(struct dry_run *run) {
-    if (finish_optional(run) < 0 || runtime_reshard_units(&run->runtime) < 0 ||
-        schedule_end_backward(&run->runtime.schedule) < 0)
+    if (runtime_reshard_units(&run->runtime) < 0 || schedule_end_backward(&run->runtime.schedule) < 0)
         return -1;
     for (int64_t i = 0; i < run->runtime.num_units; i++)
         if (handle_set_training_state(&run->actors[i].handle, USE_IDLE) < 0 ||
@@ -351,19 +337,15 @@ static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
     return run->requires_grad ? finish_backward(run) : 0;
 }
 
-/* In the place of runtime_reserve. */
-static int reserve(struct dry_run *run) {
-    int64_t nbytes = runtime_piece_nbytes(&run->runtime);
-    if (nbytes < 0)
-        return -1;
-    if (nbytes && append(run, DRY_RUN_GROW, run->actors->unit.place.unit, nbytes) < 0)
-        return -1;
-    return runtime_take_memory(&run->runtime);
-}
-
 static int run_all(struct dry_run *run, PyObject *lists, const bool *sync_gradients, int64_t num_steps) {
-    if (begin_list(run, lists) < 0 || (run->tree->has_streams && reserve(run) < 0))
+    if (begin_list(run, lists) < 0)
         return -1;
+    if (run->tree->has_streams) { /* in the place of runtime_reserve */
+        int64_t nbytes = runtime_piece_nbytes(&run->runtime);
+        if (nbytes < 0 || (nbytes && append(run, DRY_RUN_GROW, run->actors->unit.place.unit, nbytes) < 0) ||
+            runtime_take_memory(&run->runtime) < 0)
+            return -1;
+    }
     for (int64_t i = 0; i < num_steps; i++)
         if (run_step(run, lists, sync_gradients[i]) < 0)
             return -1;

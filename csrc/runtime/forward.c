@@ -73,27 +73,26 @@ static int validate_order(struct unit *unit) {
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    if (unit_precision_for_forward(unit) < 0)
-        return -1;
-    if (validate_order(unit) < 0 || unit_unshard_for_forward(unit) < 0)
-        return -1;
-    if (unit_convert_inputs(unit, args, kwargs) < 0 ||
-        unit->runtime->operations->register_post_backward_hook(unit) < 0)
-        return -1;
-    return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
-}
-
-/* Buffers follow the mode as well (D-021). */
-static int cast_buffers(struct unit *unit) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    return module ? callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) : -1;
+    struct trace trace = trace_begin(TRACED_PRE_FORWARD, unit->recorder_index);
+    int result = unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
+                         unit_unshard_for_forward(unit) < 0 || unit_convert_inputs(unit, args, kwargs) < 0 ||
+                         unit->runtime->operations->register_post_backward_hook(unit) < 0
+                     ? -1
+                     : 0;
+    if (!result && unit->handle)
+        result = show_unsharded(unit, *args, *kwargs);
+    trace_end(trace);
+    return result;
 }
 
 static int root_pre_forward(struct unit *unit) {
     if (!unit->is_root)
         return 0;
     struct trace trace = trace_begin(TRACED_ROOT_PRE_FORWARD, unit->recorder_index);
-    int result = unit->full_precision_in_eval ? cast_buffers(unit) : 0;
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    int result = module ? 0 : -1;
+    if (!result && unit->full_precision_in_eval) /* buffers follow the mode as well (D-021) */
+        result = callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL);
     if (!result)
         result = runtime_root_pre_forward(unit->runtime);
     trace_end(trace);
@@ -104,34 +103,16 @@ static int root_pre_forward(struct unit *unit) {
 
 /* *output are replaced only where the registration of hooks is. */
 static int post_forward(struct unit *unit, PyObject **output) {
+    struct trace trace = trace_begin(TRACED_POST_FORWARD, unit->recorder_index);
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    if (unit->runtime->operations->register_pre_backward_hooks(unit, output) < 0 ||
-        unit_reshard_after_forward(unit) < 0)
-        return -1;
-    return unit_set_phase(unit, PHASE_IDLE);
+    int result = unit->runtime->operations->register_pre_backward_hooks(unit, output);
+    if (!result)
+        result = unit_reshard_after_forward(unit) < 0 ? -1 : unit_set_phase(unit, PHASE_IDLE);
+    trace_end(trace);
+    return result;
 }
 
 /* ---- forward ---- */
-
-/* A layer of another unit, called past that unit, has failed on a parameter that is sharded: said in the
- * exception itself. */
-static void explain_error(const struct unit *unit, PyObject *error, PyObject *traceback) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (!module || !error || !traceback || PyException_SetTraceback(error, traceback) < 0)
-        return;
-    callbacks_tell(callbacks.explain_error, error, module);
-}
-
-static void abandon_parts(struct unit *unit) {
-    unit_set_prefetched(unit, false);
-    FOR_PARTS(part, unit) {
-        unit_reshard(part, !unit->optional.enclosing);
-        PyErr_Clear(); /* nothing of Python's is called with an exception set */
-        handle_show_sharded(part->handle);
-        PyErr_Clear();
-        handle_set_training_state(part->handle, USE_IDLE);
-    }
-}
 
 /* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is
  * its whole tree's: units that had finished wait for a backward that will not come. */
@@ -139,12 +120,22 @@ static void abandon_forward(struct unit *unit) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    explain_error(unit, value, traceback);
-    PyErr_Clear();
+    /* where a layer of another unit, called past that unit, has failed on a parameter that is sharded, the
+     * exception says so itself */
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    if (module && value && traceback && PyException_SetTraceback(value, traceback) == 0)
+        callbacks_tell(callbacks.explain_error, value, module);
+    PyErr_Clear(); /* nothing of Python's is called with an exception set */
     unit_set_phase(unit, PHASE_IDLE);
     optional_abandon(unit);
-    if (unit->handle)
-        abandon_parts(unit);
+    unit_set_prefetched(unit, false);
+    FOR_PARTS(part, unit->handle ? unit : NULL) {
+        unit_reshard(part, !unit->optional.enclosing);
+        PyErr_Clear();
+        handle_show_sharded(part->handle);
+        PyErr_Clear();
+        handle_set_training_state(part->handle, USE_IDLE);
+    }
     if (unit->is_root && !unit->runtime->callback_queued)
         runtime_reset(unit->runtime);
     PyErr_Clear();
@@ -163,30 +154,14 @@ static int ensure_lazy_init(struct unit *unit) {
     return -1;
 }
 
-static int traced_pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    if (root_pre_forward(unit) < 0)
-        return -1;
-    struct trace trace = trace_begin(TRACED_PRE_FORWARD, unit->recorder_index);
-    int result = pre_forward(unit, args, kwargs);
-    trace_end(trace);
-    return result;
-}
-
-static int traced_post_forward(struct unit *unit, PyObject **output) {
-    struct trace trace = trace_begin(TRACED_POST_FORWARD, unit->recorder_index);
-    int result = post_forward(unit, output);
-    trace_end(trace);
-    return result;
-}
-
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
     runtime_enter_forward(unit->runtime);
     Py_INCREF(args);
     Py_INCREF(kwargs);
-    if (traced_pre_forward(unit, &args, &kwargs) == 0)
+    if (root_pre_forward(unit) == 0 && pre_forward(unit, &args, &kwargs) == 0)
         output = PyObject_Call(wrapped, args, kwargs);
-    if (output && traced_post_forward(unit, &output) < 0)
+    if (output && post_forward(unit, &output) < 0)
         Py_CLEAR(output);
     if (!output)
         abandon_forward(unit);
@@ -207,11 +182,6 @@ static PyObject *run_within(struct unit *unit, PyObject *wrapped, PyObject *args
     return output;
 }
 
-static bool is_summoned(const struct unit *unit) {
-    return unit->phase == PHASE_SUMMON_FULL_PARAMS ||
-           (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS);
-}
-
 /* Inside summon_full_params: the parameters are there, in full precision, and stay there. */
 static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args,
                                         PyObject *kwargs) {
@@ -227,7 +197,8 @@ static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapp
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     if (ensure_lazy_init(unit) < 0)
         return NULL;
-    if (is_summoned(unit))
+    if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
+        (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS))
         return forward_on_full_params(unit, wrapped, args, kwargs);
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
         return NULL;

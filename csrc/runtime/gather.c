@@ -33,24 +33,30 @@ static int explain_gather(struct unit *unit, bool enqueued) {
     return unit_explain_failure(unit, gather_of(unit), enqueued);
 }
 
-/* ---- the parts of a gather ---- */
+/* ---- one gather ---- */
+
+static bool is_replaced(const struct unit *unit) {
+    return unit->runtime->operations->replaced[REPLACEABLE_UNSHARD];
+}
 
 /* The shard is the whole, where computation is: nothing is enqueued. */
-bool unit_is_there(const struct unit *unit) {
-    return unit->handle->storage.copy->is_local;
+static bool is_there(const struct unit *unit) {
+    return unit->handle->storage.copy->is_local && !is_replaced(unit);
 }
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
  * on. Gathers come after that, and after a step of the unit's optimizers in this backward. */
-int unit_prepare_gather(struct unit *unit) {
+static int take_changes(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool has_stepped = schedule_has_stepped(schedule, &unit->gather), copied;
+    if (is_replaced(unit))
+        return 0; /* by what does that as well */
     if (handle_take_changes(unit->handle, &copied) < 0)
         return -1;
     return copied || has_stepped ? schedule_begin_step(schedule) : 0;
 }
 
-/* Beside the gather before it, in memory of the stream that gathers. */
+/* What a gather reads is made beside the gather before it, in memory of the stream that gathers. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct storage *storage = &unit->handle->storage;
@@ -68,32 +74,26 @@ int unit_enqueue_gather(struct unit *unit) {
     return -1;
 }
 
-/* ---- a gather ---- */
-
 /* The limiter counts units. */
 static int begin_gather(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool limited = unit->limit_all_gathers && !unit->leader;
-    if (unit->runtime->operations->prepare_gather(unit) < 0 || (limited && schedule_limit(schedule) < 0))
+    if (take_changes(unit) < 0 || (limited && schedule_limit(schedule) < 0))
         return -1;
     return schedule_begin_gather(schedule);
-}
-
-/* The event of a unit's last all-gather is that of all its parts. */
-static struct gather_mark *mark_of(struct unit *part) {
-    return &unit_of_part(part)->gather;
 }
 
 static int gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
         return writeback_check_views(&unit->handle->writeback);
-    if (unit->runtime->operations->is_there(unit))
+    if (is_there(unit))
         return handle_unshard_enqueue(unit->handle);
     if (begin_gather(unit) < 0) {
         handle_free_unshard(unit->handle);
         return explain_gather(unit, false);
     }
-    if (schedule_end_gather(&unit->runtime->schedule, mark_of(unit),
+    /* the event of a unit's last all-gather is that of all its parts */
+    if (schedule_end_gather(&unit->runtime->schedule, &unit_of_part(unit)->gather,
                             unit->runtime->operations->gather(unit)) < 0)
         return explain_gather(unit, false);
     return 0;
@@ -115,30 +115,20 @@ static bool goes_together(struct unit *unit) {
     return collective_gathers_together(storage_gather_group(&unit->handle->storage));
 }
 
-static int add_parts(struct unit *unit, struct gather_batch *batch) {
-    FOR_PARTS(part, unit)
-        if (make_input(part) < 0 || handle_unshard_add(part->handle, batch) < 0)
-            return -1;
-    return 0;
-}
-
-static int enqueue_batch(struct unit *unit, struct gather_batch *batch) {
-    if (!batch->outputs || !batch->inputs || add_parts(unit, batch) < 0)
-        return -1;
-    PyObject *work = collective_all_gather_together(storage_gather_group(&unit->handle->storage),
-                                                    batch->outputs, batch->inputs);
-    /* what comes next is after that */
-    int result = work ? storage_unshard_enqueued(&unit->handle->storage, work) : -1;
-    FOR_PARTS(part, unit->next_segment)
-        if (!result)
-            result = storage_unshard_enqueued(&part->handle->storage, Py_None);
-    Py_XDECREF(work);
-    return result;
-}
-
 static int enqueue_together(struct unit *unit) {
     struct gather_batch batch = {.outputs = PyList_New(0), .inputs = PyList_New(0)};
-    int result = enqueue_batch(unit, &batch);
+    int result = batch.outputs && batch.inputs ? 0 : -1;
+    FOR_PARTS(part, unit)
+        if (!result)
+            result = make_input(part) < 0 ? -1 : handle_unshard_add(part->handle, &batch);
+    PyObject *work = result < 0 ? NULL
+                                : collective_all_gather_together(storage_gather_group(&unit->handle->storage),
+                                                                 batch.outputs, batch.inputs);
+    result = work ? 0 : -1;
+    FOR_PARTS(part, unit) /* what comes next is after the first one's */
+        if (!result)
+            result = storage_unshard_enqueued(&part->handle->storage, part == unit ? work : Py_None);
+    Py_XDECREF(work);
     Py_XDECREF(batch.outputs);
     Py_XDECREF(batch.inputs);
     return result;
@@ -147,7 +137,7 @@ static int enqueue_together(struct unit *unit) {
 static int gather_together(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     FOR_PARTS(part, unit->next_segment)
-        if (unit->runtime->operations->prepare_gather(part) < 0)
+        if (take_changes(part) < 0)
             return explain_gather(part, false);
     int result = begin_gather(unit);
     if (!result)
@@ -176,7 +166,7 @@ int unit_gather(struct unit *unit) {
 static int wait_gathered(struct unit *unit) {
     if (storage_unshard_wait(&unit->handle->storage) < 0)
         return explain_gather(unit, true);
-    return schedule_wait_gathered(&unit->runtime->schedule, mark_of(unit));
+    return schedule_wait_gathered(&unit->runtime->schedule, &unit_of_part(unit)->gather);
 }
 
 int unit_wait_gathered(struct unit *unit) {
@@ -194,13 +184,16 @@ int unit_gather_and_wait(struct unit *unit) {
 }
 
 int unit_reshard(struct unit *unit, bool free_storage) {
-    bool held = unit->handle->storage.param_state != PARAM_SHARDED;
+    const struct operations *table = unit->runtime->operations;
+    struct storage *storage = &unit->handle->storage;
+    bool frees = storage->param_state != PARAM_SHARDED && free_storage && !unit->leader && !is_there(unit);
     if (wait_gathered(unit) < 0) /* prefetched for nothing */
         return -1;
-    if (unit->runtime->operations->reshard(unit, free_storage) < 0)
+    /* wherever another function has left the storage, it is as it should be then */
+    if ((table->reshard && table->reshard(unit, free_storage) < 0) ||
+        storage_reshard(storage, free_storage) < 0)
         return -1;
-    bool freed = held && free_storage && !unit->leader && !unit->runtime->operations->is_there(unit);
-    return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
+    return frees ? schedule_note_free(&unit->runtime->schedule) : 0;
 }
 
 /* ---- what the ranks of a node keep: see [Note: secondary shards] in storage.h ---- */

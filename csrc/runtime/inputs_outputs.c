@@ -9,13 +9,6 @@
 
 /* ---- inputs ---- */
 
-/* What a unit does with the inputs of its forward: they are moved and cast, and a frozen unit waits for their
- * gradients. */
-
-static bool is_on(const struct tensor_view *view, const struct tensor_view *device) {
-    return view->device == device->device && view->device_index == device->device_index;
-}
-
 /* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype
  * must. `mover` is NULL where inputs stay where they are. */
 static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *mover, bool cast) {
@@ -29,17 +22,16 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
         PyErr_Clear();
         return false;
     }
-    if (mover && !is_on(&view, &mover->storage.compute_view))
+    const struct tensor_view *device = mover ? &mover->storage.compute_view : &view;
+    if (view.device != device->device || view.device_index != device->device_index)
         return false;
     if (!cast)
         return true;
     PyObject *dtype = PyObject_GetAttr(value, torch_names.dtype);
-    if (!dtype) {
+    if (!dtype)
         PyErr_Clear();
-        return false;
-    }
-    bool ready = dtype == unit->param_dtype || !dtype_is_known(view.dtype);
-    Py_DECREF(dtype);
+    bool ready = dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
+    Py_XDECREF(dtype);
     return ready;
 }
 
@@ -47,10 +39,9 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
                              const struct handle *mover, bool cast) {
     Py_ssize_t position = 0;
     PyObject *key, *value;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++)
-        if (!input_is_ready(unit, PyTuple_GetItem(args, i), mover, cast))
-            return false;
     bool ready = true;
+    for (Py_ssize_t i = 0; ready && i < PyTuple_Size(args); i++)
+        ready = input_is_ready(unit, PyTuple_GetItem(args, i), mover, cast);
     while (ready && PyDict_Next(kwargs, &position, &key, &value)) {
         Py_INCREF(value); /* looking at it may run code of the user's, which may take it out of the dict */
         ready = input_is_ready(unit, value, mover, cast);
@@ -100,14 +91,10 @@ int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
 
 /* ---- gradients of the inputs ---- */
 
-static int reshard_only(void *target) {
-    return unit_reshard_only(target);
-}
-
 int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
         return 0;
-    PyObject *hook = hook_new(reshard_only, unit, unit->object);
+    PyObject *hook = hook_new(unit_reshard_only, unit, unit->object);
     PyObject *removable =
         hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
     Py_XDECREF(hook);
@@ -125,10 +112,6 @@ int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
 
 /* Hooks on the outputs of a unit's forward: its backward begins where the first of their gradients comes. */
 
-static int pre_backward(void *target) {
-    return unit_pre_backward(target);
-}
-
 /* Hook ids of torch count up from 0. */
 static int add_hook(PyObject *hooks, PyObject *hook) {
     PyObject *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
@@ -140,44 +123,30 @@ static int add_hook(PyObject *hooks, PyObject *hook) {
 /* Hooks are called in the order of insertion. */
 static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
     PyObject *others = PyDict_Copy(hooks);
-    PyObject *cleared = others ? PyObject_CallMethod(hooks, "clear", NULL) : NULL;
-    int result = cleared ? add_hook(hooks, hook) : -1;
-    PyObject *updated = result ? NULL : PyObject_CallMethod(hooks, "update", "O", others);
+    int result = others ? ref_done(PyObject_CallMethod(hooks, "clear", NULL)) : -1;
+    if (!result)
+        result = add_hook(hooks, hook);
+    if (!result)
+        result = ref_done(PyObject_CallMethod(hooks, "update", "O", others));
     Py_XDECREF(others);
-    Py_XDECREF(cleared);
-    Py_XDECREF(updated);
-    return updated ? 0 : -1;
-}
-
-/* Where an optional unit inside has made the tensor, the unit around it has its parameters gathered first. */
-static int add_further_hook(PyObject *hooks, PyObject *hook) {
-    const struct unit *unit = hook_target(hook);
-    return unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
+    return result;
 }
 
 /* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
 static int hook_first(PyObject *tensor, PyObject *hook) {
     static PyObject *ordered_dict; /* owned for ever */
-    if (!ordered_dict) {
-        PyObject *collections = PyImport_ImportModule("collections");
-        ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
-        Py_XDECREF(collections);
-        if (!ordered_dict)
-            return -1;
-    }
-    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL, *done = NULL;
+    if (!ordered_dict && !(ordered_dict = torch_find("collections", "OrderedDict")))
+        return -1;
+    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL;
     int result = hooks ? add_hook(hooks, hook) : -1;
     if (!result)
         result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
     if (!result)
         result = (grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn)) ? 0 : -1;
-    if (!result && grad_fn != Py_None) {
-        done = PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL);
-        result = done ? 0 : -1;
-    }
+    if (!result && grad_fn != Py_None)
+        result = ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
     Py_XDECREF(hooks);
     Py_XDECREF(grad_fn);
-    Py_XDECREF(done);
     return result;
 }
 
@@ -186,7 +155,13 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     if (requires_grad <= 0)
         return requires_grad;
     PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
-    int result = !hooks ? -1 : hooks == Py_None ? hook_first(tensor, hook) : add_further_hook(hooks, hook);
+    const struct unit *unit = hook_target(hook);
+    int result = -1;
+    if (hooks == Py_None)
+        result = hook_first(tensor, hook);
+    /* where an optional unit inside has made the tensor, the unit around it gathers its parameters first */
+    else if (hooks)
+        result = unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
     (*hooked)++;
     Py_XDECREF(hooks);
     return result;
@@ -205,14 +180,6 @@ static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
     return 0;
 }
 
-/* Looking at a value may run code of the user's, which may change the dict. */
-static int hook_dict(PyObject *dict, PyObject *hook, int64_t *hooked) {
-    PyObject *values = PyDict_Values(dict);
-    int result = values ? hook_sequence(values, hook, hooked) : -1;
-    Py_XDECREF(values);
-    return result;
-}
-
 /* Hook every tensor in `output` that requires grad; the output itself is returned to the user as it is. */
 static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     if (torch_is_tensor(output))
@@ -222,9 +189,10 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
         return 0;
     if (PyTuple_Check(output) || PyList_Check(output))
         return hook_sequence(output, hook, hooked);
-    if (PyDict_CheckExact(output))
-        return hook_dict(output, hook, hooked);
-    PyObject *tensors = PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
+    /* looking at a value may run code of the user's, which may change the dict */
+    PyObject *tensors = PyDict_CheckExact(output)
+                            ? PyDict_Values(output)
+                            : PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
     int result = tensors ? hook_sequence(tensors, hook, hooked) : -1;
     Py_XDECREF(tensors);
     return result;
@@ -255,7 +223,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = false;
     if (!torch_grad_enabled())
         return unit_note_checkpointed(unit);
-    PyObject *hook = hook_new(pre_backward, unit, unit->object);
+    PyObject *hook = hook_new(unit_pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(output, hook, &hooked) : -1;
     unit->backward_hook = hook;
     if (hooked && unit->handle && handle_leaves_views(unit->handle))

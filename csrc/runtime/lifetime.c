@@ -139,7 +139,8 @@ int unit_reshard_optional(struct unit *enclosing) {
     return 0;
 }
 
-int unit_reshard_only(struct unit *unit) {
+int unit_reshard_only(void *target) {
+    struct unit *unit = target;
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
     struct trace trace = trace_begin(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);

@@ -10,12 +10,6 @@ static PyObject *apply;
 
 /* ---- the function's two methods ---- */
 
-static int append(PyObject **list, PyObject *item) {
-    if (!*list && !(*list = PyList_New(0)))
-        return -1;
-    return PyList_Append(*list, item);
-}
-
 /* Parameters that are frozen beside others. `*frozen`: NULL, or a list; `*which`: a sum that tells such sets
  * apart. */
 static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *which) {
@@ -25,7 +19,8 @@ static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *whic
         if (trains > 0)
             continue;
         *which = *which * 31 + (uint64_t)i + 1;
-        if (trains < 0 || append(frozen, PyTuple_GetItem(part->handle->storage.copy->views, i)) < 0)
+        if (trains < 0 || (!*frozen && !(*frozen = PyList_New(0))) ||
+            PyList_Append(*frozen, PyTuple_GetItem(part->handle->storage.copy->views, i)) < 0)
             return -1;
     }
     return 0;
@@ -42,9 +37,8 @@ static int add_frozen_anew(struct unit *part, PyObject **frozen) {
     part->frozen = which;
     if (same || !unit_of_part(part)->views_attached)
         return 0;
-    if (*frozen && PyList_SetSlice(*frozen, before, PyList_Size(*frozen), NULL) < 0)
-        return -1;
-    if (unit_detach_part(part) < 0)
+    if ((*frozen && PyList_SetSlice(*frozen, before, PyList_Size(*frozen), NULL) < 0) ||
+        unit_detach_part(part) < 0)
         return -1;
     part->in_node = true;
     return add_frozen(part, frozen, &which);
@@ -114,12 +108,9 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     if (!context || !token)
         return NULL;
     struct unit *unit = hook_target(token);
-    if (PyObject_SetAttr(context, torch_names.unit, token) < 0)
-        return NULL;
-    if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
-        return NULL;
-    if (choose_parts(unit) < 0 || (unit->next_segment && keep_parts(context, unit) < 0) ||
-        !(frozen = frozen_views(unit)))
+    if (PyObject_SetAttr(context, torch_names.unit, token) < 0 ||
+        PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0 || choose_parts(unit) < 0 ||
+        (unit->next_segment && keep_parts(context, unit) < 0) || !(frozen = frozen_views(unit)))
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
@@ -186,27 +177,22 @@ static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_
 }
 
 /* Each part that was in the node has its own. */
-static int arrive_parts(struct unit *unit, const char *is_in, struct arrival *arrival) {
-    Py_ssize_t begin = 0, index = 0;
-    for (struct unit *part = unit; part; part = part->next_segment, index++) {
-        if (!is_in[index])
-            continue;
-        Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
-        PyObject *own = PyTuple_GetSlice(arrival->args, begin, begin + 1 + count);
-        int result = own ? arrive(part, own, arrival, index) : -1;
-        Py_XDECREF(own);
-        if (result < 0)
-            return -1;
-        begin += count;
-    }
-    return 0;
-}
-
 static int arrive_all(struct unit *unit, struct arrival *arrival) {
     if (!unit->next_segment)
         return arrive(unit, arrival->args, arrival, 0);
     PyObject *kept = PyObject_GetAttr(arrival->context, torch_names.parts);
-    int result = kept ? arrive_parts(unit, PyBytes_AsString(kept), arrival) : -1;
+    const char *is_in = kept ? PyBytes_AsString(kept) : NULL;
+    int result = is_in ? 0 : -1;
+    Py_ssize_t begin = 0, index = 0;
+    for (struct unit *part = unit; part && !result; part = part->next_segment, index++) {
+        if (!is_in[index])
+            continue;
+        Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
+        PyObject *own = PyTuple_GetSlice(arrival->args, begin, begin + 1 + count);
+        result = own ? arrive(part, own, arrival, index) : -1;
+        Py_XDECREF(own);
+        begin += count;
+    }
     Py_XDECREF(kept);
     return result;
 }
@@ -299,17 +285,11 @@ static PyObject *make_class(PyObject *function) {
 int node_init(void) {
     if (apply)
         return 0;
-    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL,
-             *super = NULL;
-    if (autograd)
-        function = PyObject_GetAttrString(autograd, "Function");
-    if (function)
-        class = make_class(function);
-    if (class)
-        super = PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL);
-    if (super)
-        apply = PyObject_GetAttrString(super, "apply");
-    Py_XDECREF(autograd);
+    PyObject *function = torch_find("torch.autograd", "Function");
+    PyObject *class = function ? make_class(function) : NULL;
+    PyObject *super =
+        class ? PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL) : NULL;
+    apply = super ? PyObject_GetAttrString(super, "apply") : NULL;
     Py_XDECREF(function);
     Py_XDECREF(class);
     Py_XDECREF(super);
@@ -317,15 +297,6 @@ int node_init(void) {
 }
 
 /* ---- anchor ---- */
-
-/* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward
- * did under another one, to which the memory of the gradients belongs. */
-static int on_all_gradients(void *target) {
-    struct unit *unit = target;
-    if (stream_follow(&unit->runtime->schedule.streams) < 0 || unit_post_backward(unit) < 0)
-        return -1;
-    return unit->runtime ? stream_give_back(&unit->runtime->schedule.streams) : 0;
-}
 
 /* The accumulation node of a leaf: what its expansion leads back to. */
 static PyObject *accumulation_node(PyObject *leaf) {
@@ -341,79 +312,63 @@ static PyObject *accumulation_node(PyObject *leaf) {
     return node;
 }
 
-/* It stays with the unit, and the engine uses its stream in each backward. */
-static PyObject *lasting_node(struct streams *streams, PyObject *leaf) {
-    PyObject *node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(leaf);
-    if (stream_leave(streams) < 0)
-        Py_CLEAR(node);
-    return node;
-}
-
 static int make_anchor(struct unit *unit) {
-    PyObject *removable = NULL;
+    struct streams *streams = &unit->runtime->schedule.streams;
     PyObject *anchor = torch_empty(0, unit->handle->storage.copy->dtype, unit->handle->param.device);
+    PyObject *removable = NULL;
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
-        goto fail;
-    if (!(unit->anchor_node = lasting_node(&unit->runtime->schedule.streams, anchor)))
-        goto fail;
-    if (!(unit->anchor_hook = hook_new(on_all_gradients, unit, NULL)))
-        goto fail;
-    removable = PyObject_CallMethod(unit->anchor_node, "register_hook", "O", unit->anchor_hook);
-    if (!removable)
-        goto fail;
-    Py_DECREF(removable);
-    unit->anchor = anchor;
-    return 0;
-fail:
+        goto done;
+    /* the node stays with the unit, and the engine uses its stream in each backward */
+    unit->anchor_node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(anchor);
+    if (stream_leave(streams) < 0 || !unit->anchor_node)
+        goto done;
+    unit->anchor_hook = hook_new(unit_post_backward, unit, NULL);
+    if (unit->anchor_hook)
+        removable = PyObject_CallMethod(unit->anchor_node, "register_hook", "O", unit->anchor_hook);
+done:
+    unit->anchor = removable ? Py_NewRef(anchor) : NULL;
     Py_XDECREF(anchor);
-    Py_CLEAR(unit->anchor_node);
-    Py_CLEAR(unit->anchor_hook);
-    return -1;
-}
-
-static int forget_hooks_of(PyObject *views) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(views); i++) {
-        PyObject *view = PyTuple_GetItem(views, i);
-        PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
-        int result = hooks ? 0 : -1;
-        if (hooks && hooks != Py_None)
-            result = PyObject_SetAttr(view, torch_names._backward_hooks, Py_None);
-        Py_XDECREF(hooks);
-        if (result < 0)
-            return -1;
+    Py_XDECREF(removable);
+    if (!unit->anchor) {
+        Py_CLEAR(unit->anchor_node);
+        Py_CLEAR(unit->anchor_hook);
     }
-    return 0;
+    return unit->anchor ? 0 : -1;
 }
 
 /* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of
  * more of them. */
 static int forget_hooks(struct unit *unit) {
     int registered = torch_hooks_registered_since(&unit->hooks_seen);
-    FOR_PARTS(part, unit)
-        if (registered > 0 && forget_hooks_of(part->handle->storage.copy->views) < 0)
-            registered = -1;
+    FOR_PARTS(part, unit) {
+        PyObject *views = part->handle->storage.copy->views;
+        for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(views); i++) {
+            PyObject *view = PyTuple_GetItem(views, i);
+            PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
+            if (!hooks ||
+                (hooks != Py_None && PyObject_SetAttr(view, torch_names._backward_hooks, Py_None) < 0))
+                registered = -1;
+            Py_XDECREF(hooks);
+        }
+    }
     if (registered < 0)
         Py_CLEAR(unit->hooks_seen);
     return registered < 0 ? -1 : 0;
 }
 
-/* Is a transformation of torch.func under way (vmap, grad, jvp)? An exception stays set. */
-static bool is_transformed(void) {
+/* A transformation of torch.func takes no autograd function as a unit's node is: without gradients none is
+ * needed (parity 54). What it has made belongs to it. 0 or -1, with the exception that is set where none is
+ * under way. */
+static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *functorch = PyImport_ImportModule("torch._C._functorch");
-    PyObject *innermost = functorch ? PyObject_CallMethod(functorch, "peek_interpreter_stack", NULL) : NULL;
-    bool result = innermost && innermost != Py_None;
-    Py_XDECREF(functorch);
+    PyObject *peek = torch_find("torch._C._functorch", "peek_interpreter_stack");
+    PyObject *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
+    bool is_transformed = innermost && innermost != Py_None;
+    Py_XDECREF(peek);
     Py_XDECREF(innermost);
     PyErr_Restore(type, value, traceback);
-    return result;
-}
-
-/* Such a transformation takes no autograd function as a unit's node is: without gradients none is needed
- * (parity 54). What it has made belongs to it. 0 or -1. */
-static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
-    if (!is_transformed())
+    if (!is_transformed)
         return -1;
     PyErr_Clear();
     if (has_new_anchor)
@@ -444,9 +399,7 @@ static PyObject *apply_node(struct unit *unit) {
         return PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook,
                                             edges ? unit->handle->param.tensor : NULL, NULL);
     PyObject *args = PyList_New(0), *tuple = NULL;
-    int result = args ? PyList_Append(args, unit->anchor) : -1;
-    if (!result)
-        result = PyList_Append(args, unit->anchor_hook);
+    int result = args && PyList_Append(args, unit->anchor) == 0 ? PyList_Append(args, unit->anchor_hook) : -1;
     FOR_PARTS(part, unit)
         if (!result && edges)
             result = PyList_Append(args, part->handle->param.tensor);

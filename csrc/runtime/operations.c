@@ -14,8 +14,6 @@ static const struct operations *whose(PyObject *const *replaced, enum replaceabl
 
 /* The entries that go with what was replaced. */
 static void choose(struct operations *table, PyObject *const *replaced) {
-    table->is_there = whose(replaced, REPLACEABLE_UNSHARD)->is_there;
-    table->prepare_gather = whose(replaced, REPLACEABLE_UNSHARD)->prepare_gather;
     table->gather = whose(replaced, REPLACEABLE_UNSHARD)->gather;
     table->reshard = whose(replaced, REPLACEABLE_RESHARD)->reshard;
     table->post_backward_reshard = whose(replaced, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;

@@ -28,11 +28,9 @@ enum replaceable {
 
 /* 0 or -1, where nothing else is said. */
 struct operations {
-    /* FlatParamHandle.unshard(handle), which comes with all that a gather needs before it */
-    bool (*is_there)(const struct unit *unit); /* is there nothing to enqueue? */
-    int (*prepare_gather)(struct unit *unit);
+    /* FlatParamHandle.unshard(handle), which also does all that a gather needs before it */
     int (*gather)(struct unit *unit);
-    /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param) */
+    /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param), before the runtime's own; or NULL */
     int (*reshard)(struct unit *unit, bool free_storage);
     /* _runtime_utils._post_backward_reshard(state, handle) */
     int (*post_backward_reshard)(struct unit *unit);
@@ -49,9 +47,8 @@ struct operations {
 
 extern struct operations operations;
 
-extern const struct operations operations_own; /* operations_calls.c: the runtime's */
-extern const struct operations
-    operations_calls; /* operations_calls.c: those that call what is in operations.replaced */
+/* operations_calls.c: the runtime's, and those that call what is in operations.replaced */
+extern const struct operations operations_own, operations_calls;
 
 void operations_init(struct operations *table); /* the runtime's own, but for what is replaced */
 /* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for

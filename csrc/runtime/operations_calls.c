@@ -6,19 +6,12 @@
 #include "runtime/runtime.h"
 #include "torch/ref.h"
 
-static int own_reshard(struct unit *unit, bool free_storage) {
-    return storage_reshard(&unit->handle->storage, free_storage);
-}
-
 static int own_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
     return unit_register_pre_backward_hooks(unit, *outputs);
 }
 
 const struct operations operations_own = {
-    .is_there = unit_is_there,
-    .prepare_gather = unit_prepare_gather,
     .gather = unit_enqueue_gather,
-    .reshard = own_reshard,
     .post_backward_reshard = unit_post_backward_reshard,
     .prefetch = unit_prefetch_in_order,
     .register_pre_backward_hooks = own_register_pre_backward_hooks,
@@ -47,62 +40,43 @@ static int done(PyObject *result) {
     return result ? 0 : -1;
 }
 
-static bool call_is_there(const struct unit *unit) {
-    (void)unit;
-    return false;
-}
-
-static int call_prepare_gather(struct unit *unit) {
-    (void)unit;
-    return 0;
-}
-
-static int refuse_sharded(const struct unit *unit) {
-    return unit_error(PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
-                      "the function in place of FlatParamHandle.unshard has not gathered the parameters: "
-                      "call the original in it, or _alloc_padded_unsharded_flat_param, "
-                      "_all_gather_flat_param and _use_unsharded_flat_param");
-}
-
 static int call_gather(struct unit *unit) {
     PyObject *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
-    int failed = done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
+    int result = done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
     Py_DECREF(function);
-    if (!failed && unit->handle->storage.param_state != PARAM_SHARDED)
-        return 0;
-    if (!failed)
-        refuse_sharded(unit);
-    handle_free_unshard(unit->handle);
-    return -1;
+    if (!result && unit->handle->storage.param_state == PARAM_SHARDED)
+        result = unit_error(
+            PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
+            "the function in place of FlatParamHandle.unshard has not gathered the parameters: call the "
+            "original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
+            "_use_unsharded_flat_param");
+    if (result < 0)
+        handle_free_unshard(unit->handle);
+    return result;
 }
 
-/* Wherever it leaves the storage, it is as it should be then. */
 static int call_reshard(struct unit *unit, bool free_storage) {
-    PyObject *result =
-        call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL);
-    return done(result) < 0 ? -1 : operations_own.reshard(unit, free_storage);
+    return done(
+        call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL));
 }
 
 static int call_post_backward_reshard(struct unit *unit) {
     return done(call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
 }
 
-static struct unit *unit_of_handle(const struct runtime *runtime, PyObject *handle_object) {
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle_object == handle_object)
-            return runtime->units[i];
-    return NULL;
-}
-
 static int choose(struct unit *unit, struct unit **chosen) {
+    const struct runtime *runtime = unit->runtime;
     PyObject *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
-    *chosen = handle && handle != Py_None ? unit_of_handle(unit->runtime, handle) : NULL;
+    int result = handle ? 0 : -1;
+    *chosen = NULL;
+    for (int64_t i = 0; handle && !*chosen && i < runtime->num_units; i++)
+        if (runtime->units[i]->handle_object == handle)
+            *chosen = runtime->units[i];
     if (handle && handle != Py_None && !*chosen)
-        unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
-                   "the function in place of _get_handle_to_prefetch returned %R: return the "
-                   "handle of a unit below the same root, or None",
-                   handle);
-    int result = handle && (handle == Py_None || *chosen) ? 0 : -1;
+        result = unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
+                            "the function in place of _get_handle_to_prefetch returned %R: return the "
+                            "handle of a unit below the same root, or None",
+                            handle);
     Py_XDECREF(handle);
     return result;
 }
@@ -140,8 +114,6 @@ static int call_register_post_backward_hook(struct unit *unit) {
 }
 
 const struct operations operations_calls = {
-    .is_there = call_is_there,
-    .prepare_gather = call_prepare_gather,
     .gather = call_gather,
     .reshard = call_reshard,
     .post_backward_reshard = call_post_backward_reshard,

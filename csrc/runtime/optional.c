@@ -46,10 +46,6 @@ void optional_set_owes(struct unit *part, bool owes) {
     part->optional.owes = owes;
 }
 
-static int reshard(struct unit *part, bool free_storage) {
-    return unit_reshard(part, free_storage) < 0 ? -1 : handle_show_sharded(part->handle);
-}
-
 /* ---- gathered with the unit around them ---- */
 
 static int gather(struct unit *unit, enum traced part) {
@@ -82,7 +78,7 @@ int optional_begin_backward(struct unit *enclosing) {
 
 static int reshard_parts(struct unit *unit, bool free_storage) {
     FOR_PARTS(part, unit)
-        if (reshard(part, free_storage) < 0)
+        if (unit_reshard(part, free_storage) < 0 || handle_show_sharded(part->handle) < 0)
             return -1;
     return 0;
 }

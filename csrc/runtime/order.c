@@ -15,11 +15,11 @@ static int init_tensors(struct order_validation *validation, PyObject *device) {
     if (validation->own)
         validation->everyone = torch_empty(validation->group.world_size, dtype, device);
     /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
-    PyObject *zeros = validation->everyone ? PyObject_CallMethod(validation->everyone, "zero_", NULL) : NULL;
+    int result =
+        ref_done(validation->everyone ? PyObject_CallMethod(validation->everyone, "zero_", NULL) : NULL);
     Py_XDECREF(torch);
     Py_XDECREF(dtype);
-    Py_XDECREF(zeros);
-    return zeros ? 0 : -1;
+    return result;
 }
 
 struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device) {
@@ -69,8 +69,8 @@ static PyObject *gather_values(struct order_validation *validation, int64_t valu
 /* The index that each rank is about to gather. Before it upstream sends how many there are, which is 1:
  * whoever counts collectives finds as many. */
 static int compare_ranks(struct order_validation *validation, int64_t index) {
-    PyObject *counts = gather_values(validation, 1),
-             *indices = counts ? gather_values(validation, index) : NULL;
+    PyObject *counts = gather_values(validation, 1);
+    PyObject *indices = counts ? gather_values(validation, index) : NULL;
     Py_XDECREF(counts);
     if (!indices)
         return -1;
@@ -102,20 +102,14 @@ static int grow(int64_t **indices, int64_t *capacity) {
     return 0;
 }
 
-static int append(struct order_validation *validation, int64_t index) {
-    if (validation->count == validation->capacity && grow(&validation->first, &validation->capacity) < 0)
-        return -1;
-    validation->first[validation->count++] = index;
-    return 0;
-}
-
 /* ---- later iterations: against the first ---- */
 
 static int warn(struct order_validation *validation, int64_t index, int64_t expected) {
-    static const char *const beginning =
+    PyObject *rest = NULL;
+    PyObject *text = PyUnicode_FromFormat(
         "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and "
-        "may give incorrect results or hang.\nIn the first iteration came ";
-    PyObject *text = PyUnicode_FromFormat(beginning, (long long)validation->group.rank), *rest = NULL;
+        "may give incorrect results or hang.\nIn the first iteration came ",
+        (long long)validation->group.rank);
     if (text)
         rest = expected < 0 ? PyUnicode_FromFormat("%Uno more", text)
                             : PyUnicode_FromFormat("%U%R next", text, names_of(validation, expected));
@@ -139,21 +133,18 @@ static int compare_iterations(struct order_validation *validation, int64_t index
 
 /* ---- entry points ---- */
 
-int order_validation_pre_forward(struct order_validation *validation, int64_t unit, bool first_iteration) {
-    if (!first_iteration)
-        return compare_iterations(validation, unit);
-    return compare_ranks(validation, unit) < 0 ? -1 : append(validation, unit);
+int order_validate(struct order *order, const struct order_place *place) {
+    struct order_validation *validation = order->validation;
+    if (order->iteration > 0)
+        return compare_iterations(validation, place->unit);
+    if (compare_ranks(validation, place->unit) < 0 ||
+        (validation->count == validation->capacity && grow(&validation->first, &validation->capacity) < 0))
+        return -1;
+    validation->first[validation->count++] = place->unit;
+    return 0;
 }
 
-void order_validation_next_iteration(struct order_validation *validation) {
-    validation->position = 0;
-    validation->warned = validation->warned || validation->deviates;
-    validation->deviates = false;
-}
-
-/* ---- the order ---- */
-
-/* ---- life ---- */
+/* ---- the order: its life ---- */
 
 int order_init(struct order *order, int64_t num_units) {
     order->num_units = num_units;
@@ -191,16 +182,15 @@ void order_forget_forwards(struct order *order) {
 void order_next_iteration(struct order *order) {
     order->iteration++;
     order_forget_forwards(order);
-    if (order->validation)
-        order_validation_next_iteration(order->validation);
+    if (order->validation) {
+        order->validation->position = 0;
+        order->validation->warned = order->validation->warned || order->validation->deviates;
+        order->validation->deviates = false;
+    }
     CHECKED(order_check(order));
 }
 
 /* ---- recorded ---- */
-
-int order_validate(struct order *order, const struct order_place *place) {
-    return order_validation_pre_forward(order->validation, place->unit, order->iteration == 0);
-}
 
 void order_record_pre_forward(struct order *order, struct order_place *place) {
     if (order->iteration > 0 || place->pre_forward >= 0)

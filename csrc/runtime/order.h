@@ -55,7 +55,8 @@ static inline void order_place_end_step(struct order_place *place) {
     place->prefetched = false;
 }
 
-/* the unit is about to be gathered. 0 or -1 */
+/* With a validation, where the unit is about to be gathered: RuntimeError where other ranks gather another
+ * one. Collective in the first iteration. 0 or -1 */
 int order_validate(struct order *order, const struct order_place *place);
 void order_record_pre_forward(struct order *order, struct order_place *place);
 int order_record_post_forward(struct order *order, struct order_place *place); /* 0, or -1 with MemoryError */
@@ -85,10 +86,5 @@ struct order_validation {
 /* New, or NULL with an exception. `device` holds the tensors that are compared. */
 struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device);
 void order_validation_free(struct order_validation *validation); /* NULL is fine */
-
-/* `unit`, an index, is about to be gathered. RuntimeError where other ranks gather another one: collective in
- * the first iteration. */
-int order_validation_pre_forward(struct order_validation *validation, int64_t unit, bool first_iteration);
-void order_validation_next_iteration(struct order_validation *validation);
 
 #endif

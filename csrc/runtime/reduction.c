@@ -2,17 +2,15 @@
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
-/* Its gradients are still to come in this backward. */
-static bool awaits_gradients(const struct unit *unit) {
-    return unit->handle &&
-           (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE);
-}
-
-/* Mostly the root is found at once, which is the first of the units and the last in backward. */
+/* Mostly the root is found at once, which is the first of the units and the last in backward: its gradients
+ * are still to come. */
 static bool is_last(const struct runtime *runtime) {
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (awaits_gradients(runtime->units[i]))
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        const struct unit *unit = runtime->units[i];
+        if (unit->handle &&
+            (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE))
             return false;
+    }
     return true;
 }
 
@@ -29,22 +27,6 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
         return STREAM_POST_BACKWARD;
     bool has_room = pool_has_room(&runtime->schedule.pool, gradients_reduce_input_nbytes(gradients));
     return has_room && !is_anything_gathered(runtime) ? STREAM_UNSHARD : STREAM_COMPUTE;
-}
-
-int runtime_pack(struct runtime *runtime, struct unit *unit) {
-    struct gradients *gradients = &unit->handle->gradients;
-    if (callbacks_watch(unit, Py_None) < 0)
-        return -1;
-    if (schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients)) < 0)
-        return unit_explain_failure(unit, TRACED_REDUCTION, false);
-    return 0;
-}
-
-int runtime_reduce(struct runtime *runtime, struct unit *unit) {
-    runtime->reducing = unit;
-    if (schedule_reduce(&runtime->schedule, &unit->handle->gradients) < 0)
-        return unit_explain_failure(unit, TRACED_REDUCTION, false);
-    return 0;
 }
 
 /* Optimizers that users attached to original parameters step as soon as the unit's gradients are there
@@ -79,9 +61,16 @@ int runtime_finish_reduction(struct runtime *runtime) {
 
 int runtime_reduce_part(struct unit *part) {
     struct runtime *runtime = part->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(&part->handle->gradients) < 0)
+    struct gradients *gradients = &part->handle->gradients;
+    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(gradients) < 0 ||
+        callbacks_watch(part, Py_None) < 0)
         return -1;
-    return runtime_pack(runtime, part) < 0 ? -1 : runtime_reduce(runtime, part);
+    if (schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients)) < 0)
+        return unit_explain_failure(part, TRACED_REDUCTION, false);
+    runtime->reducing = part;
+    if (schedule_reduce(&runtime->schedule, gradients) < 0)
+        return unit_explain_failure(part, TRACED_REDUCTION, false);
+    return 0;
 }
 
 int runtime_drop_reduction(struct runtime *runtime) {
@@ -100,29 +89,20 @@ static int reduce_part(struct unit *part) {
     return runtime_reduce_part(part);
 }
 
-static int end_part(struct unit *part) {
-    if (!part->optional.trains)
-        return 0;
-    if (part->sync_gradients)
-        return reduce_part(part);
-    optional_set_owes(part, true);
-    return 0;
-}
-
 /* Whether a unit ran, or has gradients, is not asked. */
 int runtime_reduce_optional(struct unit *enclosing) {
     if (unit_reshard_optional(enclosing) < 0)
         return -1;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
-        FOR_PARTS(part, unit)
-            if (end_part(part) < 0)
+        FOR_PARTS(part, unit) {
+            if (!part->optional.trains)
+                continue;
+            if (!part->sync_gradients)
+                optional_set_owes(part, true);
+            else if (reduce_part(part) < 0)
                 return -1;
+        }
     return 0;
-}
-
-/* The backward has not come to the unit around it. */
-static int reduce_owed(struct unit *part) {
-    return part->optional.owes && part->sync_gradients ? reduce_part(part) : 0;
 }
 
 int runtime_reduce_all_optional(struct runtime *runtime) {
@@ -130,7 +110,9 @@ int runtime_reduce_all_optional(struct runtime *runtime) {
         struct unit *unit = runtime->units[i];
         if (unit->optional.reached && runtime_reduce_optional(unit) < 0)
             return -1;
-        if (!runtime->num_in_forward && reduce_owed(unit) < 0)
+        /* the backward has not come to the unit around it */
+        bool owes = !runtime->num_in_forward && unit->optional.owes && unit->sync_gradients;
+        if (owes && reduce_part(unit) < 0)
             return -1;
     }
     return runtime_finish_reduction(runtime);

@@ -74,14 +74,6 @@ static int add_to_piece(struct unit *part, void *nbytes) {
     return 0;
 }
 
-static int64_t input_nbytes(const struct unit *part) {
-    if (!part->handle->param.sharded)
-        return 0;
-    int trains = flat_param_is_trainable(&part->handle->param);
-    return trains > 0 ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&part->handle->gradients))
-                      : trains;
-}
-
 /* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the
  * root's, whose forward was the first to begin. -1 with an exception. */
 static int64_t last_input_nbytes(const struct runtime *runtime) {
@@ -91,9 +83,11 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     if (first == runtime->num_units || !runtime->trains)
         return 0;
     FOR_PARTS(part, runtime->units[first]) {
-        int64_t nbytes = input_nbytes(part);
-        if (nbytes < 0)
+        struct handle *handle = part->handle;
+        int trains = handle->param.sharded ? flat_param_is_trainable(&handle->param) : 0;
+        if (trains < 0)
             return -1;
+        int64_t nbytes = trains ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&handle->gradients)) : 0;
         most = nbytes > most ? nbytes : most;
     }
     return most;
@@ -121,34 +115,25 @@ static int take(struct unit *part, void *arg) {
     return 0;
 }
 
-static int give_all_back(struct runtime *runtime) {
-    int result = 0;
+int runtime_take_memory(struct runtime *runtime) {
+    struct taken taken = {.pool = &runtime->schedule.pool};
+    int result = for_all_held(runtime, take, &taken);
     for (int64_t i = 0; i < runtime->num_units; i++)
         if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
             result = -1;
-    return result;
-}
-
-static int take_all(struct runtime *runtime, struct taken *taken) {
-    int result = for_all_held(runtime, take, taken);
-    return give_all_back(runtime) < 0 ? -1 : result;
-}
-
-int runtime_take_memory(struct runtime *runtime) {
-    struct taken taken = {.pool = &runtime->schedule.pool};
-    return take_all(runtime, &taken);
+    return result < 0 ? -1 : taken.cuts_piece;
 }
 
 /* A piece that nothing can be cut of would lie idle: then each storage has one of its own. */
 static int take_memory(struct runtime *runtime) {
     struct pool *pool = &runtime->schedule.pool;
-    struct taken taken = {.pool = pool};
     int64_t nbytes = runtime_piece_nbytes(runtime);
-    if (nbytes < 0 || pool_grow(pool, nbytes) < 0 || take_all(runtime, &taken) < 0)
+    if (nbytes < 0 || pool_grow(pool, nbytes) < 0)
         return -1;
-    if (!pool->piece || taken.cuts_piece)
-        return 0;
-    return pool_renew(pool) < 0 ? -1 : runtime_take_memory(runtime);
+    int cuts_piece = runtime_take_memory(runtime);
+    if (cuts_piece || !pool->piece)
+        return cuts_piece < 0 ? -1 : 0;
+    return pool_renew(pool) < 0 || runtime_take_memory(runtime) < 0 ? -1 : 0;
 }
 
 int runtime_reserve(struct runtime *runtime) {

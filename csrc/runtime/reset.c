@@ -18,25 +18,22 @@ static void note_result(struct first_error *first, int result) {
     PyErr_Clear();
 }
 
-static void reset_handle(struct unit *unit, struct first_error *first) {
-    struct handle *handle = unit->handle;
-    note_result(first, gradients_show_again(&handle->gradients));
-    note_result(first, gradients_show_param_hooks(&handle->gradients));
-    if (handle->gradients.in_backward)
-        gradients_drop(&handle->gradients);
-    note_result(first, handle_set_training_state(handle, USE_IDLE));
-    note_result(first, unit_reshard(unit, true));
-    note_result(first, handle_show_sharded(handle));
-}
-
 static void reset_unit(struct unit *unit, struct first_error *first) {
-    if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
+    struct handle *handle = unit->handle;
+    if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
         return; /* summon_full_params ends by itself */
     optional_reset(unit);
     unit_forget_graph(unit);
     note_result(first, unit_unwatch_inputs(unit));
-    if (unit->handle)
-        reset_handle(unit, first);
+    if (handle) {
+        note_result(first, gradients_show_again(&handle->gradients));
+        note_result(first, gradients_show_param_hooks(&handle->gradients));
+        if (handle->gradients.in_backward)
+            gradients_drop(&handle->gradients);
+        note_result(first, handle_set_training_state(handle, USE_IDLE));
+        note_result(first, unit_reshard(unit, true));
+        note_result(first, handle_show_sharded(handle));
+    }
     note_result(first, unit_end_step(unit));
 }
 
@@ -59,7 +56,14 @@ static int reset(struct runtime *runtime) {
 
 /* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next
  * forward already: whoever comes second waits, or what it has gathered meanwhile would be given back. */
-static int wait_for_reset(const struct runtime *runtime, unsigned long thread) {
+int runtime_reset(struct runtime *runtime) {
+    unsigned long thread = PyThread_get_thread_ident();
+    if (!runtime->resetting) {
+        runtime->resetting = thread;
+        int result = reset(runtime);
+        runtime->resetting = 0;
+        return result;
+    }
     while (runtime->resetting && runtime->resetting != thread) {
         if (PyErr_CheckSignals() < 0)
             return -1;
@@ -67,16 +71,6 @@ static int wait_for_reset(const struct runtime *runtime, unsigned long thread) {
         Py_END_ALLOW_THREADS
     }
     return 0;
-}
-
-int runtime_reset(struct runtime *runtime) {
-    unsigned long thread = PyThread_get_thread_ident();
-    if (runtime->resetting)
-        return wait_for_reset(runtime, thread);
-    runtime->resetting = thread;
-    int result = reset(runtime);
-    runtime->resetting = 0;
-    return result;
 }
 
 /* ---- a backward that has raised ---- */
@@ -114,11 +108,6 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
     return running < 0 ? -1 : 0;
 }
 
-/* As a forward would, where autograd's thread has not come to it. */
-static int end_failed_backward(struct runtime *runtime) {
-    return runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
-}
-
 /* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid
  * the backward still. */
 static int wait_in_script(void *waiting) {
@@ -126,7 +115,10 @@ static int wait_in_script(void *waiting) {
     PyObject *object = runtime->object;
     bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
     runtime->script_waits = false;
-    int result = is_script ? end_failed_backward(runtime) : 0;
+    int result = 0;
+    if (is_script) /* as a forward would, where autograd's thread has not come to it */
+        result =
+            runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
     Py_DECREF(object);
     return result;
 }

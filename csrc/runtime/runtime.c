@@ -7,14 +7,6 @@
 
 /* ---- life ---- */
 
-static void share(struct schedule *schedule, const struct unit *unit) {
-    struct storage *storage = &unit->handle->storage;
-    if (schedule)
-        storage_share(storage, &schedule->unsharded, &schedule->pool, unit->leader);
-    else
-        storage_share(storage, NULL, NULL, unit->leader);
-}
-
 /* The streams are those of the device where the first unit with parameters computes. */
 static int init_schedule(struct runtime *runtime) {
     struct schedule *schedule = &runtime->schedule;
@@ -27,7 +19,8 @@ static int init_schedule(struct runtime *runtime) {
         return -1;
     for (int64_t i = first; i < runtime->num_units && streams_are_real(&schedule->streams); i++)
         if (runtime->units[i]->handle)
-            share(schedule, runtime->units[i]);
+            storage_share(&runtime->units[i]->handle->storage, &schedule->unsharded, &schedule->pool,
+                          runtime->units[i]->leader);
     return 0;
 }
 
@@ -60,7 +53,7 @@ static void unbind_units(struct runtime *runtime) {
         struct unit *unit = runtime->units[i];
         schedule_forget(&runtime->schedule, &unit->gather);
         if (unit->handle)
-            share(NULL, unit);
+            storage_share(&unit->handle->storage, NULL, NULL, unit->leader);
         unit_unbind(unit);
     }
     runtime->num_units = 0;

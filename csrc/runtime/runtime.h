@@ -1,9 +1,10 @@
 /* One root and its units: what runs when in a step.
  *
- *   forward(unit):   [lazy init] root pre-forward -> pre-forward (unshard, views) -> the module ->
- * post-forward (reshard, hooks) backward:        pre-backward hook on the outputs (unshard, prefetch) -> the
- * unit's node receives all gradients -> the anchor's hook, once all contributions are there: pack, reshard,
- * reduce -> final callback
+ *   forward(unit):  [lazy init] root pre-forward -> pre-forward (unshard, views) -> the module
+ *                   -> post-forward (reshard, hooks)
+ *   backward:       pre-backward hook on the outputs (unshard, prefetch) -> the unit's node receives all
+ *                   gradients -> the anchor's hook, once all contributions are there: reshard, pack, reduce
+ *                   -> final callback
  *
  * Invariant: outside of a step every unit and handle is IDLE, nothing is in flight, no unit is in the order
  * of this iteration, and every handle is SHARDED unless its strategy keeps it gathered. A unit belongs to one
@@ -76,35 +77,32 @@ void runtime_leave_forward(struct runtime *runtime);
 int runtime_reserve(struct runtime *runtime);
 /* in one piece, before it is taken for each storage */
 int64_t runtime_piece_nbytes(const struct runtime *runtime);
-int runtime_take_memory(struct runtime *runtime); /* for each, and give it back. 0 or -1 */
+/* for each, and give it back: 1 where some is of the piece, 0 or -1 */
+int runtime_take_memory(struct runtime *runtime);
 /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
 int runtime_reshard_units(struct runtime *runtime);
 
 /* stale.c: see [Note: stale parameters] there. 0 or -1 */
 int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
-int runtime_give_back_unused(
-    /* it ends: what was prefetched for units that it has not run */
-    struct runtime *runtime);
+/* it ends: what was prefetched for units that it has not run */
+int runtime_give_back_unused(struct runtime *runtime);
 int runtime_note_kept(struct runtime *runtime); /* a backward has ended */
 /* a forward begins: is what that backward has left still good? */
 int runtime_check_kept(struct runtime *runtime);
 
 /* backward_end.c. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);
-int runtime_final_callback(struct runtime *runtime);
+int runtime_final_callback(void *runtime); /* a hook_function */
 void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
 
 /* reduction.c. 0 or -1 */
-int runtime_pack(struct runtime *runtime, struct unit *unit);
-/* what was packed; it is in flight from now on */
-int runtime_reduce(struct runtime *runtime, struct unit *unit);
-int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
+/* after the reduction before: gradients that have come, or zeros, are packed and on their way from now on */
+int runtime_reduce_part(struct unit *part);
+int runtime_finish_reduction(struct runtime *runtime); /* of the part on its way, if there is one */
 /* the backward of the unit around them ends: zeros where nothing came */
 int runtime_reduce_optional(struct unit *around);
-int runtime_reduce_all_optional(
-    /* the whole backward does: what was not, and what no_sync has left */
-    struct runtime *runtime);
-int runtime_reduce_part(struct unit *part); /* all of that, of gradients that have come, or of zeros */
+/* the whole backward does: what was not, and what no_sync has left */
+int runtime_reduce_all_optional(struct runtime *runtime);
 int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 
 /* reset.c. 0 or -1 */
@@ -124,9 +122,8 @@ int runtime_check_forward_thread(const struct runtime *runtime);
 int runtime_hold(struct runtime *runtime);
 void runtime_let_go(struct runtime *runtime); /* it ends */
 
-int runtime_note_ddp(struct runtime *runtime);      /* ddp.c: the root's forward begins. 0 or -1 */
-void runtime_detach_views(struct runtime *runtime); /* unit.c: the root has gone */
-/* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */
+int runtime_note_ddp(struct runtime *runtime); /* ddp.c: the root's forward begins. 0 or -1 */
+/* states.c: the invariant, where FSDP_C_CHECK is defined */
 void runtime_check(const struct runtime *runtime);
 
 /* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where

@@ -118,22 +118,19 @@ bool schedule_has_stepped(const struct schedule *schedule, const struct gather_m
 
 /* ---- rate limiter: the host runs at most LIMITER_DEPTH frees ahead of the device (D-034) ---- */
 
-static int wait_for_free(struct schedule *schedule) {
-    if (schedule->limiter_count < LIMITER_DEPTH)
-        return 0;
-    stream_event oldest = schedule->limiter[schedule->limiter_first];
-    schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
-    schedule->limiter_count--;
-    return stream_synchronize(&schedule->streams, oldest);
-}
-
 /* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight:
  * as upstream's. */
 int schedule_limit(struct schedule *schedule) {
+    int result = 0;
     if (schedule->num_frees < LIMITER_DEPTH)
         return 0;
     struct trace trace = trace_begin(TRACED_RATE_LIMITER, -1);
-    int result = wait_for_free(schedule);
+    if (schedule->limiter_count == LIMITER_DEPTH) {
+        stream_event oldest = schedule->limiter[schedule->limiter_first];
+        schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
+        schedule->limiter_count--;
+        result = stream_synchronize(&schedule->streams, oldest);
+    }
     trace_end(trace);
     return result;
 }
@@ -142,8 +139,8 @@ int schedule_note_free(struct schedule *schedule) {
     schedule->num_frees++;
     if (!streams_are_real(&schedule->streams))
         return 0;
-    if (schedule->limiter_count ==
-        LIMITER_DEPTH) { /* two frees without a gather between them: the older one is implied */
+    /* two frees without a gather between them: the older one is implied */
+    if (schedule->limiter_count == LIMITER_DEPTH) {
         schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
         schedule->limiter_count--;
     }
@@ -185,30 +182,25 @@ static int take_gathered(struct schedule *schedule, struct gradients *gradients)
     return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
 }
 
-/* Inside a pool torch's allocator before 2.13 does not give back what others have freed: outside it does. */
-static int take_gathered_or_other(struct schedule *schedule, struct gradients *gradients) {
-    if (take_gathered(schedule, gradients) == 0)
-        return 0;
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
-        return -1;
-    PyErr_Clear();
-    schedule->input_owner = STREAM_COMPUTE;
-    return gradients_take_reduce_input(gradients);
-}
-
-/* That of the stream which packs is taken there. */
+/* That of the stream which packs is taken there. Inside a pool torch's allocator before 2.13 does not give back
+ * what others have freed: outside it does. */
 static int take_input(struct schedule *schedule, struct gradients *gradients) {
     if (schedule->input_owner == STREAM_POST_BACKWARD)
         return 0;
-    if (schedule->input_owner == STREAM_UNSHARD)
-        return take_gathered_or_other(schedule, gradients);
+    if (schedule->input_owner == STREAM_UNSHARD) {
+        if (take_gathered(schedule, gradients) == 0)
+            return 0;
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+            return -1;
+        PyErr_Clear();
+        schedule->input_owner = STREAM_COMPUTE;
+    }
     return gradients_take_reduce_input(gradients);
 }
 
 static int pack_beside(struct schedule *schedule, struct gradients *gradients) {
-    if (release_packed(schedule) < 0 || take_input(schedule, gradients) < 0)
-        return -1;
-    if (mark_received(schedule, gradients) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
+    if (release_packed(schedule) < 0 || take_input(schedule, gradients) < 0 ||
+        mark_received(schedule, gradients) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = gradients_pack_beside(gradients, &schedule->packed_gradients);
     return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
@@ -237,13 +229,6 @@ int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
     return schedule_set_reduction(schedule, REDUCTION_ENQUEUED, gradients->param);
 }
 
-static int finish_on(struct schedule *schedule, struct gradients *gradients, enum stream_role role,
-                     stream_event *end) {
-    if (stream_enter(&schedule->streams, role) < 0)
-        return -1;
-    return leave(schedule, role, end, gradients_reduce_finish(gradients));
-}
-
 /* The memory of the output before goes back to the stream that took it. */
 static int release_scattered_output(struct schedule *schedule) {
     if (!schedule->scattered_output)
@@ -251,20 +236,6 @@ static int release_scattered_output(struct schedule *schedule) {
     int result = stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->all_reduced);
     Py_CLEAR(schedule->scattered_output);
     return result;
-}
-
-static int finish_hybrid_reduction(struct schedule *schedule, struct gradients *gradients) {
-    struct streams *streams = &schedule->streams;
-    if (release_scattered_output(schedule) < 0 ||
-        stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
-        finish_on(schedule, gradients, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
-        return -1;
-    schedule->all_reducing = true;
-    schedule->scattered_output = gradients_take_reduce_output(gradients);
-    if (schedule->input_owner == STREAM_UNSHARD)
-        return gathers_wait(schedule, schedule->scattered);
-    return schedule->input_owner == STREAM_COMPUTE ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered)
-                                                   : 0;
 }
 
 static int wait_for_reduction(struct schedule *schedule) {
@@ -275,36 +246,48 @@ static int wait_for_reduction(struct schedule *schedule) {
     return reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) : 0;
 }
 
-/* Whose memory is reduced waits at once. */
-static int finish_reduction(struct schedule *schedule, struct gradients *gradients) {
-    if (finish_on(schedule, gradients, STREAM_POST_BACKWARD, &schedule->reduced) < 0)
-        return -1;
-    schedule->reducing = streams_are_real(&schedule->streams);
+/* Streams whose memory the input was packed into wait at once for what reads it. */
+static int release_input(struct schedule *schedule, bool is_hybrid) {
     if (schedule->input_owner == STREAM_UNSHARD)
-        return gathers_wait(schedule, schedule->reduced);
-    return schedule->input_owner == STREAM_COMPUTE ? wait_for_reduction(schedule) : 0;
+        return gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced);
+    if (schedule->input_owner != STREAM_COMPUTE)
+        return 0;
+    return is_hybrid ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->scattered)
+                     : wait_for_reduction(schedule);
 }
 
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients) {
-    bool is_hybrid = streams_are_real(&schedule->streams) && gradients_reduce_twice(gradients);
-    if ((is_hybrid ? finish_hybrid_reduction : finish_reduction)(schedule, gradients) < 0)
+    struct streams *streams = &schedule->streams;
+    bool is_hybrid = streams_are_real(streams) && gradients_reduce_twice(gradients);
+    enum stream_role role = is_hybrid ? STREAM_ALL_REDUCE : STREAM_POST_BACKWARD;
+    stream_event *end = is_hybrid ? &schedule->all_reduced : &schedule->reduced;
+    if (is_hybrid && (release_scattered_output(schedule) < 0 ||
+                      stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0))
+        return -1;
+    if (stream_enter(streams, role) < 0 || leave(schedule, role, end, gradients_reduce_finish(gradients)) < 0)
+        return -1;
+    if (is_hybrid) {
+        schedule->all_reducing = true;
+        schedule->scattered_output = gradients_take_reduce_output(gradients);
+    } else {
+        schedule->reducing = streams_are_real(streams);
+    }
+    if (release_input(schedule, is_hybrid) < 0)
         return -1;
     gradients_reduce_release(gradients);
     return schedule_set_reduction(schedule, REDUCTION_NONE, gradients->param);
 }
 
-/* Nothing is kept of the last one, also where the stream cannot wait. */
-static int wait_for_all_reduces(struct schedule *schedule) {
+/* Nothing is kept of the last all-reduce, also where the stream cannot wait. */
+int schedule_wait_reduced(struct schedule *schedule) {
+    if (wait_for_reduction(schedule) < 0)
+        return -1;
     int result =
         schedule->all_reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) : 0;
     if (release_scattered_output(schedule) < 0)
         result = -1;
     schedule->all_reducing = false;
     return result;
-}
-
-int schedule_wait_reduced(struct schedule *schedule) {
-    return wait_for_reduction(schedule) < 0 ? -1 : wait_for_all_reduces(schedule);
 }
 
 /* ---- ends ---- */
@@ -318,14 +301,12 @@ int schedule_synchronize(struct schedule *schedule) {
     return stream_synchronize(streams, schedule->joined);
 }
 
-static int wait_for_uploads(struct schedule *schedule) {
-    bool uploading = schedule->uploading;
-    schedule->uploading = false;
-    return uploading ? stream_synchronize(&schedule->streams, schedule->input_made) : 0;
-}
-
 int schedule_flush(struct schedule *schedule) {
-    int result = schedule_wait_reduced(schedule) < 0 ? -1 : wait_for_uploads(schedule);
+    int result = schedule_wait_reduced(schedule);
+    if (!result && schedule->uploading) {
+        schedule->uploading = false;
+        result = stream_synchronize(&schedule->streams, schedule->input_made);
+    }
     return deferred_free_flush(&schedule->unsharded) < 0 ? -1 : result;
 }
 

@@ -3,8 +3,8 @@
  *
  *   PRE_UNSHARD    |wait step_begin| upload, cast |input_made|
  *   UNSHARD        |wait step_begin, input_made| all-gather |gathered|
- *   COMPUTE        |wait gathered| forward ... backward |received| backward of the next |wait packed| release
- * the gradients POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
+ *   COMPUTE        |wait gathered| forward ... backward |received| backward of the next |wait packed| free
+ *   POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
  *
  * Computation waits for `reduced` at the end of the backward. Gradients that are a sum over several
  * contributions, and those that are not sharded, are packed on the compute stream, which records `received`
@@ -136,9 +136,8 @@ int schedule_wait_reduced(struct schedule *schedule); /* computation waits for a
 int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
 /* The step is over: no storage is held back, and the host may write what was gathered from its memory. */
 int schedule_flush(struct schedule *schedule);
-int schedule_end_backward(
-    /* the same, and the stream that waits for the backward sees it all */
-    struct schedule *schedule);
+/* the same, and the stream that waits for the backward sees it all */
+int schedule_end_backward(struct schedule *schedule);
 /* after an exception: computation comes after whatever was enqueued */
 int schedule_join(struct schedule *schedule);
 

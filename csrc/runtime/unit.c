@@ -10,17 +10,10 @@ static int on_module_end(void *target) {
     struct unit *unit = target;
     if (!unit->is_root || !unit->runtime)
         return unit_detach_views(unit);
-    runtime_detach_views(unit->runtime);
+    for (int64_t i = 0; i < unit->runtime->num_units; i++)
+        if (unit_detach_views(unit->runtime->units[i]) < 0)
+            PyErr_WriteUnraisable(unit->runtime->units[i]->name);
     return 0;
-}
-
-/* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
- * collector does not look: it is cut when the module goes, for the whole tree when that is the root. */
-static int watch_module(struct unit *unit, PyObject *module) {
-    unit->module_end = hook_new(on_module_end, unit, NULL);
-    if (unit->module_end)
-        unit->module_ref = PyWeakref_NewRef(module, unit->module_end);
-    return unit->module_ref ? 0 : -1;
 }
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec) {
@@ -39,7 +32,12 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->sync_gradients = unit->may_nest = true;
     unit->recorder_index = -1;
     order_place_init(&unit->place, 0);
-    return watch_module(unit, spec->module);
+    /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
+     * collector does not look: it is cut when the module goes, for the whole tree when that is the root */
+    unit->module_end = hook_new(on_module_end, unit, NULL);
+    if (unit->module_end)
+        unit->module_ref = PyWeakref_NewRef(spec->module, unit->module_end);
+    return unit->module_ref ? 0 : -1;
 }
 
 /* ---- segments ---- */
@@ -50,15 +48,6 @@ void unit_lead(struct unit *unit, struct unit *segment) {
         last = last->next_segment;
     last->next_segment = segment;
     segment->leader = unit;
-}
-
-static void let_go_of_segments(struct unit *unit) {
-    while (unit->next_segment) {
-        struct unit *segment = unit->next_segment;
-        unit->next_segment = segment->next_segment;
-        segment->leader = segment->next_segment = NULL;
-    }
-    Py_CLEAR(unit->segments);
 }
 
 /* ---- in a tree ---- */
@@ -97,8 +86,12 @@ void unit_drop_anchor(struct unit *unit) {
 }
 
 int unit_clear(struct unit *unit) {
-    if (!unit->leader)
-        let_go_of_segments(unit);
+    while (!unit->leader && unit->next_segment) {
+        struct unit *segment = unit->next_segment;
+        unit->next_segment = segment->next_segment;
+        segment->leader = segment->next_segment = NULL;
+    }
+    Py_CLEAR(unit->segments);
     unit_drop_anchor(unit);
     Py_CLEAR(unit->hooks_seen);
     Py_CLEAR(unit->reshard_hook);
@@ -143,16 +136,12 @@ int unit_end_step(struct unit *unit) {
 
 /* ---- the views of a unit lose their history: see [Note: one node per unit] ---- */
 
-static int detach_part(struct unit *part) {
-    part->in_node = false;
-    return handle_detach_views(part->handle);
-}
-
 int unit_detach_part(struct unit *part) {
     PyObject *left;
     if (torch_leave_inference_mode(&left) < 0)
         return -1;
-    int result = detach_part(part);
+    part->in_node = false;
+    int result = handle_detach_views(part->handle);
     return torch_return_to_inference_mode(left) < 0 ? -1 : result;
 }
 
@@ -164,10 +153,4 @@ int unit_detach_views(struct unit *unit) {
         if (unit_detach_part(part) < 0)
             return -1;
     return 0;
-}
-
-void runtime_detach_views(struct runtime *runtime) {
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (unit_detach_views(runtime->units[i]) < 0)
-            PyErr_WriteUnraisable(runtime->units[i]->name);
 }

@@ -166,10 +166,7 @@ int unit_reshard(struct unit *unit, bool free_storage);
 /* of what this forward has gathered, where a backward may follow */
 int unit_keep_secondary_shards(struct unit *unit);
 int unit_forget_secondary_shards(struct unit *unit); /* what is gathered next comes from the shards */
-/* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before
- * the limiter; after it. */
-bool unit_is_there(const struct unit *unit);
-int unit_prepare_gather(struct unit *unit);
+/* Of one part, after the limiter: for the table of operations. */
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
@@ -198,7 +195,8 @@ int unit_reshard_in_backward(struct unit *unit);
 /* its backward is over for the optional units that belong to it */
 int unit_reshard_optional(struct unit *around);
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
-int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
+/* a frozen unit whose inputs have their gradients; a hook_function */
+int unit_reshard_only(void *unit);
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain.
  * The others are amid their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
@@ -220,9 +218,8 @@ int unit_wait_unsharded(struct unit *unit); /* computation may use them */
 int unit_begin_step_alone(struct unit *unit);
 
 /* precision.c: in which precision the unit is gathered next. 0 or -1. */
-int unit_precision_for_forward(
-    /* follows the mode of the wrapped module, where that was asked for */
-    struct unit *unit);
+/* follows the mode of the wrapped module, where that was asked for */
+int unit_precision_for_forward(struct unit *unit);
 void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
@@ -232,25 +229,17 @@ int unit_note_cut_off(struct unit *unit); /* no output of this forward requires 
 /* a forward without gradients has ended; perhaps a checkpoint's */
 int unit_note_checkpointed(struct unit *unit);
 
-/* backward.c: reentrant checkpoints around parts of the module. 0 or -1, where nothing else is said. */
-int unit_begin_backward(struct unit *unit);
-/* at the anchor's hook: does it come again in this backward? 1, 0 or -1 */
-int unit_awaits_gradients(struct unit *unit);
-
 /* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
 
-int unit_pre_backward(struct unit *unit);
+int unit_pre_backward(void *unit);
+int unit_post_backward(void *unit);
 int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
-int unit_post_backward(struct unit *unit);
 
 /* backward.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
-/* warns where a backward to named tensors gives its parameters nothing. 0 or -1 */
-int unit_check_named(struct unit *unit);
-int unit_edge_use(PyObject *context,
-                  /* that to the flat parameter of the part with this index; or -1 */
-                  Py_ssize_t index);
+/* of the edge to the flat parameter of the part with this index; or -1 */
+int unit_edge_use(PyObject *context, Py_ssize_t index);
 int unit_receives_named(struct unit *unit); /* a part does, and the anchor's hook will not come. 0 or -1 */
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is

@@ -68,9 +68,7 @@ void buffer_fini(struct buffer *buffer) {
 }
 
 static int resize(struct buffer *buffer, PyObject *nbytes) {
-    PyObject *result = PyObject_CallFunctionObjArgs(buffer->resize, nbytes, NULL);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return ref_done(PyObject_CallFunctionObjArgs(buffer->resize, nbytes, NULL));
 }
 
 int buffer_alloc(struct buffer *buffer) {

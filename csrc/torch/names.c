@@ -1,5 +1,7 @@
 #include "torch/names.h"
 
+#include <string.h>
+
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
@@ -14,9 +16,16 @@ static int intern_attributes(void) {
     return 0;
 }
 
-static int find(PyObject *module, const char *name, PyObject **field) {
-    *field = PyObject_GetAttrString(module, name);
-    return *field ? 0 : -1;
+PyObject *torch_find(const char *module, const char *path) {
+    PyObject *found = PyImport_ImportModule(module);
+    while (found && *path) {
+        size_t length = strcspn(path, ".");
+        PyObject *name = PyUnicode_FromStringAndSize(path, (Py_ssize_t)length);
+        ref_set(&found, name ? PyObject_GetAttr(found, name) : NULL);
+        Py_XDECREF(name);
+        path += length + (path[length] == '.');
+    }
+    return found;
 }
 
 /* What is used most often of a Parameter, past the search for it, which takes longer than its use. */
@@ -29,7 +38,8 @@ struct attribute {
 static struct attribute of_grad, of_data, of_requires_grad, of_version;
 
 static int find_attribute(const char *name, struct attribute *attribute) {
-    if (find(torch_names.parameter_type, name, &attribute->descriptor) < 0)
+    attribute->descriptor = PyObject_GetAttrString(torch_names.parameter_type, name);
+    if (!attribute->descriptor)
         return -1;
     attribute->get = (descrgetfunc)PyType_GetSlot(Py_TYPE(attribute->descriptor), Py_tp_descr_get);
     attribute->set = (descrsetfunc)PyType_GetSlot(Py_TYPE(attribute->descriptor), Py_tp_descr_set);
@@ -60,7 +70,7 @@ static int write_attribute(PyObject *tensor, const struct attribute *attribute, 
 
 static int find_in_modules(void) {
     static const struct {
-        const char *module, *name;
+        const char *module, *path;
         PyObject **field;
     } wanted[] = {
         {"torch", "Tensor", &torch_names.tensor_type},
@@ -77,37 +87,24 @@ static int find_in_modules(void) {
         {"torch._C", "_current_graph_task_id", &torch_names.graph_task_id},
         {"torch._C", "_len_torch_dispatch_stack", &torch_names.count_dispatch_modes},
         {"torch._C", "_will_engine_execute_node", &torch_names.will_execute},
+        {"torch.autograd.variable", "Variable._execution_engine.queue_callback", &torch_names.queue_callback},
     };
-    int result = 0;
-    for (size_t i = 0; !result && i < sizeof wanted / sizeof *wanted; i++) {
-        PyObject *module = PyImport_ImportModule(wanted[i].module);
-        result = module ? find(module, wanted[i].name, wanted[i].field) : -1;
-        Py_XDECREF(module);
-    }
-    return result;
-}
-
-static int find_queue_callback(void) {
-    PyObject *variable = NULL, *engine = NULL;
-    PyObject *module = PyImport_ImportModule("torch.autograd.variable");
-    int result = -1;
-    if (module && !find(module, "Variable", &variable) && !find(variable, "_execution_engine", &engine))
-        result = find(engine, "queue_callback", &torch_names.queue_callback);
-    Py_XDECREF(module);
-    Py_XDECREF(variable);
-    Py_XDECREF(engine);
-    return result;
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if (!(*wanted[i].field = torch_find(wanted[i].module, wanted[i].path)))
+            return -1;
+    return 0;
 }
 
 int torch_names_init(void) {
-    if (torch_names.queue_callback)
+    static bool done;
+    if (done)
         return 0;
-    if (intern_attributes() < 0 || find_in_modules() < 0)
+    if (intern_attributes() < 0 || find_in_modules() < 0 || find_attribute("grad", &of_grad) < 0 ||
+        find_attribute("data", &of_data) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0 ||
+        find_attribute("_version", &of_version) < 0)
         return -1;
-    if (find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
-        find_attribute("requires_grad", &of_requires_grad) < 0 || find_attribute("_version", &of_version) < 0)
-        return -1;
-    return find_queue_callback();
+    done = true;
+    return 0;
 }
 
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
@@ -146,11 +143,21 @@ PyObject *torch_empty_like(PyObject *tensor) {
 
 PyObject *torch_zeros_like(PyObject *tensor) {
     PyObject *zeros = torch_empty_like(tensor);
-    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
-    if (!done)
+    if (zeros && torch_zero(zeros) < 0)
         Py_CLEAR(zeros);
-    Py_XDECREF(done);
     return zeros;
+}
+
+int torch_zero(PyObject *tensor) {
+    return ref_done(PyObject_CallMethod(tensor, "zero_", NULL));
+}
+
+int torch_copy(PyObject *to, PyObject *from) {
+    return ref_done(PyObject_CallMethod(to, "copy_", "(O)", from));
+}
+
+int torch_enqueue_copy(PyObject *to, PyObject *from) {
+    return ref_done(PyObject_CallMethod(to, "copy_", "OO", from, Py_True));
 }
 
 PyObject *torch_empty_pinned_like(PyObject *tensor) {

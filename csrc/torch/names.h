@@ -61,9 +61,16 @@ extern struct torch_names torch_names;
 /* Fill torch_names. 0, or -1 with an exception. Idempotent. */
 int torch_names_init(void);
 
+/* What a module has under `path`, names with dots between them. New reference, or NULL with an exception. */
+PyObject *torch_find(const char *module, const char *path);
+
 /* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_zeros_like(PyObject *tensor);
+int torch_zero(PyObject *tensor);             /* tensor.zero_(). 0 or -1 */
+int torch_copy(PyObject *to, PyObject *from); /* to.copy_(from). 0 or -1 */
+/* the same; nobody waits where the host's memory is pinned */
+int torch_enqueue_copy(PyObject *to, PyObject *from);
 PyObject *torch_empty_like(PyObject *tensor); /* of one dimension */
 /* in CPU memory, pinned where there is a GPU to copy from */
 PyObject *torch_empty_pinned_like(PyObject *tensor);

@@ -97,9 +97,7 @@ void pool_fini(struct pool *pool) {
 }
 
 static int call(PyObject *function, const struct pool *pool) {
-    PyObject *done = PyObject_CallFunctionObjArgs(function, pool->index, pool->id, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return ref_done(PyObject_CallFunctionObjArgs(function, pool->index, pool->id, NULL));
 }
 
 int pool_enter(struct pool *pool) {
@@ -157,10 +155,9 @@ static int take_piece(struct pool *pool, int64_t nbytes) {
 
 static int empty_cache(void) {
     PyObject *module = PyImport_ImportModule("torch.cuda");
-    PyObject *done = module ? PyObject_CallMethod(module, "empty_cache", NULL) : NULL;
+    int result = ref_done(module ? PyObject_CallMethod(module, "empty_cache", NULL) : NULL);
     Py_XDECREF(module);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return result;
 }
 
 /* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of

@@ -14,6 +14,12 @@ static inline void ref_set(PyObject **field, PyObject *value) {
     Py_XDECREF(old);
 }
 
+/* Steals the result of a call that nobody wants, or NULL with an exception. 0 or -1 */
+static inline int ref_done(PyObject *result) {
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
 /* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an
  * exception. */
 static inline PyObject *context_enter(PyObject *context) {

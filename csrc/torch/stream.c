@@ -9,9 +9,7 @@
 /* ---- which stream is the compute stream ---- */
 
 static int set_current(struct streams *streams, PyObject *stream) {
-    PyObject *done = PyObject_CallFunctionObjArgs(streams->set_stream, stream, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return ref_done(PyObject_CallFunctionObjArgs(streams->set_stream, stream, NULL));
 }
 
 static int record_on(struct streams *streams, enum stream_role role, stream_event *event) {
