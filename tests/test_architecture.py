@@ -38,15 +38,15 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("__init__", "__main__", "cli", "selftest"),
 )
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
-    "csrc/base": 160,
-    "csrc/layout": 560,
-    "csrc/kernels": 3_820,
-    "csrc/torch": 3_750,
-    "csrc/collective": 360,
-    "csrc/handle": 5_500,
-    "csrc/runtime": 6_051,
-    "csrc/python": 1_870,
-    "fsdp_c": 24_619,
+    "csrc/base": 157,
+    "csrc/layout": 558,
+    "csrc/kernels": 3_817,
+    "csrc/torch": 3_747,
+    "csrc/collective": 354,
+    "csrc/handle": 5_238,
+    "csrc/runtime": 5_728,
+    "csrc/python": 1_856,
+    "fsdp_c": 24_981,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {
