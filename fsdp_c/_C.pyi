@@ -53,6 +53,7 @@ RECORDER_STATE_DICT: int
 RECORDER_LOAD_STATE_DICT: int
 RECORDER_OPTIM_STATE_DICT: int
 RECORDER_SUMMON: int
+RECORDER_WRAP: int
 
 @final
 class FlatLayout:
@@ -461,18 +462,19 @@ def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], obj
     per parameter) with each contribution, None before its reduction, which all ranks of its groups reach.
     None: nobody."""
 
-def open_flight_recorder(path: str, rank: int, world_size: int, /) -> None:
+def open_flight_recorder(path: str | None, rank: int, world_size: int, /) -> None:
     """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
 
     On SIGUSR1 the same goes to stderr, unless that signal is handled already. A forked child leaves the file
-    alone. OSError, and no file, where it cannot be made or the disk has no room for all of it.
+    alone. OSError, and no file, where it cannot be made or the disk has no room for all of it. None: in this
+    process's memory, and the signal is left alone.
     """
 
 def read_flight_recorder(
-    path: str | PathLike[str], /
+    path: str | PathLike[str] | None, /
 ) -> tuple[int, int, int, int, int, str, bool, str, int, bool]:
-    """(rank, world size, process, step, phase, unit, failed, host, events, saving) of a rank's file; see
-    tools.flight_recorder.Entry.
+    """(rank, world size, process, step, phase, unit, failed, host, events, saving) of a rank's file, or with
+    None of what is in memory; see tools.rank_entries.Entry.
 
     Where the rank is between steps after a collective has failed, phase and unit are those of the failure.
     OSError where the file cannot be read, ValueError for another kind of file or a rank that cannot be.

@@ -224,9 +224,11 @@ class FullyShardedDataParallel(ShardedModule):
         groups = construction.resolve_process_groups(
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
-        if sync_module_states and not construction.is_built_by_policy():
-            both = [group for group in (groups.shard, groups.replicate) if group is not None]
-            agreement.agree_to_sync(unit_name(module), both, device)
+        if not construction.is_built_by_policy():
+            with flight_recorder.phase(_C.RECORDER_WRAP):
+                if sync_module_states:
+                    both = [group for group in (groups.shard, groups.replicate) if group is not None]
+                    agreement.agree_to_sync(unit_name(module), both, device)
         if auto_wrap_policy is not None:
             root_kwargs = {
                 "process_group": tuple(groups) if groups.replicate and device_mesh is None else process_group,

@@ -90,15 +90,20 @@ static PyObject *watch_gradients(PyObject *self, PyObject *function) {
     Py_RETURN_NONE;
 }
 
+/* New reference, or NULL for the record in memory. 0 or -1. */
+static int recorder_path(PyObject *file, PyObject **path) {
+    return file == Py_None || PyUnicode_FSConverter(file, path) ? 0 : -1;
+}
+
 static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
-    PyObject *path;
+    PyObject *file, *path = NULL;
     long long rank, world_size;
-    if (!PyArg_ParseTuple(args, "O&LL", PyUnicode_FSConverter, &path, &rank, &world_size))
+    if (!PyArg_ParseTuple(args, "OLL", &file, &rank, &world_size) || recorder_path(file, &path) < 0)
         return NULL;
-    int result = flight_recorder_open(PyBytes_AsString(path), rank, world_size);
-    PyObject *done = result < 0 ? PyErr_SetFromErrnoWithFilename(PyExc_OSError, PyBytes_AsString(path))
-                                : Py_NewRef(Py_None);
-    Py_DECREF(path);
+    int result = flight_recorder_open(path ? PyBytes_AsString(path) : NULL, rank, world_size);
+    PyObject *done =
+        result < 0 ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, file) : Py_NewRef(Py_None);
+    Py_XDECREF(path);
     return done;
 }
 
@@ -108,12 +113,12 @@ static PyObject *decoded(const char *text) {
 
 static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
     PyObject *path = NULL;
-    if (!PyUnicode_FSConverter(argument, &path))
+    if (recorder_path(argument, &path) < 0)
         return NULL;
     struct recorder_page page = {.rank = 0};
     char name[RECORDER_NAME_NBYTES];
-    int result = flight_recorder_read(PyBytes_AsString(path), &page, name);
-    Py_DECREF(path);
+    int result = flight_recorder_read(path ? PyBytes_AsString(path) : NULL, &page, name);
+    Py_XDECREF(path);
     if (result < 0)
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
     if (result > 0)
@@ -334,6 +339,7 @@ static int add_constants(PyObject *module) {
         {"RECORDER_LOAD_STATE_DICT", RECORDER_LOAD_STATE_DICT},
         {"RECORDER_OPTIM_STATE_DICT", RECORDER_OPTIM_STATE_DICT},
         {"RECORDER_SUMMON", RECORDER_SUMMON},
+        {"RECORDER_WRAP", RECORDER_WRAP},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

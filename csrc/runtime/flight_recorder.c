@@ -62,6 +62,7 @@ static void dump(int signal_number) {
         [RECORDER_LOAD_STATE_DICT] = "is in load_state_dict()",
         [RECORDER_OPTIM_STATE_DICT] = "is in optim_state_dict()",
         [RECORDER_SUMMON] = "is in summon_full_params()",
+        [RECORDER_WRAP] = "waits for all ranks to wrap with sync_module_states=True",
     };
     int saved_errno = errno;
     struct recorder_page *page = flight_recorder;
@@ -122,22 +123,33 @@ static int close_in_children(void) {
     return failure ? -1 : 0;
 }
 
-int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
-    if (close_in_children() < 0)
-        return -1;
+static struct recorder_page *map_memory(void) {
+    void *memory = mmap(NULL, RECORDER_NBYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+static struct recorder_page *map_new_file(const char *path) {
     if (unlink(path) < 0 && errno != ENOENT) /* an earlier process may still have it mapped: not to be cut */
-        return -1;
+        return NULL;
     int descriptor = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (descriptor < 0)
-        return -1;
+        return NULL;
     struct recorder_page *page = map_file(descriptor);
     int saved_errno = errno;
     close(descriptor);
     if (!page) {
         unlink(path);
         errno = saved_errno;
-        return -1;
     }
+    return page;
+}
+
+int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
+    if (close_in_children() < 0)
+        return -1;
+    struct recorder_page *page = path ? map_new_file(path) : map_memory();
+    if (!page)
+        return -1;
     page->rank = rank;
     page->world_size = world_size;
     page->pid = getpid();
@@ -145,7 +157,7 @@ int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
     atomic_store_explicit(&page->magic, magic_number(), memory_order_release); /* with all of the above */
     flight_recorder_close();
     flight_recorder = page;
-    return dump_on_signal();
+    return path ? dump_on_signal() : 0;
 }
 
 /* The signal's handler stays: it does nothing without a file. */
@@ -194,12 +206,25 @@ static int read_at_unit(int descriptor, struct recorder_page *page, char name[RE
     return got < 0 ? -1 : 0;
 }
 
+static int read_own(struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
+    errno = ENOENT;
+    if (!flight_recorder)
+        return -1;
+    *page = *flight_recorder;
+    int64_t unit = (int32_t)(uint32_t)flight_recorder_place(page);
+    if (unit >= 0 && unit < page->num_names)
+        memcpy(name, name_of(flight_recorder, unit), RECORDER_NAME_NBYTES - 1);
+    return 0;
+}
+
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
+    memset(name, 0, RECORDER_NAME_NBYTES);
+    if (!path)
+        return read_own(page, name);
     /* nobody may write into a FIFO of that name */
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0)
         return -1;
-    memset(name, 0, RECORDER_NAME_NBYTES);
     int result = read_at_unit(descriptor, page, name);
     int saved_errno = errno;
     close(descriptor);

@@ -1,8 +1,9 @@
-/* Where this rank is, in a file that other processes can read and that survives this one, however it ends.
+/* Where this rank is, in a file that other processes can read and that survives this one, however it ends; or
+ * in memory, for a thread of this process that tells the other ranks.
  *
  *   page: rank, step, place (phase and unit) | names of the units, RECORDER_NAME_NBYTES each
  *
- * Invariant: `flight_recorder` is NULL while no file is open, and then an event costs a load and a branch;
+ * Invariant: `flight_recorder` is NULL while no record is open, and then an event costs a load and a branch;
  * otherwise a few stores. `place` is one aligned word, so that a reader never sees the phase of one unit with
  * another. */
 #ifndef FSDP_RUNTIME_FLIGHT_RECORDER_H
@@ -25,6 +26,7 @@ enum recorder_phase {
     RECORDER_LOAD_STATE_DICT,
     RECORDER_OPTIM_STATE_DICT,
     RECORDER_SUMMON,
+    RECORDER_WRAP,
     RECORDER_PHASES
 };
 
@@ -45,13 +47,14 @@ struct recorder_page {
 extern struct recorder_page *flight_recorder;
 
 /* Open `path` anew, and write what it says to stderr on SIGUSR1 unless that signal is handled already. All of
- * the file is allocated at once, and a forked child leaves it. 0, or -1 with errno and without a file. */
+ * the file is allocated at once, and a forked child leaves it. Without a path: a record in memory, and the
+ * signal is left alone. 0, or -1 with errno and without a record. */
 int flight_recorder_open(const char *path, int64_t rank, int64_t world_size);
 void flight_recorder_close(void);
 /* the unit's index, or -1 where no file is open or it is full */
 int32_t flight_recorder_add_name(const char *name);
 
-/* Read another process's file: its page, and the name of the unit at flight_recorder_place(), "" where it has
+/* Read another process's file, or without a path this one's memory: its page, and the name of the unit at flight_recorder_place(), "" where it has
  * none. 0, -1 with errno, or 1 for a file that is no flight record, as one of a rank that cannot be. */
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]);
 

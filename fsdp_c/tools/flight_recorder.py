@@ -6,21 +6,24 @@ had, a full disk for instance, a warning says so and nothing is recorded. A thre
 seconds: where no rank moves and they are not at one place, it logs where they are. A forked process leaves
 the record of its parent alone, and keeps none of its own. For ranks to know where the others are, the folder
 must be one for all: on several hosts, one on a shared file system.
+
+Without a folder the page is in memory, and the threads tell each other by the store of the default process
+group, for rank 0 to log it; ``FSDP_C_WATCH=0`` leaves that out.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +32,10 @@ from fsdp_c import _C
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule
 from fsdp_c.sharding.traversal import clean_path
+from fsdp_c.tools.rank_entries import Entries, Entry, FolderEntries, StoreEntries, read_one
 
 VARIABLE = "FSDP_C_LEDGER"
+WATCH_VARIABLE = "FSDP_C_WATCH"
 _PHASES = (  # enum recorder_phase: what one rank does, and several
     ("is between steps", "are between steps"),
     ("is in the forward of {}", "are in the forward of {}"),
@@ -44,14 +49,13 @@ _PHASES = (  # enum recorder_phase: what one rank does, and several
     ("is in load_state_dict()", "are in load_state_dict()"),
     ("is in optim_state_dict()", "are in optim_state_dict()"),
     ("is in summon_full_params()", "are in summon_full_params()"),
+    (
+        "waits for all ranks to wrap with sync_module_states=True",
+        "wait for all ranks to wrap with sync_module_states=True",
+    ),
 )
 _BETWEEN_STEPS, _IN_STEP = 0, 1  # phases: from the latter on those of a step, up to that of a save
 _FORWARD_GATHER = 2
-_PROCESS_STATES = {  # proc(5); a killed process stays as Z until its parent asks for it
-    "T": "the process is stopped",
-    "X": "the process has ended",
-    "Z": "the process has ended",
-}
 _TAKES_LESS = (
     "Smaller units (auto_wrap_policy=), a smaller batch and cpu_offload=CPUOffload(offload_params=True) take "
     "less; fsdp_c.plan() says what a step of the model takes."
@@ -64,23 +68,11 @@ _RAN_OUT = "memory ran out while this rank"
 _SETTLING_S = 0.3
 _THREAD = "fsdp_c.flight_recorder"
 _LOOK_S = 2.0  # from one look at the own record to the next
-_open_folder: str | None = None
+_open_folder: str | None = None  # "": a record in memory
+_unusable: str | None = None  # the folder in which there can be none
 _closed = threading.Event()  # the thread's that looks at the open record
+_thread: threading.Thread | None = None
 logger = logging.getLogger(__name__)
-
-
-class Entry(NamedTuple):
-    """What one rank recorded last."""
-
-    rank: int
-    world_size: int
-    step: int
-    phase: int
-    unit: str
-    failed: bool  # a collective failed there
-    process: str  # "the process has ended" or "the process is stopped", where it is on this host
-    events: int = 0  # how many places it has entered
-    saving: bool = False  # a checkpoint, in the background
 
 
 # ----------------------------------------------------------------- writing
@@ -98,19 +90,49 @@ def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
 
 
 def _open_if_wanted() -> None:
-    global _open_folder, _closed
-    folder = os.environ.get(VARIABLE)
-    if not folder or _open_folder is not None or not dist.is_initialized():
+    if _open_folder or not dist.is_initialized():
         return
+    folder = os.environ.get(VARIABLE, "")
+    if folder and folder != _unusable:
+        _open(folder)
+    elif _open_folder is None and dist.get_world_size() > 1 and os.environ.get(WATCH_VARIABLE) != "0":
+        _open("")
+
+
+def _open(folder: str) -> None:
+    global _open_folder, _closed, _unusable
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / f"rank{dist.get_rank():05d}.ledger"
-        _C.open_flight_recorder(str(path), dist.get_rank(), dist.get_world_size())
-        _open_folder, _closed = folder, threading.Event()
-        thread = threading.Thread(target=_watch, args=(path, _closed), name=_THREAD, daemon=True)
-        thread.start()
+        path = _new_file(folder) if folder else None
+        _C.open_flight_recorder(path, dist.get_rank(), dist.get_world_size())
     except OSError as error:  # an exception here would leave the other ranks waiting in a collective
+        _unusable = folder
         warnings.warn(f"rank {dist.get_rank()}: no flight record in {folder}: {error}", stacklevel=3)
+        return
+    _end_thread()
+    _open_folder, _closed = folder, threading.Event()
+    if path is None:
+        _start(_watch_by_store, _closed)
+    else:
+        _start(_watch, FolderEntries(Path(path), read), _closed)
+
+
+def _new_file(folder: str) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return str(Path(folder) / f"rank{dist.get_rank():05d}.ledger")
+
+
+def _start(target: Callable[..., None], *args: Any) -> None:
+    global _thread
+    _thread = threading.Thread(target=target, args=args, name=_THREAD, daemon=True)
+    _thread.start()
+
+
+@atexit.register
+def _end_thread() -> None:
+    """Amid a call of the store it would be stopped in C++ when the interpreter ends."""
+    _closed.set()
+    if _thread is not None:
+        _thread.join(_LOOK_S)
 
 
 def close() -> None:
@@ -137,25 +159,10 @@ def phase(number: int) -> Iterator[None]:
 
 def read(folder: str | os.PathLike[str]) -> list[Entry]:
     """The entries of all ranks in ``folder``, by rank. ValueError where there are none, or a damaged file."""
-    entries = sorted(_read_one(path) for path in Path(folder).glob("rank*.ledger"))
+    entries = sorted(read_one(path) for path in Path(folder).glob("rank*.ledger"))
     if not entries:
         raise ValueError(f"{folder} holds no flight record: start the ranks with {VARIABLE}={folder}")
     return entries
-
-
-def _read_one(path: Path) -> Entry:
-    rank, world_size, pid, step, phase, unit, failed, host, events, saving = _C.read_flight_recorder(path)
-    process = _process_state(pid) if host == socket.gethostname() else ""
-    where = unit or "a unit without a name"
-    return Entry(rank, world_size, step, phase, where, failed, process, events, saving)
-
-
-def _process_state(pid: int) -> str:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
-    except OSError:
-        state = "X"
-    return _PROCESS_STATES.get(state, "")
 
 
 def describe(entries: Sequence[Entry]) -> str:
@@ -207,22 +214,23 @@ def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
 # ----------------------------------------------------------------- ranks that wait for each other
 
 
-def _watch(path: Path, closed: threading.Event) -> None:
-    """Until the record at ``path`` is closed, log where all ranks are once none moves and they disagree.
-
-    The records of others are read at the first look at a place that this rank has not left, the second,
-    fourth, eighth and so on: all ranks of a large job may be amid a long save.
-    """
+def _watch(entries: Entries, closed: threading.Event) -> None:
+    """Until the record is closed, log where all ranks are once none moves and they disagree."""
     seen: list[Entry] = []
     own, looks, told = None, 0, False
     while not closed.wait(_LOOK_S):
         with contextlib.suppress(OSError, ValueError):  # somebody has removed the folder
-            now = _read_one(path)
-            own, looks, told = (now, looks + 1, told) if now == own else (now, 0, False)
-            if told or not looks or looks & (looks - 1):
+            now = entries.own()
+            if now != own:
+                entries.moved()
+                own, looks, told = now, 0, False
                 continue
-            seen, before = read(path.parent), seen
-            told = seen == before and _disagree(seen)
+            looks += 1
+            found = None if told else entries.everyone(now, looks)
+            if found is None:
+                continue
+            seen, before = found, seen
+            told = seen == before and _disagree(seen) and (looks >= entries.patience or _collide(seen))
             if told:
                 logger.warning(
                     "rank %d has not moved for %.0f s: %s. What is collective is for all ranks to call, as "
@@ -234,9 +242,19 @@ def _watch(path: Path, closed: threading.Event) -> None:
                 )
 
 
+def _watch_by_store(closed: threading.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the group is gone, and the store with it, or it has no other
+        _watch(StoreEntries(), closed)
+
+
 def _coarse(phase: int) -> int:
     """All phases of a step as one."""
     return min(phase, _IN_STEP) if phase < _C.RECORDER_SAVE else phase
+
+
+def _collide(entries: Sequence[Entry]) -> bool:
+    """Whether ranks wait for each other in different places, which no rank between steps can end."""
+    return len({(one.step, _coarse(one.phase)) for one in entries if one.phase != _BETWEEN_STEPS}) > 1
 
 
 def _disagree(entries: Sequence[Entry]) -> bool:
@@ -328,7 +346,7 @@ def _explain(
     text = f"{error}\nrank {dist.get_rank()}{step}: {what} {doing}."
     if is_memory:
         text += f" {remedy}"
-    elif _open_folder is None:
+    elif not _open_folder:
         text += f" Start the ranks with {VARIABLE}=folder to be told where the others are."
     else:
         with contextlib.suppress(OSError, ValueError):

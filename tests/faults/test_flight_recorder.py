@@ -30,7 +30,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint, where
 from fsdp_c.state import redistribution
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import flight_recorder, rank_entries
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
@@ -38,6 +38,7 @@ from tests.ranks import device, on_ranks
 
 @contextmanager
 def flight_records(folder: str) -> Iterator[Path]:
+    flight_recorder.close()
     with mock.patch.dict(os.environ, {flight_recorder.VARIABLE: folder}):
         try:
             yield Path(folder)
@@ -419,20 +420,20 @@ def test_a_name_cut_amid_a_character_is_read_and_a_failure_stays_when_its_place_
 
 def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
     process = subprocess.Popen(["sleep", "60"])
-    seen = [flight_recorder._process_state(process.pid)]
+    seen = [rank_entries._process_state(process.pid)]
     for number, expected in (
         (signal.SIGSTOP, "the process is stopped"),
         (signal.SIGKILL, "the process has ended"),
     ):
         process.send_signal(number)
         for _ in range(200):
-            if flight_recorder._process_state(process.pid) == expected:
+            if rank_entries._process_state(process.pid) == expected:
                 break
             time.sleep(0.02)
-        seen.append(flight_recorder._process_state(process.pid))
+        seen.append(rank_entries._process_state(process.pid))
     process.wait()
     assert seen == ["", "the process is stopped", "the process has ended"]
-    assert flight_recorder._process_state(process.pid) == "the process has ended"
+    assert rank_entries._process_state(process.pid) == "the process has ended"
 
 
 @on_ranks(2, label="faults")
@@ -501,11 +502,11 @@ class Told(logging.Handler):
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[Told]:
+def watched(folder: Path | None) -> Iterator[Told]:
     told = Told()
     flight_recorder.logger.addHandler(told)
     try:
-        with mock.patch.object(flight_recorder, "_LOOK_S", 0.1), flight_records(str(folder)):
+        with mock.patch.object(flight_recorder, "_LOOK_S", 0.1), flight_records(str(folder or "")):
             yield told
     finally:
         flight_recorder.logger.removeHandler(told)
@@ -549,6 +550,80 @@ def test_ranks_with_unequal_numbers_of_batches_are_told_while_they_wait(
             model(torch.ones(1, WIDTH)).sum().backward()
     places = r"rank 0 waits in the all-gather of the root \(step 1\), rank 1 is between steps \(step 1\)"
     assert re.match(rf"rank {rank} has not moved for .* s: {places}\. .*fsdp_c\.join\(model, batches\)", line)
+
+
+def wrap_and_send(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    FSDP(torch.nn.Linear(2, 2), sync_module_states=True, device_id=device())
+
+
+OVER_THE_STORE = {
+    **{what: f"rank 0 is in {what}() (step 1)" for what in ALONE},
+    "wrap": "rank 0 waits for all ranks to wrap with sync_module_states=True (step 1)",
+    "step": "rank 0 waits in the all-gather of the root (step 1)",
+}
+
+
+@pytest.mark.parametrize("what", OVER_THE_STORE)
+@on_ranks(2, label="faults")
+def test_without_a_folder_rank_0_is_told_over_the_store(
+    rank: int, world_size: int, tmp_path: Path, what: str
+) -> None:
+    others = {"wrap": wrap_and_send, "step": lambda model, optimizer: model(torch.ones(1, WIDTH))}
+    with watched(None) as told:
+        model = build()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        if rank == 1:
+            time.sleep(2)
+        (others | ALONE)[what](model, optimizer)
+    if rank == 0:
+        (line,) = told.lines
+        assert f"s: {OVER_THE_STORE[what]}, rank 1 is between steps (step 1). What is" in line
+    else:
+        assert not told.lines
+
+
+@on_ranks(2, label="faults")
+def test_a_rank_that_moves_is_not_told_of_over_the_store(rank: int, world_size: int) -> None:
+    """It has told of the place before; and between steps a rank has some time."""
+    with watched(None) as told:
+        model = build()
+        for _ in range(2):
+            if rank == 1:
+                time.sleep(0.3)
+            model(torch.ones(1, WIDTH)).sum().backward()
+        for _ in range(15):
+            if rank == 1:
+                with flight_recorder.phase(flight_recorder._C.RECORDER_LOAD):
+                    time.sleep(0.1)
+        model(torch.ones(1, WIDTH)).sum().backward()
+    assert not told.lines
+
+
+def test_ranks_in_different_places_are_told_sooner_than_those_between_steps() -> None:
+    def collide(*places: tuple[int, int]) -> bool:
+        return flight_recorder._collide(
+            [flight_recorder.Entry(rank, 2, *place, "", False, "") for rank, place in enumerate(places)]
+        )
+
+    assert collide((3, 1), (3, 8)) and collide((3, 1), (4, 1)) and collide((3, 7), (3, 8))
+    assert not collide((3, 1), (4, 0)) and not collide((3, 0), (3, 8)) and not collide((3, 1), (3, 4))
+
+
+@on_ranks(2, label="faults")
+def test_the_watch_may_be_left_out_and_ends_with_its_group(rank: int, world_size: int) -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == flight_recorder._THREAD]
+
+    with mock.patch.dict(os.environ, FSDP_C_WATCH="0"):
+        build()(torch.ones(1, WIDTH))
+        assert not threads()
+    with watched(None), mock.patch.object(rank_entries.StoreEntries, "_connection", side_effect=RuntimeError):
+        build()(torch.ones(1, WIDTH))
+        (mine,) = threads()
+        mine.join(10)
+        assert not mine.is_alive()
 
 
 @on_ranks(2, label="faults")
