@@ -91,6 +91,9 @@ class HostCopies:
         streams: dict[Any, torch.device] = {}
         self._watched, self._written = {}, []
         self._watch(params)
+        on_cpu: list[
+            tuple[Tensor, Tensor]
+        ] = []  # copied in one call: what it moves is not in any cache after
         for piece in pieces:
             beside = all(
                 one.key in optim or (isinstance(flat[one.key], RangeTensor) and one.key not in averages)
@@ -98,11 +101,13 @@ class HostCopies:
             )
             if beside:
                 self._watch((one.key, one.tensor) for one in piece.sources if one.key in optim)
-            stream = self._copy(piece, memory, beside)
+            stream = self._copy(piece, memory, beside, on_cpu)
             if stream is not None:
                 streams[stream] = piece.sources[0].tensor.device
             for one in piece.sources:
                 copies[one.key] = _like(flat[one.key], one, piece, memory)
+        if on_cpu:
+            torch._foreach_copy_([target for target, _ in on_cpu], [given for _, given in on_cpu])
         self._follow(streams)
         return {key: copies[key] for key in flat}
 
@@ -140,14 +145,14 @@ class HostCopies:
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self.memory
 
-    def _copy(self, piece: _Piece, memory: Tensor, beside: bool) -> Any:
-        """Returns the stream that copies, None on the CPU."""
+    def _copy(self, piece: _Piece, memory: Tensor, beside: bool, on_cpu: list[tuple[Tensor, Tensor]]) -> Any:
+        """Returns the stream that copies; None for what is put into ``on_cpu``."""
         source, numel = piece.sources[0].tensor, piece.end - piece.start
         given = torch.empty(0, dtype=torch.uint8, device=source.device)
         given.set_(source.untyped_storage(), piece.start, (numel,))  # type: ignore[call-overload]  # is not declared
         target = memory[piece.at : piece.at + numel]
         if source.device.type == "cpu":
-            target.copy_(given)
+            on_cpu.append((target, given))
             return None
         module = torch.get_device_module(source.device)
         stream = module.current_stream(source.device)
