@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import os
 import platform
 import shutil
-import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
+
+from benchmarks.ranks import shown, status, told_by_ranks
 
 WAYS = ("foreground", "background", "FSDP2 dcp.save", "FSDP2 async thread", "FSDP2 async process")
 COLUMNS = (
@@ -43,13 +41,6 @@ memory that is there; "wall": until the checkpoint is there; "peak": of resident
 saves, of the rank and of processes that it started. FSDP2's calls include get_state_dict(), and its async_save has a
 group of gloo of its own.
 """
-
-
-def status(name: str, process: int | str = "self") -> float:
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 def build(way: str, mib: int, side: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -106,21 +97,7 @@ def memcpy_ms(memory: list[torch.Tensor]) -> float:
     return (time.thread_time() - start) * 1e3
 
 
-def shown(values: list[float], digits: int = 0) -> str:
-    return f"{min(values):.{digits}f} ({statistics.median(values):.{digits}f})" if values else ""
-
-
-def rank_body(rank: int, way: str, args: argparse.Namespace, folder: str, port: int, told: Any) -> None:
-    warnings.simplefilter("ignore")
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(args.ranks),
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+def rank_body(rank: int, told: Any, way: str, args: argparse.Namespace, folder: str) -> None:
     model, optimizer = build(way, args.mib, args.side)
     x = torch.randn(args.batch, args.side)
 
@@ -174,24 +151,8 @@ def rank_body(rank: int, way: str, args: argparse.Namespace, folder: str, port: 
 
 
 def measured(way: str, args: argparse.Namespace) -> tuple[str, ...]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = store.port
-        del store
-        arguments = [(rank, way, args, folder, port, there) for rank in range(args.ranks)]
-        ranks = [context.Process(target=rank_body, args=each) for each in arguments]
-        for one in ranks:
-            one.start()
-        there.close()
-        try:
-            row: tuple[str, ...] = here.recv()
-        except EOFError:
-            row = ("failed",) * len(COLUMNS)
-        for one in ranks:
-            one.join()
-    return row
+        return told_by_ranks(rank_body, args.ranks, way, args, folder) or ("failed",) * len(COLUMNS)
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
-"""One step of FlatAdamW beside torch's fused and foreach AdamW, on the CPU.
+"""One step of FlatAdamW beside torch's fused and foreach AdamW, on the CPU; and, with --averages, updates of
+ParameterAverage beside AveragedModel's.
 
 python -m benchmarks.optim
+python -m benchmarks.optim --averages
 python -m benchmarks.optim --threads 1 2 --markdown table.md
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import os
 import time
@@ -15,12 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernels
+from benchmarks import common, kernels
 
 import torch  # isort: skip
 from torch import nn  # isort: skip
 
-from fsdp_c.optim import FlatAdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # isort: skip
+
+from fsdp_c.optim import FlatAdamW, ParameterAverage
+from fsdp_c.sharding.sharded_module import units_of
+from fsdp_c.state.state_dict_saving import local_shard
 
 MB = 1 << 20
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -40,6 +47,17 @@ HEADINGS = [
     "memcpy",
     "fused / ours",
     "ours / memcpy",
+]
+
+OF_AVERAGES = """\
+The processor's time of one update in microseconds, the least of many in turn with each other: of ParameterAverage on
+rank 0 of 2, whose group sends nothing; of a loop that has all shards and averages at hand, `torch._foreach_lerp_` (of
+averages in another dtype: a cast and a `lerp_` for each); and of AveragedModel with the whole model. "held": MiB that
+the average takes on a rank.
+"""
+AVERAGE_HEADINGS = [
+    *("average", "units", "MB", "AveragedModel", "loop", "ours", "ours / loop", "AveragedModel / ours"),
+    *("held by AveragedModel", "held by ours"),
 ]
 
 
@@ -105,18 +123,66 @@ def cells(setting: Setting, times: dict[str, float]) -> list[str]:
     return [setting.name, str(setting.tensors), f"{setting.mb:g}", *shown, *ratios]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mb", type=float, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--seconds", type=float, default=1.0, help="per setting")
-    parser.add_argument("--markdown", type=Path)
-    args = parser.parse_args()
-    kernels.keep_freed_memory()
-    title, about = f"# Steps of AdamW, {time.strftime('%Y-%m-%d')}", kernels.versions()
-    lines = [title, "", COUNTED, f"{about}; load {os.getloadavg()[0]:.1f}."]
+@dataclass(frozen=True)
+class Averaged:
+    """A model of so many blocks, and what is averaged."""
+
+    name: str
+    blocks: int
+    width: int
+    decay: float | None = 0.999
+    dtype: torch.dtype = torch.float32
+    kept_in: torch.dtype | None = None
+
+    def cells(self, seconds: float) -> list[str]:
+        plain = common.Stack(self.blocks, 8, self.width).to(self.dtype)
+        model = common.wrap("fsdp_c", copy.deepcopy(plain), "FULL_SHARD", True, False)
+        model(torch.zeros(1, self.width, dtype=self.dtype))  # what a first step prepares
+        ours = ParameterAverage(model, self.decay, dtype=self.kept_in)
+        function = None if self.decay is None else get_ema_multi_avg_fn(self.decay)
+        theirs = AveragedModel(plain, multi_avg_fn=function)
+        shards = [local_shard(unit) for unit in units_of(model)]
+        averages = [shard.to(self.kept_in or self.dtype, copy=True) for shard in shards]
+        weight = 1e-3
+
+        def loop() -> None:
+            if self.kept_in is None:
+                torch._foreach_lerp_(averages, shards, weight)
+            else:
+                for average, shard in zip(averages, shards, strict=True):
+                    average.lerp_(shard.to(average.dtype), weight)
+
+        calls = [lambda: theirs.update_parameters(plain), torch.no_grad()(loop), ours.update]
+        whole, at_hand, own = kernels.least_times(calls, seconds, time.thread_time_ns)
+        total = sum(param.nbytes for param in plain.parameters()) / MB
+        held = sum(average.nbytes for average in ours.held()[0].values()) / MB
+        times = f"{whole:.0f}", f"{at_hand:.0f}", f"{own:.0f}", f"{own / at_hand:.2f}", f"{whole / own:.2f}"
+        return [self.name, str(len(shards)), f"{total:.1f}", *times, f"{total:.1f}", f"{held:.1f}"]
+
+
+AVERAGED = [
+    Averaged("exponential, fp32", 8, 512),
+    Averaged("exponential, fp32", 32, 512),
+    Averaged("exponential, fp32", 64, 16),
+    Averaged("equal weights, fp32", 8, 512, decay=None),
+    Averaged("exponential, bf16", 32, 512, dtype=torch.bfloat16),
+    Averaged("exponential, of bf16 in fp32", 32, 512, dtype=torch.bfloat16, kept_in=torch.float32),
+]
+
+
+def table_of_averages(seconds: float) -> list[str]:
+    common.init_noop_group(2)
+    lines = ["", "## Averages", "", OF_AVERAGES, "| " + " | ".join(AVERAGE_HEADINGS) + " |"]
+    lines.append("|---" + "|---:" * (len(AVERAGE_HEADINGS) - 1) + "|")
+    print(*lines, sep="\n")
+    for setting in AVERAGED:
+        lines.append("| " + " | ".join(setting.cells(seconds)) + " |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def table_of_steps(args: argparse.Namespace, about: str) -> list[str]:
+    lines = [f"# Steps of AdamW, {time.strftime('%Y-%m-%d')}", "", COUNTED, about]
     print(*lines, sep="\n")
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -126,6 +192,27 @@ def main() -> None:
         for setting in settings(args.mb):
             lines.append("| " + " | ".join(cells(setting, measure(setting, args.seconds))) + " |")
             print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mb", type=float, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--seconds", type=float, default=1.0, help="per setting")
+    parser.add_argument("--averages", action="store_true", help="these alone")
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args()
+    kernels.keep_freed_memory()
+    about = f"{kernels.versions()}; load {os.getloadavg()[0]:.1f}."
+    if args.averages:
+        torch.set_num_threads(1)
+        lines = [f"# Averages of parameters, {time.strftime('%Y-%m-%d')}", "", about]
+        lines += table_of_averages(args.seconds)
+    else:
+        lines = table_of_steps(args, about)
     if args.markdown:
         args.markdown.write_text("\n".join(lines) + "\n")
 
