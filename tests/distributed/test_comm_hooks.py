@@ -286,7 +286,7 @@ def test_a_hook_is_registered_on_the_root_only(rank: int, world_size: int) -> No
 
 @on_ranks(2)
 def test_hybrid_strategies_take_no_hook(rank: int, world_size: int) -> None:
-    mesh = DeviceMesh(device().type, torch.arange(2).view(1, 2))
+    mesh = DeviceMesh(device().type, torch.arange(2, device="cpu").view(1, 2))
     model = wrapped(strategy="HYBRID_SHARD", device_mesh=mesh)
     with pytest.raises(AssertionError, match="not supported for hybrid strategies"):
         model.register_comm_hook(None, sum_hook)

@@ -67,7 +67,7 @@ def test_only_the_value_one_fakes_a_collective(rank: int, world_size: int, gathe
 
 @on_ranks(2)
 def test_all_reduces_stay_real(rank: int, world_size: int) -> None:
-    mesh = DeviceMesh(device().type, torch.arange(2).view(2, 1))
+    mesh = DeviceMesh(device().type, torch.arange(2, device="cpu").view(2, 1))
     with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
         models = wrap("NO_SHARD"), wrap("HYBRID_SHARD", device_mesh=mesh)
     for model in models:

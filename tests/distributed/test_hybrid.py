@@ -43,7 +43,7 @@ def mesh(replicas: int, shards: int) -> DeviceMesh:
     """The mesh of this process; made once, since groups stay for the life of the ranks."""
     return DeviceMesh(
         device().type,
-        torch.arange(replicas * shards).view(replicas, shards),
+        torch.arange(replicas * shards, device="cpu").view(replicas, shards),
         mesh_dim_names=("replicate", "shard"),
     )
 
