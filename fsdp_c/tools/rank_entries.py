@@ -39,7 +39,8 @@ def read_one(path: Path | None) -> Entry:
     """Of the file ``path``, or with None of this process's memory. OSError or ValueError where there is
     none."""
     rank, world_size, pid, step, phase, unit, failed, host, events, saving = _C.read_flight_recorder(path)
-    process = _process_state(pid) if host == socket.gethostname() else ""
+    is_here = path is not None and host == socket.gethostname()
+    process = _process_state(pid) if is_here else ""
     where = unit or "a unit without a name"
     return Entry(rank, world_size, step, phase, where, failed, process, events, saving)
 
