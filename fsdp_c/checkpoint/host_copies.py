@@ -120,10 +120,10 @@ class HostCopies:
         self._on_the_way, self._held = [], []
         written, self._written = self._written, []
         if written:
+            were = "was" if len(written) == 1 else "were"
             raise CheckpointError(
-                f"{first_names(written)} {'was' if len(written) == 1 else 'were'} written to, other than by an "
-                "optimizer's step, before the copy for this save was over: wait() for the save before such "
-                "writes"
+                f"{first_names(written)} {were} written to, other than by an optimizer's step, before the copy "
+                "for this save was over: wait() for the save before such writes"
             )
 
     def _watch(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 MAX_NBYTES = 64 * 2**20  # of a piece: what reading one in part costs in memory
 _COPY_NBYTES = 8 * 2**20
-_READ_NBYTES = 2**20  # which a processor's cache still has when they are summed up
 _ALIGNMENT = 64
 _DATA = b"archive/data/0"
 _ZIP32_LIMIT = 2**32 - 2**16
@@ -129,8 +128,8 @@ def read_data(file: BinaryIO, place: Place, target: memoryview) -> bool:
     Several threads may read one file: its position is left alone, and no lock of Python's is held meanwhile.
     """
     crc32 = 0
-    for start in range(0, len(target), _READ_NBYTES):
-        part = target[start : start + _READ_NBYTES]
+    for start in range(0, len(target), _COPY_NBYTES):
+        part = target[start : start + _COPY_NBYTES]
         done = 0
         while done < len(part):
             count = os.preadv(file.fileno(), [part[done:]], place.offset + start + done)

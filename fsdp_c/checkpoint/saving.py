@@ -158,14 +158,11 @@ def save(
     in_background.finish()
     target, ranks = absolute(path), _Ranks(process_group)
     check_keep(target, keep)
-    if (
-        ranks.is_distributed
-        and dist.get_backend(process_group) == "fake"
-        and dist.get_world_size(process_group) > 1
-    ):
+    count = dist.get_world_size(process_group) if ranks.is_distributed else 1
+    if count > 1 and dist.get_backend(process_group) == "fake":
         raise CheckpointError(
-            f"saving {target}: of the {dist.get_world_size(process_group)} ranks of torch's fake process group only "
-            f"rank {dist.get_rank(process_group)} is there, and a checkpoint has the shards of all: save on real ranks"
+            f"saving {target}: of the {count} ranks of torch's fake process group only rank "
+            f"{dist.get_rank(process_group)} is there, and a checkpoint has the shards of all: save on real ranks"
         )
 
     def state() -> _State:

@@ -1,0 +1,186 @@
+"""Loads of a checkpoint on gloo ranks, beside dcp.load and the memcpy with checksum that a load cannot do without.
+
+python -m benchmarks.checkpoint_load
+python -m benchmarks.checkpoint_load --mib 64 --loads 2 --ranks 1 --markdown table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from benchmarks.background_save import build, shown
+
+WAYS = ("load", "load by other ranks", "one thread", "dcp.load of model_state", "FSDP2 dcp.load")
+COLUMNS = ("warm ms", "GB/s", "CPU ms", "dropped ms", "GB/s", "memcpy, checksum ms", "read dropped ms")
+TEXT = """\
+Rank 0 of {ranks} on gloo, {mib} MiB of fp32 parameters ({saved:.0f} MiB loaded by each rank, with Adam's state), the
+least of {loads} loads after the first, and the median in brackets. "warm": the files are in the page cache; "dropped":
+posix_fadvise(DONTNEED) has taken them out of it before; "CPU": of all threads, warm; "memcpy, checksum": of as many
+bytes from memory to memory, by one thread, in blocks of 1 MiB; "read dropped": as many bytes of the rank's files into
+memory, by one thread, without a checksum. FSDP2's calls include get_state_dict() and set_state_dict().
+"""
+
+
+def drop(folder: Path) -> None:
+    for path in folder.rglob("*.distcp"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def copied_with_checksum(nbytes: int) -> float:
+    source, target = (memoryview(bytearray(b"\1" * nbytes)) for _ in range(2))
+    start, crc32 = time.perf_counter(), 0
+    for at in range(0, nbytes, 2**20):
+        target[at : at + 2**20] = source[at : at + 2**20]
+        crc32 = zlib.crc32(target[at : at + 2**20], crc32)
+    return (time.perf_counter() - start) * 1e3
+
+
+def read_alone(folder: Path, nbytes: int) -> float:
+    drop(folder)
+    target, start = memoryview(bytearray(2**20)), time.perf_counter()
+    for path in sorted(folder.rglob("*.distcp")):
+        with path.open("rb", buffering=0) as file:
+            while nbytes > 0 and (count := file.readinto(target)):
+                nbytes -= count
+    return (time.perf_counter() - start) * 1e3
+
+
+def load_of(way: str, model: Any, optimizer: Any, folder: Path) -> Callable[[], object]:
+    """Saves what is to be loaded; the load."""
+    from fsdp_c import checkpoint
+    from fsdp_c.checkpoint import storage
+
+    if way == "FSDP2 dcp.load":
+        dcp.save(
+            dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder
+        )
+
+        def load() -> None:
+            own, of_optimizer = get_state_dict(model, optimizer)
+            dcp.load({"model": own, "optim": of_optimizer}, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=of_optimizer)
+
+        return load
+    if not (folder / ".metadata").exists():  # as others have saved it
+        checkpoint.save(model, optimizer, folder)
+    if way == "dcp.load of model_state":
+        return lambda: dcp.load(
+            {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)},
+            checkpoint_id=folder,
+        )
+    if way == "one thread":
+        storage.reading_threads = lambda: 1
+    return lambda: checkpoint.load(model, optimizer, folder)
+
+
+def rank_body(rank: int, ranks: int, way: str, args: argparse.Namespace, folder: str, told: Any) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/rendezvous-{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
+    model, optimizer = build(way, args.mib, args.side)
+    model(torch.randn(2, args.side)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    path = Path(folder) / "checkpoint"
+    load = load_of(way, model, optimizer, path)
+    nbytes = int(3 * args.mib * 2**20 / ranks)
+    found: list[list[float]] = [[] for _ in range(5)]
+    if told is not None:
+        for _ in range(args.loads + 1):
+            for is_dropped in (False, True):
+                dist.barrier()
+                if is_dropped and rank == 0:
+                    drop(path)
+                dist.barrier()
+                start, used = time.perf_counter(), time.process_time()
+                load()
+                found[2 if is_dropped else 0].append((time.perf_counter() - start) * 1e3)
+                if not is_dropped:
+                    found[1].append((time.process_time() - used) * 1e3)
+            dist.barrier()
+            if rank == 0:
+                found[3].append(copied_with_checksum(nbytes))
+                found[4].append(read_alone(path, nbytes))
+    if rank == 0 and told is not None:
+        warm, cpu, dropped, copied, read = (values[1:] for values in found)
+        rates = [f"{nbytes / min(values) / 1e6:.2f}" for values in (warm, dropped)]
+        told.send((shown(warm), rates[0], shown(cpu), shown(dropped), rates[1], shown(copied), shown(read)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(way: str, ranks: int, args: argparse.Namespace) -> tuple[str, ...]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for count, pipe in (
+            ((ranks + 1, None), (ranks, there)) if way == "load by other ranks" else ((ranks, there),)
+        ):
+            processes = [
+                context.Process(target=rank_body, args=(rank, count, way, args, folder, pipe))
+                for rank in range(count)
+            ]
+            for one in processes:
+                one.start()
+            if pipe is not None:
+                there.close()
+                try:
+                    row: tuple[str, ...] = here.recv()
+                except EOFError:
+                    row = ("failed",) * len(COLUMNS)
+            for one in processes:
+                one.join()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--mib", type=int, default=256, help="of parameters, of all ranks together")
+    parser.add_argument("--side", type=int, default=1024, help="of each layer, a square matrix")
+    parser.add_argument("--loads", type=int, default=5)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
+    parser.add_argument("--folder", help="where checkpoints are written (default: that of temporary files)")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    args = parser.parse_args()
+    surroundings = (
+        f"torch {torch.__version__}, CPython {platform.python_version()}, {os.cpu_count()} processors\n"
+    )
+    lines = [surroundings]
+    for ranks in args.ranks:
+        lines.append(TEXT.format(ranks=ranks, mib=args.mib, saved=3 * args.mib / ranks, loads=args.loads))
+        lines += [f"| | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
+        for way in args.ways:
+            lines.append(f"| {way} | {' | '.join(measured(way, ranks, args))} |")
+            print(lines[-1], flush=True)
+        lines.append("")
+    print("\n".join(lines))
+    if args.markdown:
+        args.markdown.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
