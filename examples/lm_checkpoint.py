@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fsdp_c
 from fsdp_c import checkpoint
+from fsdp_c.optim import ParameterAverage
 
 RUN_FILE = "run.json"
 OWN_FILES = (RUN_FILE, "loss.png", "sample.txt")
@@ -93,27 +94,34 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def save_checkpoint(
-    out: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, extra: dict[str, Any], keep: int
+    path: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    extra: dict[str, Any],
+    keep: int,
+    averages: dict[str, ParameterAverage],
 ) -> checkpoint.BackgroundSave | None:
     """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective. fsdp_c does so beside the
     next steps, and returns what waits for it."""
-    path = out / f"step-{step:06d}"
     if isinstance(model, fsdp_c.FullyShardedDataParallel):
-        return checkpoint.save(model, optimizer, path, extra=extra, keep=keep, background=True)
+        more: dict[str, Any] = {"extra": extra, "averages": averages}
+        return checkpoint.save(model, optimizer, path, keep=keep, background=True, **more)
     save_of_torch(model, optimizer, path, extra)
     if dist.get_rank() == 0:
-        for old in checkpoints_in(out)[:-keep]:
+        for old in checkpoints_in(path.parent)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return None
 
 
-def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load model and optimizer; returns ``extra``. Collective; InputError on all ranks for a checkpoint of
+def load_checkpoint(
+    path: Path, model: Any, optimizer: torch.optim.Optimizer, averages: dict[str, ParameterAverage]
+) -> dict[str, Any]:
+    """Load model, optimizer and averages; returns ``extra``. Collective; InputError on all ranks for a checkpoint of
     another model, or a damaged one."""
     try:
         if isinstance(model, fsdp_c.FullyShardedDataParallel):
-            return checkpoint.load(model, optimizer, path)
+            return checkpoint.load(model, optimizer, path, averages=averages)
         return load_of_torch(model, optimizer, path)
     except checkpoint.CheckpointError as error:
         raise InputError(str(error)) from error
