@@ -156,7 +156,7 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
 
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
     static PyObject *op; /* owned for ever; the overload of an operator, past the Python of torch.ops */
-    if (!op && !(op = torch_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))
+    if (!op && !(op = ref_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))
         return NULL;
     PyObject *id = PyLong_FromLongLong(param->op_id);
     PyObject *list = id ? PyObject_CallFunctionObjArgs(op, full, id, NULL) : NULL;

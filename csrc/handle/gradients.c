@@ -60,13 +60,6 @@ static int init_sources(struct gradients *gradients) {
     return 0;
 }
 
-static int append_size(PyObject *sizes, int64_t size) {
-    PyObject *value = PyLong_FromLongLong(size);
-    int result = value ? PyList_Append(sizes, value) : -1;
-    Py_XDECREF(value);
-    return result;
-}
-
 /* How to split a shard (or, unsharded, the whole) so that each parameter's part is one piece. */
 static int init_shard_pieces(struct gradients *gradients) {
     PyMem_Free(gradients->shard_pieces);
@@ -82,17 +75,18 @@ static int init_shard_pieces(struct gradients *gradients) {
         if (!range->in_shard)
             continue;
         if (range->offset_in_shard > end) {
-            if (append_size(gradients->shard_sizes, range->offset_in_shard - end) < 0)
+            if (ref_append(gradients->shard_sizes, PyLong_FromLongLong(range->offset_in_shard - end)) < 0)
                 return -1;
             pieces++;
         }
-        if (append_size(gradients->shard_sizes, range->numel_in_shard) < 0)
+        if (ref_append(gradients->shard_sizes, PyLong_FromLongLong(range->numel_in_shard)) < 0)
             return -1;
         gradients->shard_pieces[i] = pieces++;
         end = range->offset_in_shard + range->numel_in_shard;
     }
     return end < gradients->param->layout.shard_numel
-               ? append_size(gradients->shard_sizes, gradients->param->layout.shard_numel - end)
+               ? ref_append(gradients->shard_sizes,
+                            PyLong_FromLongLong(gradients->param->layout.shard_numel - end))
                : 0;
 }
 

@@ -117,16 +117,18 @@ int gradients_take_reduce_input(struct gradients *gradients);
 /* Its bytes; 0 where a user's hook is given it, who may keep it. */
 int64_t gradients_reduce_input_nbytes(const struct gradients *gradients);
 int gradients_reduce_enqueue(struct gradients *gradients); /* start the reduction of what was packed */
-/* wait, post-divide, accumulate into saved_shard */
-int gradients_reduce_finish(struct gradients *gradients);
+/* while that is in flight: computation waits for it, and reduces once more where gradients_reduce_twice */
+int gradients_reduce_wait(struct gradients *gradients);
+/* after that: post-divide, accumulate into saved_shard, copy to the host that offloads */
+int gradients_save_reduced(struct gradients *gradients);
 /* in the shard group, and then over the replicas? */
 bool gradients_reduce_twice(const struct gradients *gradients);
-/* After gradients_reduce_finish: its output, for the caller to let go of; NULL where it is kept as the
+/* After gradients_save_reduced: its output, for the caller to let go of; NULL where it is kept as the
  * gradient. */
 PyObject *gradients_take_reduce_output(struct gradients *gradients);
 /* Once all that reads it is enqueued on the stream that took it; that of a user's hook stays. */
 void gradients_release_reduce_input(struct gradients *gradients);
-/* After gradients_reduce_finish: the reduction's input and output. */
+/* After gradients_save_reduced: the reduction's input and output. */
 void gradients_reduce_release(struct gradients *gradients);
 
 /* ---- the user's hooks ---- */

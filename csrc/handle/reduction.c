@@ -147,26 +147,19 @@ PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObj
     return output;
 }
 
-/* saved_shard = post-divided output, or += it. A custom hook may have left another dtype than it was given. */
-static int save_output(struct gradients *gradients) {
-    const struct kernel_table *kernels = gradients->storage->kernels;
-    const struct flat_param *param = gradients->param;
-    PyObject *output = gradients->reduce_output;
-    struct tensor_view view = {.dtype = gradients->storage->copy->reduce_kind};
-    if (param->sharded && gradients->saved_shard)
-        return gradients_apply(gradients, kernels->accumulate, gradients->saved_shard, output,
-                               gradients->postdivide, "accumulation of a reduced gradient");
-    if (gradients->postdivide != 1.0 &&
-        gradients_apply(gradients, kernels->cast_divide, output, output, gradients->postdivide,
-                        "post-division of gradients") < 0)
+bool gradients_reduce_twice(const struct gradients *gradients) {
+    return gradients->param->sharded && gradients->param->replicate_group.group;
+}
+
+int gradients_reduce_wait(struct gradients *gradients) {
+    PyObject *work = gradients->work;
+    gradients->work = NULL;
+    if (collective_wait(work) < 0)
         return -1;
-    if (gradients->comm_hook.function && tensor_view_of(output, &view) < 0)
-        return -1;
-    bool keeps_low = !param->sharded && param->keep_low_precision_grads && !gradients->comm_hook.native;
-    bool keep = view.dtype == gradients->storage->orig_kind || keeps_low;
-    ref_set(&gradients->saved_shard,
-            keep ? Py_NewRef(output) : gradients_cast_to_shard_dtype(gradients, output));
-    return gradients->saved_shard ? 0 : -1;
+    if (!gradients_reduce_twice(gradients))
+        return 0;
+    work = collective_all_reduce(&gradients->param->replicate_group, gradients->reduce_output);
+    return work ? collective_wait(work) : -1;
 }
 
 /* See [Note: offload]. The host waits for it before the gradient is handed over. */
@@ -178,27 +171,29 @@ static int enqueue_download(struct gradients *gradients) {
     return gradients->offloaded ? torch_enqueue_copy(gradients->offloaded, gradients->saved_shard) : -1;
 }
 
-bool gradients_reduce_twice(const struct gradients *gradients) {
-    return gradients->param->sharded && gradients->param->replicate_group.group;
-}
-
-int gradients_reduce_finish(struct gradients *gradients) {
-    PyObject *work = gradients->work;
-    if (!work)
-        return 0;
-    gradients->work = NULL;
-    int result = collective_wait(work);
-    if (!result && gradients_reduce_twice(gradients)) {
-        work = collective_all_reduce(&gradients->param->replicate_group, gradients->reduce_output);
-        result = work ? collective_wait(work) : -1;
+/* A custom hook may have left another dtype than it was given. */
+int gradients_save_reduced(struct gradients *gradients) {
+    const struct kernel_table *kernels = gradients->storage->kernels;
+    const struct flat_param *param = gradients->param;
+    PyObject *output = gradients->reduce_output;
+    struct tensor_view view = {.dtype = gradients->storage->copy->reduce_kind};
+    if (param->sharded && gradients->saved_shard) {
+        if (gradients_apply(gradients, kernels->accumulate, gradients->saved_shard, output,
+                            gradients->postdivide, "accumulation of a reduced gradient") < 0)
+            return -1;
+        return enqueue_download(gradients);
     }
-    if (!result)
-        result = save_output(gradients);
-    if (!result)
-        result = enqueue_download(gradients);
-    if (result < 0)
-        gradients_reduce_release(gradients);
-    return result;
+    if (gradients->postdivide != 1.0 &&
+        gradients_apply(gradients, kernels->cast_divide, output, output, gradients->postdivide,
+                        "post-division of gradients") < 0)
+        return -1;
+    if (gradients->comm_hook.function && tensor_view_of(output, &view) < 0)
+        return -1;
+    bool keeps_low = !param->sharded && param->keep_low_precision_grads && !gradients->comm_hook.native;
+    bool keep = view.dtype == gradients->storage->orig_kind || keeps_low;
+    ref_set(&gradients->saved_shard,
+            keep ? Py_NewRef(output) : gradients_cast_to_shard_dtype(gradients, output));
+    return gradients->saved_shard ? enqueue_download(gradients) : -1;
 }
 
 PyObject *gradients_take_reduce_output(struct gradients *gradients) {

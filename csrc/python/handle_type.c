@@ -118,31 +118,28 @@ static struct handle *ready(PyObject *self) {
     return handle && (handle->ready || handle_lazy_init(handle) == 0) ? handle : NULL;
 }
 
-static PyObject *call(PyObject *self, int (*function)(struct handle *)) {
-    struct handle *handle = made(self);
-    return none_or_error(handle ? function(handle) : -1);
-}
+/* A method without arguments that is one verb, once `here` (made or ready) has the handle. */
+#define METHOD(name, here, verb)                                                                             \
+    static PyObject *name(PyObject *self, PyObject *unused) {                                                \
+        struct handle *handle = here(self);                                                                  \
+        return none_or_error(handle ? verb(handle) : -1);                                                    \
+    }
+
+METHOD(summon_exit, made, handle_summon_exit)
+METHOD(summon_free, made, handle_summon_free)
+METHOD(summon_hide, made, handle_summon_hide)
+METHOD(summon_grads, made, handle_summon_grads)
+METHOD(show_sharded, made, handle_follow)
+METHOD(leave_shard, made, handle_leave)
+METHOD(collect_user_grads, made, handle_collect_user_grads)
+METHOD(hide_views, made, handle_hide_views)
+METHOD(writeback, ready, handle_writeback)
+METHOD(publish, ready, handle_publish)
 
 static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
     struct handle *handle = ready(self);
     int wanted = handle ? PyObject_IsTrue(writeback) : -1;
     return none_or_error(wanted < 0 ? -1 : handle_summon_enter(handle, wanted));
-}
-
-static PyObject *summon_exit(PyObject *self, PyObject *unused) {
-    return call(self, handle_summon_exit);
-}
-
-static PyObject *summon_free(PyObject *self, PyObject *unused) {
-    return call(self, handle_summon_free);
-}
-
-static PyObject *summon_hide(PyObject *self, PyObject *unused) {
-    return call(self, handle_summon_hide);
-}
-
-static PyObject *summon_grads(PyObject *self, PyObject *unused) {
-    return call(self, handle_summon_grads);
 }
 
 static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
@@ -151,34 +148,18 @@ static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
     return none_or_error(wanted < 0 ? -1 : handle_summon_grads_exit(handle, wanted));
 }
 
-static int append_grad(PyObject *grads, PyObject *param) {
-    PyObject *grad = torch_get_grad(param);
-    int result = grad ? 0 : -1;
-    if (grad && grad != Py_None)
-        result = PyList_Append(grads, grad);
-    Py_XDECREF(grad);
-    return result;
-}
-
 static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
     struct handle *handle = made(self);
     PyObject *grads = handle ? PyList_New(0) : NULL;
-    int result = grads ? 0 : -1;
-    if (!result && !handle->param.use_orig_params)
-        result = append_grad(grads, handle->param.tensor);
-    for (int64_t i = 0; !result && handle->param.use_orig_params && i < handle->param.num_params; i++)
-        result = append_grad(grads, PyList_GetItem(handle->param.params, i));
-    if (result < 0)
-        Py_CLEAR(grads);
+    int64_t count = !handle ? 0 : handle->param.use_orig_params ? handle->param.num_params : 1;
+    for (int64_t i = 0; grads && i < count; i++) {
+        PyObject *grad = torch_get_grad(
+            handle->param.use_orig_params ? PyList_GetItem(handle->param.params, i) : handle->param.tensor);
+        if (!grad || (grad != Py_None && PyList_Append(grads, grad) < 0))
+            Py_CLEAR(grads);
+        Py_XDECREF(grad);
+    }
     return grads;
-}
-
-static PyObject *show_sharded(PyObject *self, PyObject *unused) {
-    return call(self, handle_follow);
-}
-
-static PyObject *leave_shard(PyObject *self, PyObject *unused) {
-    return call(self, handle_leave);
 }
 
 static PyObject *set_call_guards(PyObject *self, PyObject *calls) {
@@ -196,20 +177,6 @@ static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
     return none_or_error(handle ? call_guards_remove(&handle->call_guards) : -1);
 }
 
-static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
-    return call(self, handle_collect_user_grads);
-}
-
-static PyObject *writeback(PyObject *self, PyObject *unused) {
-    struct handle *handle = ready(self);
-    return none_or_error(handle ? handle_writeback(handle) : -1);
-}
-
-static PyObject *publish(PyObject *self, PyObject *unused) {
-    struct handle *handle = ready(self);
-    return none_or_error(handle ? handle_publish(handle) : -1);
-}
-
 static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = ready(self);
     return none_or_error(handle ? handle_flat_param_to(handle, args, kwargs) : -1);
@@ -220,10 +187,6 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
     if (!handle || handle_unshard_enqueue(handle) < 0)
         return NULL;
     return none_or_error(storage_unshard_wait(&handle->storage));
-}
-
-static PyObject *hide_views(PyObject *self, PyObject *unused) {
-    return call(self, handle_hide_views);
 }
 
 /* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for

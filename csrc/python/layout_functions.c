@@ -7,13 +7,7 @@
 #include "layout/boxes.h"
 #include "layout/exchange.h"
 #include "layout/partition.h"
-
-/* Append `item`, taking the reference. 0, or -1 also for a NULL item. */
-static int append_new(PyObject *list, PyObject *item) {
-    const int result = item ? PyList_Append(list, item) : -1;
-    Py_XDECREF(item);
-    return result;
-}
+#include "torch/ref.h"
 
 /* Hand over `list`, which may be NULL, as a tuple; NULL when `failed`. */
 static PyObject *tuple_or_null(PyObject *list, bool failed) {
@@ -66,7 +60,7 @@ static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
     bool failed = !overlaps;
     for (int64_t start = own.start; !failed && start < own.end;) {
         const struct partition_range part = partition_next(&theirs, start, own.end);
-        failed = append_new(overlaps,
+        failed = ref_append(overlaps,
                             Py_BuildValue("(LLL)", (long long)part.rank, (long long)(part.start - own.start),
                                           (long long)(part.end - part.start))) < 0;
         start = part.end;
@@ -80,7 +74,7 @@ static PyObject *int_list(const int64_t *values, size_t count) {
     PyObject *list = PyList_New(0);
     bool failed = !list;
     for (size_t i = 0; !failed && i < count; i++)
-        failed = append_new(list, PyLong_FromLongLong(values[i])) < 0;
+        failed = ref_append(list, PyLong_FromLongLong(values[i])) < 0;
     if (failed)
         Py_CLEAR(list);
     return list;
@@ -187,7 +181,7 @@ static PyObject *flat_range_boxes(PyObject *self, PyObject *args) {
     while (!failed && start < end) {
         struct box box;
         start += box_at(shape, ndim, start, end, &box);
-        failed = append_new(boxes, Py_BuildValue("(NN)", sizes_tuple(box.offsets, ndim),
+        failed = ref_append(boxes, Py_BuildValue("(NN)", sizes_tuple(box.offsets, ndim),
                                                  sizes_tuple(box.sizes, ndim))) < 0;
     }
     return tuple_or_null(boxes, failed);

@@ -78,32 +78,24 @@ static int read_numels(PyObject *numels, int64_t *output) {
     return 0;
 }
 
-static int raise_status(enum status status) {
-    if (status == STATUS_NO_MEMORY) {
-        PyErr_NoMemory();
-    } else {
-        /* the arguments were checked one by one: only their sum is left to be wrong */
-        PyErr_SetString(PyExc_OverflowError,
-                        "the flat parameter has more elements than a 64-bit integer counts");
-    }
-    return -1;
-}
-
 static int layout_object_init(struct layout_object *self, PyObject *numels, struct layout_spec *spec) {
     spec->num_params = PyTuple_Size(numels);
     if (check_arguments(spec) < 0)
         return -1;
     int64_t *buffer = mem_new_array((size_t)spec->num_params, sizeof *buffer);
-    if (!buffer)
-        return raise_status(STATUS_NO_MEMORY);
-    int result = read_numels(numels, buffer);
-    if (result == 0) {
-        spec->param_numels = buffer;
-        const enum status status = layout_init(&self->layout, spec);
-        result = status == STATUS_OK ? 0 : raise_status(status);
+    if (buffer && read_numels(numels, buffer) < 0) {
+        mem_free(buffer);
+        return -1;
     }
+    spec->param_numels = buffer;
+    const enum status status = buffer ? layout_init(&self->layout, spec) : STATUS_NO_MEMORY;
     mem_free(buffer);
-    return result;
+    if (status == STATUS_NO_MEMORY)
+        PyErr_NoMemory();
+    else if (status) /* the arguments were checked one by one: only their sum is left to be wrong */
+        PyErr_SetString(PyExc_OverflowError,
+                        "the flat parameter has more elements than a 64-bit integer counts");
+    return status ? -1 : 0;
 }
 
 static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

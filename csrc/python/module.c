@@ -51,12 +51,9 @@ static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs
 
 static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
     PyObject *names = PyList_New(0);
-    for (int i = 0; names && loops_version(i); i++) {
-        PyObject *name = PyUnicode_FromString(loops_version(i)->name);
-        if (!name || PyList_Append(names, name) < 0)
+    for (int i = 0; names && loops_version(i); i++)
+        if (ref_append(names, PyUnicode_FromString(loops_version(i)->name)) < 0)
             Py_CLEAR(names);
-        Py_XDECREF(name);
-    }
     PyObject *result = names ? PyList_AsTuple(names) : NULL;
     Py_XDECREF(names);
     return result;
@@ -168,9 +165,7 @@ static PyObject *set_recorder_saving(PyObject *self, PyObject *saving) {
 }
 
 static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
-    if (collective_let_go() < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return none_or_error(collective_let_go());
 }
 
 /* ---- dry runs ---- */
@@ -294,13 +289,9 @@ static int add_type(PyObject *module, const char *name, PyObject **type, PyObjec
 
 static int add_types(PyObject *module) {
     static PyObject *layout, *handle, *unit, *runtime; /* owned for ever */
-    if (layout_functions_add(module) < 0)
-        return -1;
-    if (add_type(module, "FlatLayout", &layout, layout_type_create) < 0)
-        return -1;
-    if (add_type(module, "Handle", &handle, handle_type_create) < 0)
-        return -1;
-    if (add_type(module, "Unit", &unit, unit_type_create) < 0)
+    if (layout_functions_add(module) < 0 || add_type(module, "FlatLayout", &layout, layout_type_create) < 0 ||
+        add_type(module, "Handle", &handle, handle_type_create) < 0 ||
+        add_type(module, "Unit", &unit, unit_type_create) < 0)
         return -1;
     return add_type(module, "Runtime", &runtime, runtime_type_create);
 }

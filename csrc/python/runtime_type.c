@@ -121,30 +121,22 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
     return none_or_error(runtime->order.validation ? 0 : -1);
 }
 
-/* (an optional unit, the unit around it) */
-static int add_optional(PyObject *pair) {
-    PyObject *object, *enclosing_object;
-    if (!PyTuple_Check(pair)) {
-        PyErr_Format(PyExc_TypeError, "expected a pair, got %R", (PyObject *)Py_TYPE(pair));
-        return -1;
-    }
-    if (!PyArg_ParseTuple(pair, "OO", &object, &enclosing_object))
-        return -1;
-    struct unit *unit = unit_of(object), *enclosing = unit ? unit_of(enclosing_object) : NULL;
-    if (enclosing)
-        optional_add(unit, enclosing);
-    return enclosing ? 0 : -1;
-}
-
-/* From the last to the first, as each comes before the others. */
+/* Pairs of an optional unit and the unit around it. From the last to the first, as each comes before the
+ * others. */
 static PyObject *set_optional(PyObject *self, PyObject *pairs) {
-    if (!PyList_Check(pairs)) {
-        PyErr_Format(PyExc_TypeError, "expected a list of pairs, got %R", (PyObject *)Py_TYPE(pairs));
-        return NULL;
-    }
-    for (Py_ssize_t i = PyList_Size(pairs) - 1; i >= 0; i--)
-        if (add_optional(PyList_GetItem(pairs, i)) < 0)
+    if (!PyList_Check(pairs))
+        return PyErr_Format(PyExc_TypeError, "expected a list of pairs, got %R", (PyObject *)Py_TYPE(pairs));
+    for (Py_ssize_t i = PyList_Size(pairs) - 1; i >= 0; i--) {
+        PyObject *pair = PyList_GetItem(pairs, i), *object, *enclosing_object;
+        if (!PyTuple_Check(pair))
+            return PyErr_Format(PyExc_TypeError, "expected a pair, got %R", (PyObject *)Py_TYPE(pair));
+        if (!PyArg_ParseTuple(pair, "OO", &object, &enclosing_object))
             return NULL;
+        struct unit *unit = unit_of(object), *enclosing = unit ? unit_of(enclosing_object) : NULL;
+        if (!enclosing)
+            return NULL;
+        optional_add(unit, enclosing);
+    }
     Py_RETURN_NONE;
 }
 
@@ -186,34 +178,28 @@ static PyObject *get_forward_limit(PyObject *self, void *unused) {
     return PyLong_FromLongLong(inside(self)->order.forward_prefetch_limit);
 }
 
-static int read_limit(PyObject *value, int64_t *limit) {
-    long long number = value ? PyLong_AsLongLong(value) : -1;
-    if (number < 0) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError,
-                            "a prefetch limit is the number of units to prefetch, 0 or more");
-        return -1;
-    }
-    *limit = number < INT32_MAX ? number : INT32_MAX; /* an index and a limit must not overflow when added */
-    return 0;
+/* -1 with an exception for what is none. */
+static int64_t read_limit(PyObject *value) {
+    long long limit = value ? PyLong_AsLongLong(value) : -1;
+    if (limit < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a prefetch limit is the number of units to prefetch, 0 or more");
+    return limit < INT32_MAX ? limit : INT32_MAX; /* an index and a limit must not overflow when added */
 }
 
 static int set_backward_limit(PyObject *self, PyObject *value, void *unused) {
     struct order *order = &inside(self)->order;
-    int64_t limit = order->backward_prefetch_limit;
-    if (read_limit(value, &limit) < 0)
-        return -1;
-    order_set_limits(order, limit, order->forward_prefetch_limit);
-    return 0;
+    int64_t limit = read_limit(value);
+    if (limit >= 0)
+        order_set_limits(order, limit, order->forward_prefetch_limit);
+    return limit < 0 ? -1 : 0;
 }
 
 static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
     struct order *order = &inside(self)->order;
-    int64_t limit = order->forward_prefetch_limit;
-    if (read_limit(value, &limit) < 0)
-        return -1;
-    order_set_limits(order, order->backward_prefetch_limit, limit);
-    return 0;
+    int64_t limit = read_limit(value);
+    if (limit >= 0)
+        order_set_limits(order, order->backward_prefetch_limit, limit);
+    return limit < 0 ? -1 : 0;
 }
 
 /* An enum is an int, and NULL is None. */

@@ -35,10 +35,7 @@ struct dry_run {
 /* ---- what is recorded ---- */
 
 static int append(struct dry_run *run, enum dry_event event, int64_t unit, int64_t nbytes) {
-    PyObject *item = Py_BuildValue("(iLL)", (int)event, (long long)unit, (long long)nbytes);
-    int result = item ? PyList_Append(run->events, item) : -1;
-    Py_XDECREF(item);
-    return result;
+    return ref_append(run->events, Py_BuildValue("(iLL)", (int)event, (long long)unit, (long long)nbytes));
 }
 
 static int record(const struct actor *actor, enum dry_event event) {

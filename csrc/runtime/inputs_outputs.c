@@ -135,7 +135,7 @@ static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
 /* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
 static int hook_first(PyObject *tensor, PyObject *hook) {
     static PyObject *ordered_dict; /* owned for ever */
-    if (!ordered_dict && !(ordered_dict = torch_find("collections", "OrderedDict")))
+    if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
         return -1;
     PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL;
     int result = hooks ? add_hook(hooks, hook) : -1;

@@ -116,26 +116,26 @@ int unit_reshard_in_backward(struct unit *part) {
     return handle_show_sharded(handle);
 }
 
-static int reshard_parts(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (unit_reshard_in_backward(part) < 0)
-            return -1;
-    return 0;
-}
-
 int unit_post_backward_reshard(struct unit *unit) {
     if (unit->optional.enclosing)
         return optional_hold(unit);
-    if (reshard_parts(unit) < 0 || unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
+    FOR_PARTS(part, unit)
+        if (unit_reshard_in_backward(part) < 0)
+            return -1;
+    if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }
 
 int unit_reshard_optional(struct unit *enclosing) {
     optional_reset(enclosing);
-    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
-        if (reshard_parts(unit) < 0 || schedule_give_back(&unit->runtime->schedule) < 0)
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
+        FOR_PARTS(part, unit)
+            if (unit_reshard_in_backward(part) < 0)
+                return -1;
+        if (schedule_give_back(&unit->runtime->schedule) < 0)
             return -1;
+    }
     return 0;
 }
 

@@ -285,7 +285,7 @@ static PyObject *make_class(PyObject *function) {
 int node_init(void) {
     if (apply)
         return 0;
-    PyObject *function = torch_find("torch.autograd", "Function");
+    PyObject *function = ref_find("torch.autograd", "Function");
     PyObject *class = function ? make_class(function) : NULL;
     PyObject *super =
         class ? PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL) : NULL;
@@ -362,7 +362,7 @@ static int forget_hooks(struct unit *unit) {
 static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *peek = torch_find("torch._C._functorch", "peek_interpreter_stack");
+    PyObject *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
     PyObject *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
     bool is_transformed = innermost && innermost != Py_None;
     Py_XDECREF(peek);

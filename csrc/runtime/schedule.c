@@ -264,7 +264,14 @@ int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradi
     if (is_hybrid && (release_scattered_output(schedule) < 0 ||
                       stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0))
         return -1;
-    if (stream_enter(streams, role) < 0 || leave(schedule, role, end, gradients_reduce_finish(gradients)) < 0)
+    if (stream_enter(streams, role) < 0)
+        return -1;
+    int result = 0;
+    if (gradients->work)
+        result = gradients_reduce_wait(gradients) < 0 ? -1 : gradients_save_reduced(gradients);
+    if (result < 0)
+        gradients_reduce_release(gradients);
+    if (leave(schedule, role, end, result) < 0)
         return -1;
     if (is_hybrid) {
         schedule->all_reducing = true;

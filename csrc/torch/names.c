@@ -1,7 +1,5 @@
 #include "torch/names.h"
 
-#include <string.h>
-
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
@@ -14,18 +12,6 @@ static int intern_attributes(void) {
     TORCH_ATTRIBUTES(TORCH_NAME_INTERN)
 #undef TORCH_NAME_INTERN
     return 0;
-}
-
-PyObject *torch_find(const char *module, const char *path) {
-    PyObject *found = PyImport_ImportModule(module);
-    while (found && *path) {
-        size_t length = strcspn(path, ".");
-        PyObject *name = PyUnicode_FromStringAndSize(path, (Py_ssize_t)length);
-        ref_set(&found, name ? PyObject_GetAttr(found, name) : NULL);
-        Py_XDECREF(name);
-        path += length + (path[length] == '.');
-    }
-    return found;
 }
 
 /* What is used most often of a Parameter, past the search for it, which takes longer than its use. */
@@ -90,7 +76,7 @@ static int find_in_modules(void) {
         {"torch.autograd.variable", "Variable._execution_engine.queue_callback", &torch_names.queue_callback},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (!(*wanted[i].field = torch_find(wanted[i].module, wanted[i].path)))
+        if (!(*wanted[i].field = ref_find(wanted[i].module, wanted[i].path)))
             return -1;
     return 0;
 }

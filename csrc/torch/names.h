@@ -61,9 +61,6 @@ extern struct torch_names torch_names;
 /* Fill torch_names. 0, or -1 with an exception. Idempotent. */
 int torch_names_init(void);
 
-/* What a module has under `path`, names with dots between them. New reference, or NULL with an exception. */
-PyObject *torch_find(const char *module, const char *path);
-
 /* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_zeros_like(PyObject *tensor);

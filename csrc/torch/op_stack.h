@@ -94,22 +94,18 @@ static inline struct op_list op_list_of(StableIValue slot, bool of_tensors) {
     return (struct op_list){.list = (StableListHandle)(uintptr_t)slot, .of_tensors = of_tensors};
 }
 
-static inline void op_drop_tensors(StableListHandle list) {
+static inline void op_drop_list(struct op_list *list) {
     size_t size = 0;
     StableIValue item = 0;
-    torch_abi.torch_list_size(list, &size);
+    free(list->items);
+    if (list->list && list->of_tensors)
+        torch_abi.torch_list_size(list->list, &size);
     for (size_t i = 0; i < size; i++) {
-        if (torch_abi.torch_list_get_item(list, i, &item) == 0) {
+        if (torch_abi.torch_list_get_item(list->list, i, &item) == 0) {
             AtenTensorHandle tensor = op_tensor(item);
             op_drop_tensor(&tensor);
         }
     }
-}
-
-static inline void op_drop_list(struct op_list *list) {
-    free(list->items);
-    if (list->list && list->of_tensors)
-        op_drop_tensors(list->list);
     if (list->list)
         torch_abi.torch_delete_list(list->list);
     memset(list, 0, sizeof *list);
@@ -169,30 +165,9 @@ static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
     AtenTensorHandle reference = NULL;
     OP_CALL(torch_abi.aoti_torch_new_tensor_handle(tensor, &reference));
     StableIValue slots[2] = {op_give(&reference), (StableIValue)dim};
-    OP_CALL(
-        /* takes the reference */
-        torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION));
+    /* takes the reference */
+    OP_CALL(torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION));
     return op_int(slots[0]);
-}
-
-static inline void op_read_traced_shape(struct op_operand *operand, AtenTensorHandle tensor, int64_t ndim) {
-    OP_CHECK(ndim <= OP_MAX_NDIM, "a tensor has %d dimensions, more than %d", (int)ndim, OP_MAX_NDIM);
-    operand->numel = 1;
-    for (int64_t d = 0; d < ndim; d++) {
-        operand->traced_sizes[d] = op_traced_size(tensor, d);
-        operand->numel *= operand->traced_sizes[d];
-    }
-    operand->view.sizes = operand->traced_sizes;
-}
-
-static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle tensor) {
-    int64_t *sizes = NULL;
-    int64_t *strides = NULL;
-    OP_CALL(torch_abi.aoti_torch_get_sizes(tensor, &sizes));
-    OP_CALL(torch_abi.aoti_torch_get_strides(tensor, &strides));
-    OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
-    operand->view.sizes = sizes;
-    operand->view.strides = strides;
 }
 
 /* Fill `operand`, which must not be moved afterwards: the sizes of a traced tensor lie in it. */
@@ -209,10 +184,21 @@ static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle 
     operand->view.device_index = operand->device_index;
     operand->view.ndim = (int32_t)ndim;
     if (operand->device_type == torch_abi.aoti_torch_device_type_meta()) {
-        op_read_traced_shape(operand, tensor, ndim);
+        OP_CHECK(ndim <= OP_MAX_NDIM, "a tensor has %d dimensions, more than %d", (int)ndim, OP_MAX_NDIM);
+        operand->numel = 1;
+        for (int64_t d = 0; d < ndim; d++) {
+            operand->traced_sizes[d] = op_traced_size(tensor, d);
+            operand->numel *= operand->traced_sizes[d];
+        }
+        operand->view.sizes = operand->traced_sizes;
     } else {
-        op_read_shape(operand, tensor);
+        int64_t *sizes = NULL, *strides = NULL;
+        OP_CALL(torch_abi.aoti_torch_get_sizes(tensor, &sizes));
+        OP_CALL(torch_abi.aoti_torch_get_strides(tensor, &strides));
+        OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
         OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
+        operand->view.sizes = sizes;
+        operand->view.strides = strides;
     }
 }
 

@@ -19,15 +19,13 @@ void operator_kernels_bind(PyObject *module) {
  * is given back. */
 static enum status finish(PyGILState_STATE lock, const char *name, PyObject *arguments) {
     PyObject *function = arguments ? PyObject_GetAttrString(functions, name) : NULL;
-    PyObject *done = function ? PyObject_CallObject(function, arguments) : NULL;
-    bool failed = !done;
-    Py_XDECREF(done);
+    int result = ref_done(function ? PyObject_CallObject(function, arguments) : NULL);
     Py_XDECREF(function);
     Py_XDECREF(arguments);
-    if (failed && lock == PyGILState_UNLOCKED)
+    if (result < 0 && lock == PyGILState_UNLOCKED)
         ref_take_exception(error_text, sizeof error_text);
     PyGILState_Release(lock);
-    return failed ? STATUS_DEVICE : STATUS_OK;
+    return result < 0 ? STATUS_DEVICE : STATUS_OK;
 }
 
 /* ---- tensors over what kernels are given ---- */
@@ -49,13 +47,6 @@ static PyObject *over_number(const void *data, enum dtype dtype, const struct ke
     return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype}, stream);
 }
 
-/* `item` is stolen, or NULL with an exception. */
-static int append(PyObject *list, PyObject *item) {
-    int result = item ? PyList_Append(list, item) : -1;
-    Py_XDECREF(item);
-    return result;
-}
-
 /* ---- gradients into a flat tensor ---- */
 
 /* What is written, what it is made from, and what stays zero. */
@@ -72,8 +63,8 @@ static void *address(const struct pack *pack, int64_t offset) {
 static int append_gap(const struct packing *packing, const struct pack *pack, int64_t begin, int64_t end) {
     if (pack->add || begin >= end)
         return 0;
-    return append(packing->gaps,
-                  over_flat(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
+    return ref_append(packing->gaps,
+                      over_flat(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
 }
 
 static int append_source(const struct packing *packing, const struct pack *pack,
@@ -84,9 +75,9 @@ static int append_source(const struct packing *packing, const struct pack *pack,
     target.data = address(pack, source->offset);
     target.dtype = pack->output_dtype;
     target.strides = source->output_strides;
-    if (append(packing->targets, over(&target, pack->stream)) < 0)
+    if (ref_append(packing->targets, over(&target, pack->stream)) < 0)
         return -1;
-    return append(packing->sources, over(&source->view, pack->stream));
+    return ref_append(packing->sources, over(&source->view, pack->stream));
 }
 
 static int fill(const struct packing *packing, const struct pack *pack) {
@@ -190,7 +181,7 @@ static enum status unscale(const struct tensor_view *tensors, const int64_t *num
     PyObject *list = PyList_New(0);
     int result = list ? 0 : -1;
     for (int64_t i = 0; !result && i < num_tensors; i++)
-        result = append(list, over_flat(tensors[i].data, tensors[i].dtype, numels[i], stream));
+        result = ref_append(list, over_flat(tensors[i].data, tensors[i].dtype, numels[i], stream));
     PyObject *found = result ? NULL : over_number(found_inf, DTYPE_FLOAT32, stream);
     PyObject *scale = found ? over_number(inverse_scale, DTYPE_FLOAT32, stream) : NULL;
     PyObject *arguments = scale ? Py_BuildValue("(OOO)", list, found, scale) : NULL;
@@ -209,7 +200,7 @@ static enum status checksums(uint64_t *checksums, const struct byte_range *range
     PyObject *list = PyList_New(0);
     int result = list ? 0 : -1;
     for (int64_t i = 0; !result && i < num_ranges; i++)
-        result = append(list, over_flat(ranges[i].data, DTYPE_OTHER_1, ranges[i].nbytes, stream));
+        result = ref_append(list, over_flat(ranges[i].data, DTYPE_OTHER_1, ranges[i].nbytes, stream));
     PyObject *sums = result ? NULL : over_flat(checksums, DTYPE_OTHER_8, num_ranges, stream);
     PyObject *arguments = sums ? Py_BuildValue("(OO)", sums, list) : NULL;
     Py_XDECREF(list);
@@ -223,12 +214,12 @@ static PyObject *adam_operands(const struct adam_tensor *tensor, const struct ke
     int result = operands ? 0 : -1;
     for (int i = 0; !result && i < ADAM_OPERANDS; i++) {
         const struct tensor_view *view = &tensor->operands[i];
-        result = append(operands, adam_has_operand(tensor, i)
-                                      ? over_flat(view->data, view->dtype, tensor->numel, stream)
-                                      : Py_NewRef(Py_None));
+        result = ref_append(operands, adam_has_operand(tensor, i)
+                                          ? over_flat(view->data, view->dtype, tensor->numel, stream)
+                                          : Py_NewRef(Py_None));
     }
     if (!result)
-        result = append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
+        result = ref_append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
     PyObject *tuple = result ? NULL : PyList_AsTuple(operands);
     Py_XDECREF(operands);
     return tuple;
@@ -243,7 +234,7 @@ static enum status adamw(const struct adam_tensor *tensors, int64_t num_tensors,
     PyObject *list = PyList_New(0);
     int result = list ? 0 : -1;
     for (int64_t i = 0; !result && i < num_tensors; i++)
-        result = append(list, adam_operands(&tensors[i], stream));
+        result = ref_append(list, adam_operands(&tensors[i], stream));
     PyObject *lr = result               ? NULL
                    : options->lr_memory ? over_number(options->lr_memory, options->lr_dtype, stream)
                                         : PyFloat_FromDouble(options->lr);

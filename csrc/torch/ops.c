@@ -26,22 +26,16 @@
       "float beta2, float eps, float weight_decay, bool maximize) -> ()")
 /* clang-format on */
 
-#define DEFINE_BOXED(op, body, schema)                                                                       \
-    static void op##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                \
+#define DEFINE_ON(function, op, body, ...)                                                                   \
+    static void function(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                   \
         (void)num_inputs;                                                                                    \
         (void)num_outputs;                                                                                   \
-        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_cpu = true});                              \
-    }                                                                                                        \
-    static void op##_elsewhere(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {             \
-        (void)num_inputs;                                                                                    \
-        (void)num_outputs;                                                                                   \
-        body(stack, &(struct op_call){.name = "fsdp_c::" #op});                                              \
-    }                                                                                                        \
-    static void op##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {               \
-        (void)num_inputs;                                                                                    \
-        (void)num_outputs;                                                                                   \
-        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_meta = true, .is_cpu = true});             \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op, __VA_ARGS__});                                 \
     }
+#define DEFINE_BOXED(op, body, schema)                                                                       \
+    DEFINE_ON(op##_on_cpu, op, body, .is_cpu = true)                                                         \
+    DEFINE_ON(op##_elsewhere, op, body, .is_cpu = false)                                                     \
+    DEFINE_ON(op##_on_meta, op, body, .is_cpu = true, .is_meta = true)
 EACH_OP(DEFINE_BOXED)
 
 #define SCHEMA(name, body, schema) #name schema,
@@ -64,19 +58,15 @@ int ops_init(void) {
 
 /* ---- registration ---- */
 
-/* join_ranges copies with the host's memcpy; for other devices torch says that there is none. */
-static bool is_left_out(const struct op_kernel *kernel) {
-    return kernel->kernel == join_ranges_elsewhere;
-}
-
 /* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per
  * key. */
 static bool register_kernel(const struct op_kernel *kernel) {
     TorchLibraryHandle implementations = NULL;
-    return is_left_out(kernel) ||
-           (!torch_abi.aoti_torch_library_init_impl("fsdp_c", kernel->key, "fsdp_c", 0, &implementations) &&
-            !torch_abi.torch_library_impl(implementations, kernel->name, kernel->kernel,
-                                          TORCH_BUILD_VERSION));
+    /* it copies with the host's memcpy; for other devices torch says that there is none */
+    if (kernel->kernel == join_ranges_elsewhere)
+        return true;
+    return !torch_abi.aoti_torch_library_init_impl("fsdp_c", kernel->key, "fsdp_c", 0, &implementations) &&
+           !torch_abi.torch_library_impl(implementations, kernel->name, kernel->kernel, TORCH_BUILD_VERSION);
 }
 
 static bool register_all(const struct op_library *ops) {

@@ -5,30 +5,12 @@
 #include "torch/names.h"
 #include "torch/ref.h"
 
-static int is_cuda(PyObject *device) {
-    PyObject *type = PyObject_GetAttrString(device, "type");
-    int result = type ? PyUnicode_CompareWithASCIIString(type, "cuda") == 0 : -1;
-    Py_XDECREF(type);
-    return result;
-}
-
-/* The other allocator of torch has pools for the capture of graphs alone. */
-static int has_pools(PyObject *module) {
-    PyObject *backend = PyObject_CallMethod(module, "get_allocator_backend", NULL);
-    int result = backend ? PyUnicode_CompareWithASCIIString(backend, "native") == 0 : -1;
-    Py_XDECREF(backend);
-    return result;
-}
-
 /* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for
  * ever. 1; 0 for a torch whose functions have other names; or -1. */
 static int find_functions(struct pool *pool) {
-    PyObject *module = PyImport_ImportModule("torch._C");
-    if (module && (pool->enter = PyObject_GetAttrString(module, "_cuda_beginAllocateCurrentThreadToPool")) &&
-        (pool->leave = PyObject_GetAttrString(module, "_cuda_endAllocateToPool")))
-        pool->release = PyObject_GetAttrString(module, "_cuda_releasePool");
-    Py_XDECREF(module);
-    if (pool->release)
+    if ((pool->enter = ref_find("torch._C", "_cuda_beginAllocateCurrentThreadToPool")) &&
+        (pool->leave = ref_find("torch._C", "_cuda_endAllocateToPool")) &&
+        (pool->release = ref_find("torch._C", "_cuda_releasePool")))
         return 1;
     if (!PyErr_ExceptionMatches(PyExc_AttributeError))
         return -1;
@@ -53,13 +35,21 @@ static int new_pool(struct pool *pool, PyObject *module) {
     return result;
 }
 
+/* Is a str, which is stolen, or NULL with an exception, `word`? 1, 0 or -1 */
+static int is_word(PyObject *text, const char *word) {
+    int result = text ? PyUnicode_CompareWithASCIIString(text, word) == 0 : -1;
+    Py_XDECREF(text);
+    return result;
+}
+
 int pool_init(struct pool *pool, PyObject *device) {
     memset(pool, 0, sizeof *pool);
-    int cuda = is_cuda(device);
-    if (cuda <= 0)
-        return cuda;
+    int is_cuda = is_word(PyObject_GetAttrString(device, "type"), "cuda");
+    if (is_cuda <= 0)
+        return is_cuda;
+    /* the other allocator of torch has pools for the capture of graphs alone */
     PyObject *module = PyImport_ImportModule("torch.cuda");
-    int has = module ? has_pools(module) : -1;
+    int has = module ? is_word(PyObject_CallMethod(module, "get_allocator_backend", NULL), "native") : -1;
     pool->device = Py_NewRef(device);
     pool->index = PyObject_GetAttrString(device, "index");
     if (has > 0)
@@ -153,13 +143,6 @@ static int take_piece(struct pool *pool, int64_t nbytes) {
     return pool_leave(pool) < 0 ? -1 : result;
 }
 
-static int empty_cache(void) {
-    PyObject *module = PyImport_ImportModule("torch.cuda");
-    int result = ref_done(module ? PyObject_CallMethod(module, "empty_cache", NULL) : NULL);
-    Py_XDECREF(module);
-    return result;
-}
-
 /* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of
  * memory. */
 static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
@@ -168,7 +151,10 @@ static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return -1;
     PyErr_Clear();
-    return empty_cache() < 0 ? -1 : take_piece(pool, nbytes);
+    PyObject *empty_cache = ref_find("torch.cuda", "empty_cache");
+    int result = ref_done(empty_cache ? PyObject_CallNoArgs(empty_cache) : NULL);
+    Py_XDECREF(empty_cache);
+    return result < 0 ? -1 : take_piece(pool, nbytes);
 }
 
 /* Blocks that do not find one are taken each by itself. */

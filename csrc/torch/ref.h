@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdio.h>
+#include <string.h>
 
 /* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be
  * NULL. */
@@ -18,6 +19,26 @@ static inline void ref_set(PyObject **field, PyObject *value) {
 static inline int ref_done(PyObject *result) {
     Py_XDECREF(result);
     return result ? 0 : -1;
+}
+
+/* `item` is stolen, or NULL with an exception. 0 or -1 */
+static inline int ref_append(PyObject *list, PyObject *item) {
+    int result = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return result;
+}
+
+/* What a module has under `path`, names with dots between them. New reference, or NULL with an exception. */
+static inline PyObject *ref_find(const char *module, const char *path) {
+    PyObject *found = PyImport_ImportModule(module);
+    while (found && *path) {
+        size_t length = strcspn(path, ".");
+        PyObject *name = PyUnicode_FromStringAndSize(path, (Py_ssize_t)length);
+        ref_set(&found, name ? PyObject_GetAttr(found, name) : NULL);
+        Py_XDECREF(name);
+        path += length + (path[length] == '.');
+    }
+    return found;
 }
 
 /* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an

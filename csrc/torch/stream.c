@@ -177,26 +177,18 @@ int stream_enter_lasting(struct streams *streams) {
     return result;
 }
 
-static int leave(struct streams *streams) {
-    PyObject *left = streams->left_device;
-    streams->left_device = NULL;
-    streams->entered = false;
-    int result = set_current(streams, streams->roles[STREAM_COMPUTE].object);
-    PyObject *done = !result && left ? PyObject_CallMethod(streams->module, "set_device", "O", left) : NULL;
-    if (left && !done)
-        result = -1;
-    Py_XDECREF(done);
-    Py_XDECREF(left);
-    return result;
-}
-
 /* What was done in between may have failed: its exception stays. */
 int stream_leave(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
-    PyObject *type, *value, *traceback;
+    PyObject *type, *value, *traceback, *left = streams->left_device;
     PyErr_Fetch(&type, &value, &traceback);
-    int result = leave(streams);
+    streams->left_device = NULL;
+    streams->entered = false;
+    int result = set_current(streams, streams->roles[STREAM_COMPUTE].object);
+    if (!result && left)
+        result = ref_done(PyObject_CallMethod(streams->module, "set_device", "O", left));
+    Py_XDECREF(left);
     if (type)
         PyErr_Restore(type, value, traceback);
     return result;
@@ -226,36 +218,25 @@ void stream_event_destroy(struct streams *streams, stream_event *event) {
 
 /* ---- life ---- */
 
-static int read_index(PyObject *device, int32_t *index) {
-    PyObject *value = PyObject_GetAttrString(device, "index");
-    *index = value && value != Py_None ? (int32_t)PyLong_AsLong(value) : 0;
-    Py_XDECREF(value);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* What computation waits for soonest goes first: gathers and reduce-scatters before computation, beside
- * which the all-reduce of a hybrid reduction runs, as nobody waits for that until the end. */
-static PyObject *new_stream(struct streams *streams, enum stream_role role) {
-    int priority = role == STREAM_ALL_REDUCE ? 0 : -1;
-    return PyObject_CallMethod(streams->module, "Stream", "Oi", streams->device, priority);
-}
-
-static PyObject *module_of(PyObject *device) {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *module = torch ? PyObject_CallMethod(torch, "get_device_module", "O", device) : NULL;
-    Py_XDECREF(torch);
-    return module;
-}
-
-/* The side streams first: by one of them the driver tells the context. */
+/* The side streams first: by one of them the driver tells the context. What computation waits for soonest has
+ * priority: gathers and reduce-scatters before computation, beside which the all-reduce of a hybrid reduction
+ * runs, as nobody waits for that until the end. */
 static int init(struct streams *streams, PyObject *device) {
+    PyObject *get_module = ref_find("torch", "get_device_module");
+    PyObject *index = PyObject_GetAttrString(device, "index");
     streams->device = Py_NewRef(device);
-    if (read_index(device, &streams->device_index) < 0 || !(streams->module = module_of(device)) ||
-        !(streams->set_stream = PyObject_GetAttrString(streams->module, "set_stream")))
+    streams->device_index = index && index != Py_None ? (int32_t)PyLong_AsLong(index) : 0;
+    streams->module = get_module ? PyObject_CallFunctionObjArgs(get_module, device, NULL) : NULL;
+    Py_XDECREF(get_module);
+    Py_XDECREF(index);
+    if (PyErr_Occurred() || !(streams->set_stream = PyObject_GetAttrString(streams->module, "set_stream")))
         return -1;
-    for (int role = STREAM_COMPUTE + 1; role < STREAM_ROLES; role++)
-        if (adopt_stream(streams, (enum stream_role)role, new_stream(streams, (enum stream_role)role)) < 0)
+    for (int role = STREAM_COMPUTE + 1; role < STREAM_ROLES; role++) {
+        int priority = role == STREAM_ALL_REDUCE ? 0 : -1;
+        PyObject *stream = PyObject_CallMethod(streams->module, "Stream", "Oi", device, priority);
+        if (adopt_stream(streams, (enum stream_role)role, stream) < 0)
             return -1;
+    }
     return streams->backend->init(streams) < 0 ? -1 : stream_follow(streams);
 }
 

@@ -9,25 +9,20 @@ static int init(struct streams *streams) {
     return 0;
 }
 
-static int done(PyObject *result) {
-    Py_XDECREF(result);
-    return result ? 0 : -1;
-}
-
 static int record(const struct streams *streams, const struct stream_handle *stream, stream_event *event) {
     if (!*event && !(*event = PyObject_CallMethod(streams->module, "Event", NULL)))
         return -1;
-    return done(PyObject_CallMethod(*event, "record", "O", stream->object));
+    return ref_done(PyObject_CallMethod(*event, "record", "O", stream->object));
 }
 
 static int wait(const struct streams *streams, const struct stream_handle *stream, stream_event event) {
     (void)streams;
-    return done(PyObject_CallMethod(stream->object, "wait_event", "O", event));
+    return ref_done(PyObject_CallMethod(stream->object, "wait_event", "O", event));
 }
 
 static int synchronize(const struct streams *streams, stream_event event) {
     (void)streams;
-    return done(PyObject_CallMethod(event, "synchronize", NULL));
+    return ref_done(PyObject_CallMethod(event, "synchronize", NULL));
 }
 
 static void destroy(stream_event event) {

@@ -7,6 +7,7 @@
 
 #include "base/pages.h"
 #include "torch/kernel_library.h"
+#include "torch/ref.h"
 #include "torch/torch_abi.h"
 
 /* DLPack's types, version 1, as far as they are read here. */
@@ -88,23 +89,10 @@ static void cpu_parallel_for(int64_t begin, int64_t end, int64_t grain, kernel_b
         body(begin, end, context);
 }
 
-/* torch calls an AMD GPU "cuda" too; DLPack does not. */
-static int read_is_rocm(bool *is_rocm) {
-    PyObject *version = PyImport_ImportModule("torch.version");
-    PyObject *hip = version ? PyObject_GetAttrString(version, "hip") : NULL;
-    if (hip)
-        *is_rocm = hip != Py_None;
-    Py_XDECREF(hip);
-    Py_XDECREF(version);
-    return hip ? 0 : -1;
-}
-
 int tensor_init(void) {
     if (exchange.tensor_type)
         return 0;
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
-    Py_XDECREF(torch);
+    PyObject *tensor_type = ref_find("torch", "Tensor");
     if (!tensor_type || !PyType_Check(tensor_type)) {
         PyErr_SetString(PyExc_ImportError,
                         "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
@@ -112,10 +100,13 @@ int tensor_init(void) {
         return -1;
     }
     const struct dl_exchange *table = find_exchange(tensor_type);
-    if (read_is_rocm(&exchange.is_rocm) < 0) {
+    PyObject *hip = ref_find("torch.version", "hip");
+    if (!hip) {
         Py_DECREF(tensor_type);
         return -1;
     }
+    exchange.is_rocm = hip != Py_None; /* torch calls an AMD GPU "cuda" too; DLPack does not */
+    Py_DECREF(hip);
     exchange.view_of = table ? table->dltensor_from_py_object : NULL;
     exchange.over = table ? table->managed_tensor_to_py_object : NULL;
     exchange.cpu_stream.parallel_for = cpu_parallel_for;
@@ -193,11 +184,6 @@ static const int64_t *read_ints(PyObject *sequence) {
     return values;
 }
 
-/* The text of str(tensor.<name>) compared with a word. */
-static bool attribute_is(PyObject *text, const char *word) {
-    return text && PyUnicode_CompareWithASCIIString(text, word) == 0;
-}
-
 static PyObject *attribute_text(PyObject *object, const char *name) {
     PyObject *value = object ? PyObject_GetAttrString(object, name) : NULL;
     PyObject *text = value ? PyObject_Str(value) : NULL;
@@ -213,7 +199,7 @@ static enum dtype dtype_named(PyObject *text, PyObject *element_nbytes) {
         [DTYPE_FLOAT16] = "torch.float16",
     };
     for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
-        if (attribute_is(text, names[dtype]))
+        if (PyUnicode_CompareWithASCIIString(text, names[dtype]) == 0)
             return (enum dtype)dtype;
     return dtype_other(PyLong_AsLongLong(element_nbytes));
 }
@@ -223,16 +209,14 @@ static int read_device(PyObject *tensor, struct tensor_view *view) {
     PyObject *type = attribute_text(device, "type");
     PyObject *bytes = type ? PyUnicode_AsUTF8String(type) : NULL;
     PyObject *index = bytes ? PyObject_GetAttrString(device, "index") : NULL;
-    int result = index ? 0 : -1;
-    if (result == 0) {
+    if (index) {
         view->device = tensor_device_named(PyBytes_AsString(bytes));
         view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
     }
-    Py_XDECREF(index);
     Py_XDECREF(bytes);
     Py_XDECREF(type);
     Py_XDECREF(device);
-    return result;
+    return ref_done(index);
 }
 
 /* The slow way, for a torch without the table. */
