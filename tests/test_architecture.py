@@ -41,12 +41,12 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 157,
     "csrc/layout": 558,
     "csrc/kernels": 3_817,
-    "csrc/torch": 3_747,
+    "csrc/torch": 3_668,
     "csrc/collective": 354,
-    "csrc/handle": 5_238,
-    "csrc/runtime": 5_728,
-    "csrc/python": 1_856,
-    "fsdp_c": 24_981,
+    "csrc/handle": 5_229,
+    "csrc/runtime": 5_760,
+    "csrc/python": 1_788,
+    "fsdp_c": 25_138,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {
