@@ -41,7 +41,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 157,
     "csrc/layout": 558,
     "csrc/kernels": 3_817,
-    "csrc/torch": 3_668,
+    "csrc/torch": 3_664,
     "csrc/collective": 354,
     "csrc/handle": 5_229,
     "csrc/runtime": 5_760,
