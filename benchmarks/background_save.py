@@ -168,10 +168,13 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
     parser.add_argument("--folder", help="where checkpoints are written (default: that of temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--picture", type=Path, help="draw how long training stands still here")
     args = parser.parse_args()
     lines = [f"| | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
+    found = {}
     for way in args.ways:
-        lines.append(f"| {way} | {' | '.join(measured(way, args))} |")
+        found[way] = measured(way, args)
+        lines.append(f"| {way} | {' | '.join(found[way])} |")
         print(lines[-1], flush=True)
     text = TEXT.format(ranks=args.ranks, mib=args.mib, saved=3 * args.mib / args.ranks, saves=args.saves)
     surroundings = (
@@ -181,6 +184,32 @@ def main() -> None:
     print(table)
     if args.markdown:
         args.markdown.write_text(table + "\n")
+    if args.picture:
+        draw(found, args.picture)
+
+
+def draw(found: dict[str, tuple[str, ...]], path: Path) -> None:
+    """Bars of the medians, of what was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = {"training stands still": "stall ms", "a memcpy, of the processor": "memcpy CPU ms"}
+    rows = {way: dict(zip(COLUMNS, row, strict=True)) for way, row in found.items() if "failed" not in row}
+    figure, panel = pyplot.subplots(figsize=(7, 0.6 * len(rows) + 1.2))
+    for index, (label, column) in enumerate(columns.items()):
+        medians = [float(row[column].partition("(")[2].rstrip(")")) for row in rows.values()]
+        places = [place + 0.2 - 0.4 * index for place in range(len(rows))]
+        bars = panel.barh(places, medians, height=0.38, label=label)
+        panel.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+    panel.set_yticks(range(len(rows)), rows)
+    panel.invert_yaxis()
+    panel.set_xscale("log")
+    panel.set_xlabel("ms per save, median")
+    panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,21 @@ def test_bits_are_those_of_the_plain_model(
     same_values(model, plain)
 
 
+@on_ranks(2)
+def test_large_parameters_and_what_no_unit_manages(rank: int, world_size: int) -> None:
+    """Tensors above 1 MiB go from rank to rank, each from where it lies."""
+    torch.manual_seed(2)
+    plain = nn.Sequential(nn.Linear(WIDTH, 700), nn.Linear(700, 701), nn.Linear(701, WIDTH)).to(device())
+    ours = copy.deepcopy(plain)
+    model = FSDP(ours, ignored_states=[ours[2].weight], use_orig_params=True, device_id=device())
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    train(plain, [expected], range(3))
+    train(model, [optimizer], range(3))
+    same_values(model, plain)
+    assert len(FSDP.optim_state_dict(model, optimizer)["state"]) == 6
+
+
 @pytest.mark.parametrize("world", [3, 4])
 @on_ranks(4)
 def test_any_number_of_ranks(rank: int, world_size: int, world: int) -> None:
