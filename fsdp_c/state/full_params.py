@@ -256,7 +256,8 @@ class _Asked(NamedTuple):
         ranges = [(piece.first, piece.end) for piece in bucket]
         works: list[dist.Work] = []
         if handle.layout.sharded:
-            with flight_recorder.explained("gathering parameters"):
+            handles = [handle_of(piece.module) for piece in bucket]
+            with flight_recorder.explained("gathering parameters"), flight_recorder.gathering(*handles):
                 works = start_gather(shards, ranges, wholes, module.process_group, receivers)
         elif gets:
             wholes[0].copy_(shards[0][slice(*ranges[0])])
