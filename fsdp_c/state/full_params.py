@@ -266,6 +266,7 @@ class _Asked(NamedTuple):
             with flight_recorder.explained("gathering parameters"):
                 for work in works:
                     work.wait()
+                shards.clear()  # a send does not keep what it reads
                 values = [
                     value
                     for piece, whole in zip(bucket, wholes, strict=False)
