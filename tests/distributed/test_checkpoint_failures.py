@@ -19,7 +19,7 @@ from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from tests.distributed.test_checkpoint import flipped, folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
-from tests.ranks import device, on_ranks
+from tests.ranks import device, device_type, on_ranks
 
 
 class Own(nn.Linear):
@@ -74,8 +74,8 @@ def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, An
     return own, state, groups
 
 
-def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Which of model, state and groups are others than before, on any rank."""
+def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer, alike: bool = True) -> list[str]:
+    """Which of model, state and groups are others than before; ``alike`` on all ranks."""
     after = snapshot(model, optimizer)
     own = [name for name in before[0] if not torch.equal(before[0][name], after[0][name])]
     pairs = zip(before[1], after[1], strict=True)
@@ -86,7 +86,7 @@ def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer) -> list[s
     mine = ["model"] * bool(own) + ["state"] * state + ["groups"] * (before[2] != after[2])
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
-    assert len({tuple(each) for each in everyones}) == 1, everyones
+    assert not alike or len({tuple(each) for each in everyones}) == 1, everyones
     return mine
 
 
@@ -121,7 +121,7 @@ def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_i
 
 @on_ranks(2)
 def test_extra_state_comes_back_whatever_it_is(rank, world_size):
-    for value in (None, {}, {"a": {}}, [], 0, {"amax": torch.ones(2), "l": [1, {}]}):
+    for value in (None, {}, {"a": {}}, [], 0, {"amax": torch.ones(2, device="cpu"), "l": [1, {}]}):
         model, optimizer, layer = made(1)
         layer.own = value
         path = saved(model, optimizer)
@@ -191,8 +191,11 @@ def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank, w
         before = snapshot(model, optimizer)
         with pytest.raises(CheckpointError, match="rank 1: .*are damaged"):
             checkpoint.load(model, optimizer, path)
-        # tensors that were read lie in the model and in what the optimizer had; nothing else is changed
-        assert changed(before, model, optimizer) == (["model"] if fresh else ["model", "state"])
+        # tensors that were read lie in the model and in what the optimizer had; nothing else is changed. To a
+        # GPU they are copied by the jobs of a read, of which the rank with the damage has one
+        found = changed(before, model, optimizer, alike=device_type() == "cpu")
+        is_read = rank == 0 or device_type() == "cpu"
+        assert found == (["model", *([] if fresh else ["state"])] if is_read else [])
         assert layer.own is None
 
 
