@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -43,12 +44,13 @@ PARTS = {  # an interruption costs one
     "ranks u-z": ("tests/distributed/test_[u-z]*.py",),
     "parity": ("tests/parity/*.py",),
     "faults": ("tests/faults/*.py",),
+    "cuda": ("tests/cuda/*.py",),
 }
+ON_CUDA_BUILD = ("cuda",)  # parts that run on a GPU that is not there: docs/real_cuda.md
 LEFT_OUT = {
     "tests/clients": "the libraries of requirements/clients.txt want versions of torch of their own",
-    "tests/cuda": "needs a GPU, or the simulated one, which takes torch's build for the CPU",
     "tests/races": "needs the simulated GPU",
-    "tests/real_cuda": "is about the GPU that is not there under a CUDA build of torch",
+    "tests/real_cuda": "is about the GPU that is not there under a CUDA build of torch: `make test-cuda-build`",
     "tests/simulated_gpu": "is about the simulated GPU",
 }
 TEST_TIMEOUT_S = 1800
@@ -87,6 +89,28 @@ class Version:
     @property
     def results(self) -> Path:
         return self.folder / (self.home.name + ".results")
+
+    @property
+    def cuda(self) -> str:
+        """The CUDA of the torch that is installed there; "" for none."""
+        texts = [path.read_text() for path in self.home.glob("lib/python*/site-packages/torch/version.py")]
+        found = [re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE) for text in texts]
+        return found[0][1] if found and found[0] else ""
+
+    def why_not(self, part: str) -> str | None:
+        """The reason not to run a part of the suite, if there is one."""
+        if part not in ON_CUDA_BUILD:
+            return None
+        if not self.cuda.startswith("13."):
+            return f"torch's build is for CUDA {self.cuda or 'none'}, and the kernels' for CUDA 13"
+        return None if shutil.which("nvcc") else "nvcc is not here"
+
+    def python_for(self, part: str) -> list[str]:
+        """The command that runs Python for a part of the suite."""
+        if part not in ON_CUDA_BUILD:
+            return [str(self.python)]
+        settings = [f"FAKE_CUDA_TORCH={self.spec}", f"FAKE_CUDA_FOLDER={self.folder}"]
+        return ["env", *settings, sys.executable, "-m", "tests.real_cuda"]
 
     def read(self, name: str) -> dict[str, Any]:
         """The result of that part, or its "names"; empty where none is kept."""
@@ -181,14 +205,12 @@ def make_environment(version: Version, tree: Path) -> None:
 # ---- the tests
 
 
-def pytest(python: Path, arguments: Iterable[str], tree: Path, report: Path) -> int:
-    """Run pytest under ``python``, with its report in ``report`` unless it dies; its exit status."""
+def pytest(python: list[str], arguments: Iterable[str], tree: Path, report: Path) -> int:
+    """Run pytest by the command ``python``, with its report in ``report`` unless it dies; its exit status."""
     variables = {"OMP_NUM_THREADS": "1"} | os.environ
     options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={report}"]
     report.unlink(missing_ok=True)
-    return subprocess.run(
-        [str(python), "-m", "pytest", *options, *arguments], cwd=tree, env=variables
-    ).returncode
+    return subprocess.run([*python, "-m", "pytest", *options, *arguments], cwd=tree, env=variables).returncode
 
 
 def test_name(case: ElementTree.Element) -> str:
@@ -214,29 +236,32 @@ def files(part: str, tree: Path) -> list[str]:
 
 def run_part(version: Version, part: str, tree: Path, commit: str) -> Result:
     """Run a part of the suite, and what fails of it once more. SystemExit if it was killed."""
-    began = time.monotonic()
+    began, day = time.monotonic(), date.today().isoformat()
+    if reason := version.why_not(part):
+        return Result(commit, day, 0, 0, {}, [], {part: reason})
     version.results.mkdir(parents=True, exist_ok=True)
+    python = version.python_for(part)
     report, alone = version.results / f"{part}.xml", version.results / f"{part}.alone.xml"
-    status = pytest(version.python, files(part, tree), tree, report)
+    status = pytest(python, files(part, tree), tree, report)
     seconds = round(time.monotonic() - began)
     if -status in (signal.SIGTERM, signal.SIGKILL):
         raise SystemExit(f"torch {version.spec}: {part} was killed")
     if not report.exists():
         died = {part: f"pytest ended with status {status} and no report"}
-        return Result(commit, date.today().isoformat(), seconds, 0, died, [], {})
+        return Result(commit, day, seconds, 0, died, [], {})
     first = dict(outcomes(report, "failure", "error"))
-    failed = {name: why for name, why in first.items() if pytest(version.python, [name], tree, alone) != 0}
+    failed = {name: why for name, why in first.items() if pytest(python, [name], tree, alone) != 0}
     skipped = dict(outcomes(report, "skipped"))
     tests = {test_name(case) for case in ElementTree.parse(report).iter("testcase")}
     failed_once = [name for name in first if name not in failed]
     passed = len(tests) - len(failed) - len(skipped)
-    return Result(commit, date.today().isoformat(), seconds, passed, failed, failed_once, skipped)
+    return Result(commit, day, seconds, passed, failed, failed_once, skipped)
 
 
-def run_failures(version: Version, result: Result, tree: Path) -> Result:
+def run_failures(version: Version, part: str, result: Result, tree: Path) -> Result:
     """Run what failed of an earlier commit, all together; what passes now is mended."""
     again = version.results / "again.xml"
-    pytest(version.python, result.failed, tree, again)
+    pytest(version.python_for(part), result.failed, tree, again)
     if not again.exists():
         return result
     ran = {test_name(case) for case in ElementTree.parse(again).iter("testcase")}
@@ -265,7 +290,7 @@ def run_suite(version: Version, parts: Iterable[str], tree: Path, commit: str, a
         print(f"torch {version.spec}: {part}", flush=True)
         kept = version.read(part)
         if again and kept:
-            result = run_failures(version, Result(**kept), tree)
+            result = run_failures(version, part, Result(**kept), tree)
         else:
             result = run_part(version, part, tree, commit)
         version.write(part, asdict(result))

@@ -89,6 +89,23 @@ def test_a_pytest_that_dies_is_a_failure(version: Version) -> None:
     assert kept(version).failed == {"inner": "pytest ended with status 7 and no report"}
 
 
+@pytest.mark.parametrize(
+    ("cuda", "reason"), [("'12.8'", "for CUDA 12.8"), ("None", "for CUDA none"), ("'13.0'", None)]
+)
+def test_a_build_for_another_cuda_does_not_run_what_needs_its_kernels(
+    version: Version, monkeypatch: pytest.MonkeyPatch, cuda: str, reason: str | None
+) -> None:
+    monkeypatch.setattr(versions, "ON_CUDA_BUILD", ("inner",))
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(Version, "python_for", lambda self, part: [sys.executable])
+    torch = version.home / "lib/python3.11/site-packages/torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text(f"cuda: Optional[str] = {cuda}\n")
+    run(version, "c0ffee1")
+    assert (reason is None) == bool(kept(version).passed)
+    assert reason is None or reason in kept(version).skipped["inner"]
+
+
 def test_a_pytest_that_is_killed_leaves_its_part_unfinished(version: Version) -> None:
     (version.folder / "tree/inner/test_suite.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
