@@ -123,6 +123,7 @@ def rank_body(rank: int, told: Any, way: str, args: argparse.Namespace, folder: 
     stalls, computed, walls, meanwhile, copies, of_children = [], [], [], [], [], 0.0
     for number in range(args.saves + 1):
         path = Path(folder) / f"step-{number}"
+        dist.barrier()  # ranks copy at the same time, as they do in a save
         copies.append(memcpy_ms(memory))
         dist.barrier()
         start, used = time.perf_counter(), time.thread_time()
@@ -200,12 +201,12 @@ def draw(found: dict[str, tuple[str, ...]], path: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(7, 0.6 * len(rows) + 1.2))
     for index, (label, column) in enumerate(columns.items()):
         medians = [float(row[column].partition("(")[2].rstrip(")")) for row in rows.values()]
-        places = [place + 0.2 - 0.4 * index for place in range(len(rows))]
+        places = [place - 0.2 + 0.4 * index for place in range(len(rows))]
         bars = panel.barh(places, medians, height=0.38, label=label)
         panel.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
     panel.set_yticks(range(len(rows)), rows)
     panel.invert_yaxis()
-    panel.set_xscale("log")
+    panel.margins(x=0.1)
     panel.set_xlabel("ms per save, median")
     panel.legend(fontsize=8)
     figure.tight_layout()

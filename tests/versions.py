@@ -109,7 +109,7 @@ class Version:
         """The command that runs Python for a part of the suite."""
         if part not in ON_CUDA_BUILD:
             return [str(self.python)]
-        settings = [f"FAKE_CUDA_TORCH={self.spec}", f"FAKE_CUDA_FOLDER={self.folder}"]
+        settings = ["FAKE_CUDA_LATE=1", f"FAKE_CUDA_TORCH={self.spec}", f"FAKE_CUDA_FOLDER={self.folder}"]
         return ["env", *settings, sys.executable, "-m", "tests.real_cuda"]
 
     def read(self, name: str) -> dict[str, Any]:
