@@ -469,11 +469,12 @@ def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
         deadline = time.monotonic() + 20
-        while rank == 1 and "is in" not in flight_recorder.describe(flight_recorder.read(folder)):
-            assert time.monotonic() < deadline
+        while rank == 1 and f"is in {what}()" not in (
+            found := flight_recorder.describe(flight_recorder.read(folder))
+        ):
+            assert time.monotonic() < deadline, found
             time.sleep(0.01)
         if rank == 1:
-            found = flight_recorder.describe(flight_recorder.read(folder))
             assert found == f"rank 0 is in {what}() (step 1), rank 1 is between steps (step 1)"
         ALONE[what](model, optimizer)
         dist.barrier()
