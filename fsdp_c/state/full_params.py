@@ -131,10 +131,22 @@ def _filter(only: str | Callable[[str], bool] | None) -> Callable[[str], bool]:
     return only or (lambda name: True)
 
 
+class _Place(NamedTuple):
+    """Where an original parameter lies in its flat parameter, and how."""
+
+    first: int
+    numel: int
+    shape: tuple[int, ...]  # with the dimensions in the order that they have in memory
+    order: tuple[int, ...] | None
+
+
 class _Piece(NamedTuple):
     """Of a unit's flat parameter the elements that are gathered at once, and what is yielded of them."""
 
     module: ShardedModule
+    places: list[
+        _Place
+    ]  # of all the unit's parameters: asked for once, as each list of the layout's is made anew
     named: list[tuple[str, ManagedParam]]
     first: int
     end: int
@@ -198,16 +210,18 @@ class _Asked(NamedTuple):
         if not named:
             return []
         layout, itemsize = handle_of(module).layout, self.itemsize(module)
+        known = zip(layout.param_offsets, layout.param_numels, memory_shapes(module), strict=True)
+        places = [_Place(first, numel, *memory) for first, numel, memory in known]
         if self.limit is None or layout.padded_numel * itemsize <= self.limit:
-            return [_Piece(module, named, 0, layout.padded_numel)]
+            return [_Piece(module, places, named, 0, layout.padded_numel)]
         pieces: list[_Piece] = []
-        for place in sorted({param.place for _, param in named}):
-            first = layout.param_offsets[place]
-            end = first + layout.param_numels[place]
-            if not pieces or (end - pieces[-1].first) * itemsize > self.limit:
-                pieces.append(_Piece(module, [], first, end))
-            its = [(name, param) for name, param in named if param.place == place]
-            pieces[-1] = pieces[-1]._replace(named=pieces[-1].named + its, end=end)
+        for one in sorted(named, key=lambda one: one[1].place):
+            place = places[one[1].place]
+            end = place.first + place.numel
+            if not pieces or (end - pieces[-1].first) * itemsize > self.limit and end > pieces[-1].end:
+                pieces.append(_Piece(module, places, [], place.first, end))
+            pieces[-1].named.append(one)
+            pieces[-1] = pieces[-1]._replace(end=end)
         return pieces
 
     def buckets(self, pieces: list[_Piece]) -> Iterator[list[_Piece]]:
@@ -281,15 +295,14 @@ class _Asked(NamedTuple):
         return wait
 
     def _values(self, piece: _Piece, whole: Tensor) -> list[tuple[str, Tensor]]:
-        module, layout = piece.module, handle_of(piece.module).layout
+        module = piece.module
         extension, extensions = module._fsdp_extension, handle_of(module).flat_param._param_extensions
         there = whole.cpu() if self.offload_to_cpu else whole
-        shapes = memory_shapes(module)
         made: dict[int, Tensor] = {}
         for place in dict.fromkeys(param.place for _, param in piece.named):
-            first = layout.param_offsets[place] - piece.first
-            shape, order = shapes[place]
-            value = dims_from_memory(there[first : first + layout.param_numels[place]].view(shape), order)
+            start, numel, shape, order = piece.places[place]
+            first = start - piece.first
+            value = dims_from_memory(there[first : first + numel].view(shape), order)
             if extension is not None and extensions[place] is not None:
                 value = tensor_parallel.whole(extension.post_unflatten_transform(value, extensions[place]))
             made[place] = value
