@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from fsdp_c.sharding import tensor_parallel
-from fsdp_c.sharding.flat_ranges import make_ranges
 from fsdp_c.sharding.sharded_module import handle_of
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
@@ -261,9 +260,8 @@ def param_groups(model: nn.Module, rule: Callable[[str, torch.Size], dict[str, A
                 f"the rule divides the flat parameters of {unit_name(parallel[0].module)}, which has tensor "
                 "parallelism inside: wrap the model with use_orig_params=True"
             )
-        ranges = [make_ranges(handle_of(unit)) for unit in known.units]  # alive until the groups hold them
-        groups = _grouped(OptimParams(model), rule)
-        assert groups is not None and ranges
+        groups = _grouped(OptimParams.of_originals(model), rule)
+        assert groups is not None
     return [{**options, "params": params} for options, params in groups]
 
 

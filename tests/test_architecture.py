@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_229,
     "csrc/runtime": 5_760,
     "csrc/python": 1_788,
-    "fsdp_c": 25_153,
+    "fsdp_c": 25_148,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

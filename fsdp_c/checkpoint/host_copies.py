@@ -91,9 +91,8 @@ class HostCopies:
         streams: dict[Any, torch.device] = {}
         self._watched, self._written = {}, []
         self._watch(params)
-        on_cpu: list[
-            tuple[Tensor, Tensor]
-        ] = []  # copied in one call: what it moves is not in any cache after
+        # copied in one call, with Python's part before it: what it moves is not in any cache after
+        on_cpu: list[tuple[Tensor, Tensor]] = []
         for piece in pieces:
             beside = all(
                 one.key in optim or (isinstance(flat[one.key], RangeTensor) and one.key not in averages)

@@ -64,8 +64,9 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict
     """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as
     ``RangeTensor``.
 
-    The memory is the optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has entries
-    of what it holds. Raises ValueError for state that is not a parameter's own: of another shape, nested, or LBFGS's.
+    The memory is the optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has
+    entries of what it holds. Raises ValueError for state that is not a parameter's own: of another shape,
+    nested, or LBFGS's.
     """
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)

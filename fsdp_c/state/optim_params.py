@@ -14,7 +14,7 @@ from fsdp_c.compat.aliases import OptimInput
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
-from fsdp_c.sharding.flat_ranges import ranges_of
+from fsdp_c.sharding.flat_ranges import make_ranges, ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 
@@ -83,6 +83,15 @@ class OptimParams:
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()
         }
+
+    @classmethod
+    def of_originals(cls, model: nn.Module) -> OptimParams:
+        """Of which each stands for one original parameter: ranges of flat parameters are made."""
+        flat = [module for module in cls(model).units if not module._use_orig_params]
+        made = [make_ranges(handle_of(module)) for module in flat]  # alive until the result holds them
+        found = cls(model)
+        del made
+        return found
 
     def _managed(self, modules: Sequence[tuple[str, ShardedModule]]) -> dict[nn.Parameter, OptimParam]:
         found: dict[nn.Parameter, OptimParam] = {}

@@ -1,9 +1,8 @@
 """Optimizers that need whole parameters, over shards: each parameter is stepped on one rank, its owner.
 
-[Note: Owners]
-Who owns what follows from shapes and layouts alone, so every rank knows it and nothing is sent for it. Ranks
-with the same shards (the replicas of a hybrid strategy, all ranks under NO_SHARD) have the same gradients: they
-divide the work too, and each tells the others what came of its own.
+[Note: Owners] Who owns what follows from shapes and layouts alone, so every rank knows it and nothing is sent
+for it. Ranks with the same shards (the replicas of a hybrid strategy, all ranks under NO_SHARD) have the same
+gradients: they divide the work too, and each tells the others what came of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_c.compat.aliases import ParamState, StateDict
+from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
-from fsdp_c.sharding.flat_ranges import make_ranges
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.redistribution import Partition, redistribute
@@ -69,16 +67,13 @@ class _Whole:
         self.param, self.name = param, known.name
         self.ranks = None if known.module is None else _Ranks.of(known.module)
         self.layout = None if known.module is None else param_layouts(known.module)[known.indices[0]]
-        self.owner = (
-            0,
-            0,
-        )  # in its ranks; of no meaning for one that no unit manages, which every rank steps
+        # in its ranks; of no meaning for one that no unit manages, which every rank steps
+        self.owner = (0, 0)
         shape = param.shape if self.layout is None else self.layout.shape
         self.numel = shape.numel()
         device = param.device if self.ranks is None else self.ranks.device
-        self._empty = torch.zeros((), dtype=param.dtype, device=device).expand(
-            shape
-        )  # a shape without memory
+        # a shape without memory
+        self._empty = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
         self.held = nn.Parameter(self._empty, param.requires_grad)
 
     @property
@@ -126,33 +121,35 @@ class _Whole:
 class WholeParameters(Optimizer):
     """Any optimizer that looks at whole parameters (Muon, Shampoo, Adafactor), over a wrapped model.
 
-    Each parameter has an owner rank. In ``step()`` gradients and parameters move from the shards to the owners,
-    there the optimizer that ``factory`` made steps on tensors of the shapes before wrapping, and the parameters
-    move back. Results are the bits of that optimizer on the unsharded model, given the same gradients. The ranks,
-    replicas of hybrid strategies among them, get equal work: a matrix counts as its product with itself, anything
-    else as its elements.
+    Each parameter has an owner rank. In ``step()`` gradients and parameters move from the shards to the
+    owners, there the optimizer that ``factory`` made steps on tensors of the shapes before wrapping, and the
+    parameters move back. Results are the bits of that optimizer on the unsharded model, given the same
+    gradients. The ranks, replicas of hybrid strategies among them, get equal work: a matrix counts as its
+    product with itself, anything else as its elements.
 
     Args:
         model: has at least one FullyShardedDataParallel in it.
-        factory: an optimizer's class, called with the whole parameters and ``options``. Or a function, called with
-            a list of (name, parameter), names as before wrapping, and ``options``, that returns an optimizer, or
-            several, over some of them. Every rank calls it with all parameters, whose shapes and dtypes are true;
-            their values come in ``step()``.
-        bucket_nbytes: how much of the parameters is on the move at once, over all ranks; None for all at once.
+        factory: an optimizer's class, called with the whole parameters and ``options``. Or a function, called
+            with a list of (name, parameter), names as before wrapping, and ``options``, that returns an
+            optimizer, or several, over some of them. Every rank calls it with all parameters, whose shapes
+            and dtypes are true; their values come in ``step()``.
+        bucket_nbytes: how much of the parameters is on the move at once, over all ranks; None for all of
+            them.
         options: for ``factory``.
 
-    ``param_groups`` are the factory's, over the model's own parameters (of units without ``use_orig_params`` over
-    ranges of the flat parameter, as ``fsdp_c.optim.param_groups`` makes them): schedulers and gradient scalers work
-    as usual. Memory: the state of what this rank owns, and in a step its part of a bucket, values and gradients.
+    ``param_groups`` are the factory's, over the model's own parameters (of units without ``use_orig_params``
+    over ranges of the flat parameter, as ``fsdp_c.optim.param_groups`` makes them): schedulers and gradient
+    scalers work as usual. Memory: the state of what this rank owns, and in a step its part of a bucket,
+    values and gradients.
 
-    ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict`` and
-    ``fsdp_c.checkpoint`` it is saved by original names, for any wrapping, number of ranks, and for the same optimizer
-    over a model that is not wrapped. That takes state of the parameter's shape, or single values; other state
-    (Adafactor's and Shampoo's factors) is an error there.
+    ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict``
+    and ``fsdp_c.checkpoint`` it is saved by original names, for any wrapping, number of ranks, and for the
+    same optimizer over a model that is not wrapped. That takes state of the parameter's shape, or single
+    values; other state (Adafactor's and Shampoo's factors) is an error there.
 
-    An optimizer that combines parameters into one number, as D-adaptation does, sees those of one rank and bucket.
-    Raises ValueError for a model with tensor parallelism inside, for parameters that ``factory`` was not given, and
-    for LBFGS; IndexError for a model without units.
+    An optimizer that combines parameters into one number, as D-adaptation does, sees those of one rank and
+    bucket. Raises ValueError for a model with tensor parallelism inside, for parameters that ``factory`` was
+    not given, and for LBFGS; IndexError for a model without units.
     """
 
     def __init__(
@@ -171,6 +168,9 @@ class WholeParameters(Optimizer):
         self._wholes = _wholes_of(model)
         _choose_owners([whole for whole in self._wholes if whole.ranks is not None])
         self._inner = _made(factory, self._wholes, options)
+        self._inner_of = {
+            held: inner for inner in self._inner for group in inner.param_groups for held in group["params"]
+        }
         by_held = {whole.held: whole for whole in self._wholes}
         self._stepped = [by_held[held] for group in self._inner_groups() for held in group["params"]]
         self._is_complete = False
@@ -185,8 +185,8 @@ class WholeParameters(Optimizer):
         """Refused once the optimizer is made: RuntimeError."""
         if self._is_complete:
             raise RuntimeError(
-                "WholeParameters decides at once which rank steps what: make it anew, with a function that makes all "
-                "groups"
+                "WholeParameters decides at once which rank steps what: make it anew, with a function that makes "
+                "all groups"
             )
         super().add_param_group(param_group)
 
@@ -195,8 +195,8 @@ class WholeParameters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient on any rank. Collective. Returns what ``closure``, called once,
-        before, with gradients enabled, returns.
+        """Update the parameters that have a gradient on any rank. Collective. Returns what ``closure``,
+        called once, before, with gradients enabled, returns.
 
         Raises RuntimeError, naming the parameter, for gradients that ``no_sync`` has left unreduced.
         """
@@ -207,14 +207,11 @@ class WholeParameters(Optimizer):
         having, state_is_loaded = _agree_on_gradients(self._stepped, bool(self.state))
         if state_is_loaded:
             self._take_state()
-        outer = [
-            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
-        ]
+        outer = [_options(group) for group in self.param_groups]
         for bucket in self._buckets(list(having)):
             for group, options in zip(self._inner_groups(), outer, strict=True):
-                held = group[
-                    "params"
-                ]  # what a group counts it counts once in a step, of however many buckets
+                # what a group counts it counts once in a step, of however many buckets
+                held = group["params"]
                 group.clear()
                 group.update(options, params=held)
             _gather_to_owners(bucket, having)
@@ -228,7 +225,7 @@ class WholeParameters(Optimizer):
                 for whole in bucket:
                     whole.release()
         for group, inner_group in zip(self.param_groups, self._inner_groups(), strict=True):
-            group.update({name: value for name, value in inner_group.items() if name != "params"})
+            group.update(_options(inner_group))
         torch.autograd.graph.increment_version([whole.param for whole in having if whole.ranks is None])
         return loss
 
@@ -257,9 +254,7 @@ class WholeParameters(Optimizer):
 
         Raises ValueError, on every rank, for state of another shape than its parameter's.
         """
-        described = _told(
-            self._stepped, {_LOADED: {}} if self.state else _described(self._stepped, self._inner)
-        )
+        described = _told(self._stepped, {_LOADED: {}} if self.state else self._described())
         if _LOADED in described:
             return dict(self.state)
         _refuse_other_shapes(described)
@@ -280,17 +275,18 @@ class WholeParameters(Optimizer):
         parts = _moved_to_shards([(w, v, d) for (w, _, d), v in zip(moving, values, strict=True)])
         for (whole, key, _), part in zip(moving, parts, strict=True):
             state[whole.param][key] = part.to(whole.param.device)
-        return {
-            param: own
-            for param, own in state.items()
-            if param.numel()  # others' steps are told by those with elements
-        }
+        # single values of the others are told by the ranks that have elements
+        return {param: own for param, own in state.items() if param.numel()}
+
+    def _described(self) -> dict[str, _Described]:
+        own = [whole for whole in self._stepped if whole.ranks is not None and whole.is_own]
+        kinds = {whole.name: _kinds(self._state_of(whole), whole.held.shape) for whole in own}
+        return {name: each for name, each in kinds.items() if each}
 
     def _state_of(self, whole: _Whole) -> ParamState:
-        found: list[ParamState] = [
-            inner.state[whole.held] for inner in self._inner if whole.held in inner.state
-        ]
-        return found[0] if found else {}
+        """The optimizer's own; empty on other ranks than the owner."""
+        state = self._inner_of[whole.held].state
+        return state[whole.held] if whole.held in state else {}
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""
@@ -303,9 +299,6 @@ class WholeParameters(Optimizer):
 
     def _take_state(self) -> None:
         """What was loaded goes to the owners. Collective."""
-        inner_of = {
-            held: inner for inner in self._inner for group in inner.param_groups for held in group["params"]
-        }
         told = _told(
             self._stepped,
             {w.name: _kinds(self.state[w.param]) for w in self._stepped if w.param in self.state},
@@ -317,21 +310,25 @@ class WholeParameters(Optimizer):
             own = self.state.get(whole.param, {})
             if whole.ranks is None:
                 if own:
-                    inner_of[whole.held].state[whole.held] = own
+                    self._inner_of[whole.held].state[whole.held] = own
                 continue
             for key, kind in told.get(whole.name, {}).items():
                 if isinstance(kind, torch.dtype):
                     nothing = torch.empty(0, dtype=kind, device=whole.param.device)
                     moving.append((whole, key, own.get(key, nothing)))
                 if whole.is_own:  # in the order in which it was saved
-                    inner_of[whole.held].state[whole.held][key] = getattr(kind, "value", None)
+                    self._inner_of[whole.held].state[whole.held][key] = getattr(kind, "value", None)
         for ranks in dict.fromkeys(whole.ranks for whole, _, _ in moving):
             members = [each for each in moving if each[0].ranks == ranks]
             values = _moved_to_owners([(whole, part) for whole, _, part in members])
             for (whole, key, _), value in zip(members, values, strict=True):
                 if value is not None:
-                    inner_of[whole.held].state[whole.held][key] = value
+                    self._inner_of[whole.held].state[whole.held][key] = value
         self.state.clear()
+
+
+def _options(group: ParamGroup) -> ParamGroup:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 # ----------------------------------------------------------------- which parameters, and whose
@@ -345,16 +342,12 @@ def _wholes_of(model: nn.Module) -> list[_Whole]:
                 f"{type(module.module).__name__} has tensor parallelism inside: no rank of the unit has its "
                 "parameters whole. Give them to an optimizer of their own"
             )
-    flat = [module for module in known.units if not module._use_orig_params]
-    ranges = [make_ranges(handle_of(module)) for module in flat]  # alive until they are held
-    found = OptimParams(model).by_param
-    assert len(ranges) == len(flat)
-    return [_Whole(param, one) for param, one in found.items()]
+    return [_Whole(param, one) for param, one in OptimParams.of_originals(model).by_param.items()]
 
 
 def _choose_owners(wholes: Sequence[_Whole]) -> None:
-    """The costliest first, each to a rank that stays below an equal share, the one that holds most of it; else to
-    the rank with the least to do."""
+    """The costliest first, each to a rank that stays below an equal share, the one that holds most of it;
+    else to the rank with the least to do."""
     total: dict[_Ranks, int] = {}
     load: dict[_Ranks, dict[tuple[int, int], int]] = {}
     for whole in wholes:
@@ -390,8 +383,8 @@ def _made(
     for one in inner:
         if isinstance(one, torch.optim.LBFGS):
             raise ValueError(
-                "LBFGS takes all parameters as one vector, and evaluates the loss many times in a step: it cannot step "
-                "over parameters one by one"
+                "LBFGS takes all parameters as one vector, and evaluates the loss many times in a step: it "
+                "cannot step over parameters one by one"
             )
         held = [param for group in one.param_groups for param in group["params"]]
         if strangers := [tuple(param.shape) for param in held if param not in given]:
@@ -413,7 +406,7 @@ def _agree_on_gradients(
 ) -> tuple[dict[_Whole, torch.dtype], bool]:
     """The parameters of which a rank has a gradient, with its dtype; and whether a rank has loaded state."""
     found: dict[_Whole, torch.dtype] = {}
-    by_ranks: dict[_Ranks, list[_Whole]] = {}
+    by_ranks: dict[_Ranks, dict[_Whole, int]] = {}  # 0 for no gradient, else from 1 on its dtype
     for whole in wholes:
         grad = whole.param.grad
         if grad is not None and grad.shape != whole.param.shape:
@@ -422,13 +415,14 @@ def _agree_on_gradients(
                 f"{whole.param.numel()}: run a backward outside of no_sync before step()"
             )
         if whole.ranks is not None:
-            by_ranks.setdefault(whole.ranks, []).append(whole)
+            kind = 0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype)
+            by_ranks.setdefault(whole.ranks, {})[whole] = kind
         elif grad is not None:
             found[whole] = grad.dtype
     for ranks, members in by_ranks.items():
-        grads = [whole.param.grad for whole in members]
-        kinds = [0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype) for grad in grads]
-        flags = torch.tensor([int(state_is_loaded), *kinds], dtype=torch.uint8, device=ranks.device)
+        flags = torch.tensor(
+            [int(state_is_loaded), *members.values()], dtype=torch.uint8, device=ranks.device
+        )
         for group in (ranks.shards, ranks.replicas):
             if group is not None and group.size() > 1:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
@@ -496,7 +490,8 @@ def _return_to_shards(values: Sequence[tuple[_Whole, Tensor]]) -> None:
 
 
 def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]) -> list[Tensor]:
-    """Of each tensor, which its owner has whole, this rank's part, on the device that computes. Collective."""
+    """Of each tensor, which its owner has whole, this rank's part, on the device that computes.
+    Collective."""
     parts: dict[int, Tensor] = {}
     for ranks in dict.fromkeys(whole.ranks for whole, _, _ in values):
         assert ranks is not None
@@ -573,15 +568,6 @@ def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
     return kinds
 
 
-def _described(wholes: Sequence[_Whole], inner: Sequence[Optimizer]) -> dict[str, _Described]:
-    states = [(whole, one.state[whole.held]) for whole in wholes for one in inner if whole.held in one.state]
-    return {
-        whole.name: _kinds(state, whole.held.shape)
-        for whole, state in states
-        if whole.ranks is not None and whole.is_own
-    }
-
-
 def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _Described]:
     """What any of the ranks that have these parameters says of them. Collective."""
     found = dict(mine)
@@ -598,6 +584,6 @@ def _refuse_other_shapes(described: dict[str, _Described]) -> None:
         for key, kind in kinds.items():
             if isinstance(kind, _OtherShape):
                 raise ValueError(
-                    f"optimizer state {key!r} of {name} has shape {kind.shape}, which its parameter has not: only "
-                    "state of the parameter's shape can be divided as it is, and saved by name"
+                    f"optimizer state {key!r} of {name} has shape {kind.shape}, which its parameter has not: "
+                    "only state of the parameter's shape can be divided as it is, and saved by name"
                 )
