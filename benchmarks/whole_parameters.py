@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import multiprocessing
 import os
 import platform
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,15 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.ranks import status, told_by_ranks
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
 
-WAYS = ("WholeParameters", "every rank all", "FSDP2, DTensors", "one rank, plain")
+PLAIN = "one rank, plain"
+WAYS = ("WholeParameters", "every rank all", "FSDP2, DTensors", PLAIN)
+COUNTED = ("WholeParameters", "every rank all", PLAIN)  # DTensors pass the counters by
 COLUMNS = (
     "step ms",
     "times the plain step",
-    "products of a rank / equal share",
+    "flops of a rank / equal share",
     "MiB sent",
     "optimizer +MiB",
 )
@@ -40,7 +40,8 @@ TEXT = """\
 {ranks} ranks on gloo, one thread each, {layers} layers of 4 matrices, width {width}: {mib:.0f} MiB of fp32 parameters.
 Rank 0, the least of {steps} steps after the first; gradients are there. "every rank all": parameters and gradients
 are gathered on each rank, which steps over all of them. "one rank, plain": the same parameters, not sharded, in one
-process without others. "MiB sent": by rank 0 in a step, where fsdp_c or the benchmark sends. "optimizer +MiB": the peak
+process without others. "flops": of matrix products, of the rank with most, as torch counts them, over
+the plain step's divided by the ranks. "MiB sent": by rank 0 in a step. "optimizer +MiB": the peak
 of resident memory over what there was before the optimizer was made.
 """
 
@@ -54,13 +55,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self.qkv(x)[..., : x.shape[-1]])
         return x + self.down(torch.relu(self.up(x)))
-
-
-def status(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 class Sent:
@@ -98,12 +92,11 @@ def stepper(way: str, options: argparse.Namespace) -> tuple[nn.Module, Callable[
     """The model with gradients, and what makes its optimizer and returns its step."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(Layer(options.width) for _ in range(options.layers)))
-    warnings.simplefilter("ignore")
     if way == "FSDP2, DTensors":
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
-    elif way != "one rank, plain":
+    elif way != PLAIN:
         model = FSDP(
             model,
             auto_wrap_policy=ModuleWrapPolicy({Layer}),
@@ -137,10 +130,7 @@ def everywhere(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def measure(rank: int, ranks: int, way: str, options: argparse.Namespace, store: str, pipe: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def measure(rank: int, told: Any, way: str, options: argparse.Namespace) -> None:
     model, make = stepper(way, options)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -152,38 +142,15 @@ def measure(rank: int, ranks: int, way: str, options: argparse.Namespace, store:
             sent.nbytes, start = 0, time.perf_counter()
             step()
             times += [time.perf_counter() - start] if index else []
-    share = 1.0
-    if way == "WholeParameters":
-        costs = [0] * ranks
-        for whole in step.__self__._wholes:  # type: ignore[attr-defined]
-            costs[whole.owner[0]] += whole.cost
-        share = max(costs) * ranks / sum(costs)
-    elif ranks > 1:
-        share = float(ranks)
+    peak = status("VmHWM") - before
+    with FlopCounterMode(display=False) as counted:
+        step()
+    flops = torch.tensor(counted.get_total_flops())
+    dist.all_reduce(flops, dist.ReduceOp.MAX)
     if rank == 0:
-        counted = f"{sent.nbytes / 2**20:.1f}" if way in WAYS[:2] else ""
-        pipe.send((min(times) * 1e3, share, counted, status("VmHWM") - before))
+        told.send((min(times) * 1e3, int(flops), sent.nbytes / 2**20, peak))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def run(way: str, options: argparse.Namespace) -> tuple[float, float, str, float]:
-    context = multiprocessing.get_context("spawn")
-    ranks = 1 if way == "one rank, plain" else options.ranks
-    with tempfile.TemporaryDirectory() as folder:
-        receiving, sending = context.Pipe(False)
-        target = functools.partial(
-            measure, ranks=ranks, way=way, options=options, store=f"{folder}/store", pipe=sending
-        )
-        processes = [context.Process(target=target, args=(rank,)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise SystemExit(f"{way} failed")
-        found: tuple[float, float, str, float] = receiving.recv()
-    return found
 
 
 def main() -> None:
@@ -194,12 +161,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    found = {way: run(way, options) for way in WAYS}
-    plain = found["one rank, plain"][0]
+    found: dict[str, Any] = {
+        way: told_by_ranks(measure, 1 if way == PLAIN else options.ranks, way, options) for way in WAYS
+    }
+    plain_ms, plain_flops = found[PLAIN][:2]
     lines = [f"| way | {' | '.join(COLUMNS)} |", f"|---|{'---:|' * len(COLUMNS)}"]
-    for way, (step_ms, share, sent, memory) in found.items():
+    for way, (step_ms, flops, sent, memory) in found.items():
+        share = flops * (1 if way == PLAIN else options.ranks) / plain_flops
+        counted = (f"{share:.2f}", f"{sent:.1f}") if way in COUNTED else ("", "")
         lines.append(
-            f"| {way} | {step_ms:.0f} | {step_ms / plain:.2f} | {share:.2f} | {sent} | {memory:.0f} |"
+            f"| {way} | {step_ms:.0f} | {step_ms / plain_ms:.2f} | {' | '.join(counted)} | {memory:.0f} |"
         )
     mib = options.layers * 12 * options.width**2 * 4 / 2**20
     text = TEXT.format(**vars(options), mib=mib)
