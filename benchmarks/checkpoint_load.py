@@ -7,15 +7,12 @@ python -m benchmarks.checkpoint_load --mib 64 --loads 2 --ranks 1 --markdown tab
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import platform
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from benchmarks.background_save import build, shown
+from benchmarks.background_save import build
+from benchmarks.ranks import shown, told_by_ranks
 
 WAYS = ("load", "load by other ranks", "one thread", "dcp.load of model_state", "FSDP2 dcp.load")
 COLUMNS = ("warm ms", "GB/s", "CPU ms", "dropped ms", "GB/s", "memcpy, checksum ms", "read dropped ms")
@@ -92,12 +90,10 @@ def load_of(way: str, model: Any, optimizer: Any, folder: Path) -> Callable[[], 
     return lambda: checkpoint.load(model, optimizer, folder)
 
 
-def rank_body(rank: int, ranks: int, way: str, args: argparse.Namespace, folder: str, told: Any) -> None:
-    warnings.simplefilter("ignore")
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/rendezvous-{ranks}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
+def rank_body(
+    rank: int, told: Any, way: str, args: argparse.Namespace, folder: str, only_saves: bool
+) -> None:
+    ranks = dist.get_world_size()
     model, optimizer = build(way, args.mib, args.side)
     model(torch.randn(2, args.side)).square().mean().backward()
     optimizer.step()
@@ -106,7 +102,7 @@ def rank_body(rank: int, ranks: int, way: str, args: argparse.Namespace, folder:
     load = load_of(way, model, optimizer, path)
     nbytes = int(3 * args.mib * 2**20 / ranks)
     found: list[list[float]] = [[] for _ in range(5)]
-    if told is not None:
+    if not only_saves:
         for _ in range(args.loads + 1):
             for is_dropped in (False, True):
                 dist.barrier()
@@ -122,7 +118,7 @@ def rank_body(rank: int, ranks: int, way: str, args: argparse.Namespace, folder:
             if rank == 0:
                 found[3].append(copied_with_checksum(nbytes))
                 found[4].append(read_alone(path, nbytes))
-    if rank == 0 and told is not None:
+    if rank == 0 and not only_saves:
         warm, cpu, dropped, copied, read = (values[1:] for values in found)
         rates = [f"{nbytes / min(values) / 1e6:.2f}" for values in (warm, dropped)]
         told.send((shown(warm), rates[0], shown(cpu), shown(dropped), rates[1], shown(copied), shown(read)))
@@ -131,27 +127,10 @@ def rank_body(rank: int, ranks: int, way: str, args: argparse.Namespace, folder:
 
 
 def measured(way: str, ranks: int, args: argparse.Namespace) -> tuple[str, ...]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for count, pipe in (
-            ((ranks + 1, None), (ranks, there)) if way == "load by other ranks" else ((ranks, there),)
-        ):
-            processes = [
-                context.Process(target=rank_body, args=(rank, count, way, args, folder, pipe))
-                for rank in range(count)
-            ]
-            for one in processes:
-                one.start()
-            if pipe is not None:
-                there.close()
-                try:
-                    row: tuple[str, ...] = here.recv()
-                except EOFError:
-                    row = ("failed",) * len(COLUMNS)
-            for one in processes:
-                one.join()
-    return row
+        if way == "load by other ranks":
+            told_by_ranks(rank_body, ranks + 1, way, args, folder, True)
+        return told_by_ranks(rank_body, ranks, way, args, folder, False) or ("failed",) * len(COLUMNS)
 
 
 def main() -> None:
