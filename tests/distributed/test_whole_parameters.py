@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fsdp_c import CPUOffload, ShardingStrategy, StateDictType, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
+from fsdp_c.state.whole_parameters import BUCKET_NBYTES
 from tests.ranks import device, on_ranks, pool
 
 WIDTH = 24
@@ -107,6 +108,20 @@ def same_values(model: FSDP, plain: nn.Module) -> None:
             assert torch.equal(ours, theirs), name
 
 
+def trains_alike(
+    factory: Callable[[Named], Any], steps: int = 3, bucket_nbytes: int = BUCKET_NBYTES, **options: Any
+) -> WholeParameters:
+    """Trains the wrapped model beside the plain one: every parameter is the same at the end."""
+    plain = plain_model()
+    model = wrapped(plain, **options)
+    expected = as_list(factory(list(plain.named_parameters())))
+    optimizer = WholeParameters(model, factory, bucket_nbytes=bucket_nbytes)
+    train(plain, expected, range(steps))
+    train(model, [optimizer], range(steps))
+    same_values(model, plain)
+    return optimizer
+
+
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
 
@@ -117,13 +132,8 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 def test_bits_are_those_of_the_plain_model(
     rank: int, world_size: int, kind: str, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
-    plain = plain_model()
-    model = wrapped(plain, use_orig_params=use_orig_params, sharding_strategy=strategy)
-    expected = as_list(FACTORIES[kind](list(plain.named_parameters())))
-    optimizer = WholeParameters(model, FACTORIES[kind], bucket_nbytes=4096)
-    train(plain, expected, range(4))
-    train(model, [optimizer], range(4))
-    same_values(model, plain)
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+    trains_alike(FACTORIES[kind], 4, bucket_nbytes=4096, **options)
 
 
 @on_ranks(2)
@@ -163,22 +173,16 @@ def test_any_number_of_ranks(rank: int, world_size: int, world: int) -> None:
 def test_replicas_divide_the_work(rank: int, world_size: int, use_orig_params: bool) -> None:
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
-    plain = plain_model()
-    model = wrapped(
-        plain,
+    optimizer = trains_alike(
+        matrices_by_muon,
         use_orig_params=use_orig_params,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         process_group=(pairs[rank // 2], across[rank % 2]),
     )
-    expected = matrices_by_muon(list(plain.named_parameters()))
-    optimizer = WholeParameters(model, matrices_by_muon)
-    train(plain, expected, range(3))
-    train(model, [optimizer], range(3))
-    same_values(model, plain)
     own = sum(len(inner.state) for inner in optimizer._inner)
     total = torch.tensor(own)
     dist.all_reduce(total)
-    assert 0 < own < 10 and int(total) == len(list(plain.parameters()))
+    assert 0 < own < 10 and int(total) == len(list(plain_model().parameters()))
 
 
 @on_ranks(4)
@@ -265,13 +269,7 @@ def test_a_closure_is_called_once_with_gradients(rank: int, world_size: int) -> 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(2)
 def test_offloaded_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
-    plain = plain_model()
-    model = wrapped(plain, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
-    expected = matrices_by_muon(list(plain.named_parameters()))
-    optimizer = WholeParameters(model, matrices_by_muon)
-    train(plain, expected, range(3))
-    train(model, [optimizer], range(3))
-    same_values(model, plain)
+    trains_alike(matrices_by_muon, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
 
 
 class Counting(torch.optim.SGD):
