@@ -43,8 +43,8 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 3_817,
     "csrc/torch": 3_664,
     "csrc/collective": 354,
-    "csrc/handle": 5_229,
-    "csrc/runtime": 5_760,
+    "csrc/handle": 5_230,
+    "csrc/runtime": 5_761,
     "csrc/python": 1_788,
     "fsdp_c": 25_148,
 }

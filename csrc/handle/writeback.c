@@ -117,9 +117,9 @@ static bool is_held(const struct writeback *writeback, int64_t param) {
     return !writeback->param->sharded || writeback->param->layout.shard_ranges[param].in_shard;
 }
 
-/* It is shown without elements; what has some was put there. A new object is seen at once, new data of the same
- * object in one parameter per gather, in turn: most parameters lie elsewhere, and asking each for its size
- * would be a third of the host work of a step. */
+/* It is shown without elements; what has some was put there. A new object is seen at once, new data of the
+ * same object in one parameter per gather, in turn: most parameters lie elsewhere, and asking each for its
+ * size would be a third of the host work of a step. */
 static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
     PyObject *value = param_views_value(writeback->param_views, param);
     struct tensor_view view;
@@ -237,7 +237,8 @@ static PyObject *written_part(const struct writeback *writeback, PyObject *part,
     return result;
 }
 
-/* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is gathered. */
+/* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
+ * gathered. */
 static int take_over_view(struct writeback *writeback, int64_t param) {
     const struct flat_layout *layout = &writeback->param->layout;
     struct layout_shard_range range = {.in_shard = true,

@@ -4,8 +4,8 @@
  *
  *   cut off   No gradient can come: none of the unit's outputs requires one, as inside a reentrant checkpoint
  *             where no input requires a gradient, behind frozen embeddings for instance. Or such a checkpoint
- *             ran the unit itself, without gradients, and has not run it again. This is said at the end of the
- *             first backward that left the unit out.
+ *             ran the unit itself, without gradients, and has not run it again. This is said at the end of
+ *             the first backward that left the unit out.
  *   left out  An output requires a gradient, and the backward did not pass through it. Another backward may
  *             yet do so, as in a GAN: this is said when the root begins its next forward and none has.
  *

@@ -54,8 +54,9 @@ void flight_recorder_close(void);
 /* the unit's index, or -1 where no file is open or it is full */
 int32_t flight_recorder_add_name(const char *name);
 
-/* Read another process's file, or without a path this one's memory: its page, and the name of the unit at flight_recorder_place(), "" where it has
- * none. 0, -1 with errno, or 1 for a file that is no flight record, as one of a rank that cannot be. */
+/* Read another process's file, or without a path this one's memory: its page, and the name of the unit at
+ * flight_recorder_place(), "" where it has none. 0, -1 with errno, or 1 for a file that is no flight record,
+ * as one of a rank that cannot be. */
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]);
 
 /* Where the rank is; between steps, where a collective failed before. */

@@ -182,8 +182,8 @@ static int take_gathered(struct schedule *schedule, struct gradients *gradients)
     return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
 }
 
-/* That of the stream which packs is taken there. Inside a pool torch's allocator before 2.13 does not give back
- * what others have freed: outside it does. */
+/* That of the stream which packs is taken there. Inside a pool torch's allocator before 2.13 does not give
+ * back what others have freed: outside it does. */
 static int take_input(struct schedule *schedule, struct gradients *gradients) {
     if (schedule->input_owner == STREAM_POST_BACKWARD)
         return 0;
