@@ -23,12 +23,15 @@ def start(*launcher: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+def finish(which: str, process: subprocess.Popen[str]) -> tuple[str, str]:
+    """After the last step a thread of gloo's may drop a tensor when the interpreter has ended, which aborts
+    the process: in scripts of torch alone, of which only what they printed is wanted."""
     try:
         printed, said = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode == 0, said[-4000:]
+    aborted = which == "torch" and "terminate called without an active exception" in said
+    assert process.returncode == 0 or aborted, said[-4000:]
     return printed, said
 
 
@@ -42,7 +45,7 @@ def finished() -> dict[str, tuple[str, str]]:
     """By implementation what the script printed, each step's loss and gradient norm exactly, and what was
     logged."""
     running = {"torch": start(), "fsdp_c": start("-m", "fsdp_c")}
-    return {which: finish(process) for which, process in running.items()}
+    return {which: finish(which, process) for which, process in running.items()}
 
 
 def test_losses_are_those_of_torch_to_the_last_bit(finished: dict[str, tuple[str, str]]) -> None:
