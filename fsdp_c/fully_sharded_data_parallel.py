@@ -1123,6 +1123,7 @@ _C.bind_callbacks(
     tensors_of=tree.tensors_of,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
     step_in_backward=FlatParamHandle.step_in_backward,
+    await_step=FlatParamHandle.await_step,
     is_in_reentrant_checkpoint=training_warnings.is_in_reentrant_checkpoint,
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_cut_off=FullyShardedDataParallel._warn_of_units_cut_off,

@@ -44,9 +44,9 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/torch": 3_664,
     "csrc/collective": 354,
     "csrc/handle": 5_230,
-    "csrc/runtime": 5_761,
+    "csrc/runtime": 5_818,
     "csrc/python": 1_788,
-    "fsdp_c": 25_148,
+    "fsdp_c": 25_411,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

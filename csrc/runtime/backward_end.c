@@ -43,6 +43,8 @@ void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
 
 static int finalise_handle(struct unit *unit) {
     struct handle *handle = unit->handle;
+    if (unit_await_step(unit) < 0)
+        return -1;
     if (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0)
         return -1;
     if (gradients_show_param_hooks(&handle->gradients) < 0)

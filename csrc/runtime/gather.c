@@ -44,16 +44,31 @@ static bool is_there(const struct unit *unit) {
     return unit->handle->storage.copy->is_local && !is_replaced(unit);
 }
 
+void unit_note_stepping(struct unit *part) {
+    part->stepping = true;
+}
+
+int unit_await_step(struct unit *part) {
+    bool stepping = part->stepping;
+    part->stepping = false;
+    if (!stepping)
+        return 0;
+    return schedule_wait_stepped(&part->runtime->schedule) < 0
+               ? -1
+               : callbacks_tell(callbacks.await_step, part->handle_object, NULL);
+}
+
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
  * on. Gathers come after that, and after a step of the unit's optimizers in this backward. */
 static int take_changes(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    bool has_stepped = schedule_has_stepped(schedule, &unit->gather), copied;
+    bool stepping = unit->stepping, copied;
+    if (unit_await_step(unit) < 0)
+        return -1;
     if (is_replaced(unit))
         return 0; /* by what does that as well */
     if (handle_take_changes(unit->handle, &copied) < 0)
         return -1;
-    return copied || has_stepped ? schedule_begin_step(schedule) : 0;
+    return copied || stepping ? schedule_begin_step(&unit->runtime->schedule) : 0;
 }
 
 /* What a gather reads is made beside the gather before it, in memory of the stream that gathers. */
@@ -85,9 +100,9 @@ static int begin_gather(struct unit *unit) {
 
 static int gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
-        return writeback_check_views(&unit->handle->writeback);
+        return unit_await_step(unit) < 0 ? -1 : writeback_check_views(&unit->handle->writeback);
     if (is_there(unit))
-        return handle_unshard_enqueue(unit->handle);
+        return unit_await_step(unit) < 0 ? -1 : handle_unshard_enqueue(unit->handle);
     if (begin_gather(unit) < 0) {
         handle_free_unshard(unit->handle);
         return explain_gather(unit, false);

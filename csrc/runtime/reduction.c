@@ -29,19 +29,18 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
     return has_room && !is_anything_gathered(runtime) ? STREAM_UNSHARD : STREAM_COMPUTE;
 }
 
-/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there
- * (D-089). */
+/* Optimizers of the unit step as soon as its gradients are there (D-089). */
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    if (schedule_wait_reduced(schedule) < 0 ||
-        (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
+    struct gradients *gradients = &unit->handle->gradients;
+    if (unit_await_step(unit) < 0 || schedule_begin_stepping(schedule) < 0)
         return -1;
-    if (gradients_hand_over(&unit->handle->gradients) < 0)
-        return -1;
-    schedule_note_stepped(schedule, &unit->gather);
-    if (callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL) < 0)
-        return -1;
-    return handle_collect_user_grads(unit->handle);
+    PyObject *gradient = Py_XNewRef(gradients->saved_shard);
+    int result = gradients_hand_over(gradients);
+    unit_note_stepping(unit);
+    if (!result)
+        result = callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
+    return schedule_end_stepping(schedule, gradient, result);
 }
 
 int runtime_finish_reduction(struct runtime *runtime) {

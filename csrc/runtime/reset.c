@@ -26,6 +26,7 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
     unit_forget_graph(unit);
     note_result(first, unit_unwatch_inputs(unit));
     if (handle) {
+        note_result(first, unit_await_step(unit));
         note_result(first, gradients_show_again(&handle->gradients));
         note_result(first, gradients_show_param_hooks(&handle->gradients));
         if (handle->gradients.in_backward)

@@ -1,6 +1,7 @@
 #include "runtime/schedule.h"
 
 #include "runtime/trace.h"
+#include "torch/ref.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
     schedule->unsharded = (struct deferred_free){.streams = &schedule->streams,
@@ -13,15 +14,16 @@ int schedule_init(struct schedule *schedule, PyObject *device) {
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     stream_event *events[] = {
-        &schedule->step_begin,  &schedule->input_made,        &schedule->received,    &schedule->packed,
-        &schedule->scattered,   &schedule->reduced,           &schedule->all_reduced, &schedule->joined,
-        &schedule->input_taken, &schedule->unsharded.last_use};
+        &schedule->step_begin,  &schedule->input_made, &schedule->received,          &schedule->packed,
+        &schedule->scattered,   &schedule->reduced,    &schedule->all_reduced,       &schedule->joined,
+        &schedule->input_taken, &schedule->stepped,    &schedule->unsharded.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
         stream_event_destroy(streams, &schedule->limiter[i]);
     Py_CLEAR(schedule->scattered_output);
     Py_CLEAR(schedule->packed_gradients);
+    Py_CLEAR(schedule->stepped_gradient);
     streams_fini(streams);
     pool_fini(&schedule->pool);
 }
@@ -45,7 +47,6 @@ static int gathers_wait(struct schedule *schedule, stream_event event) {
 
 int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    schedule->num_begins++;
     schedule->has_ended = false;
     if (stream_follow(streams) < 0 || stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
         return -1;
@@ -106,14 +107,6 @@ int schedule_give_back(struct schedule *schedule) {
 
 void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
     stream_event_destroy(&schedule->streams, &gather->gathered);
-}
-
-void schedule_note_stepped(const struct schedule *schedule, struct gather_mark *gather) {
-    gather->stepped_in = schedule->num_begins;
-}
-
-bool schedule_has_stepped(const struct schedule *schedule, const struct gather_mark *gather) {
-    return gather->stepped_in == schedule->num_begins;
 }
 
 /* ---- rate limiter: the host runs at most LIMITER_DEPTH frees ahead of the device (D-034) ---- */
@@ -294,6 +287,38 @@ int schedule_wait_reduced(struct schedule *schedule) {
     if (release_scattered_output(schedule) < 0)
         result = -1;
     schedule->all_reducing = false;
+    return schedule_wait_stepped(schedule) < 0 ? -1 : result;
+}
+
+/* ---- steps in a backward ---- */
+
+int schedule_begin_stepping(struct schedule *schedule) {
+    struct streams *streams = &schedule->streams;
+    if (schedule_wait_stepped(schedule) < 0 ||
+        stream_record(streams, STREAM_COMPUTE, &schedule->joined) < 0 ||
+        stream_wait(streams, STREAM_ALL_REDUCE, schedule->joined) < 0 ||
+        stream_wait(streams, STREAM_ALL_REDUCE, schedule->reduced) < 0)
+        return -1;
+    return stream_enter(streams, STREAM_ALL_REDUCE);
+}
+
+int schedule_end_stepping(struct schedule *schedule, PyObject *gradient, int result) {
+    schedule->stepping = streams_are_real(&schedule->streams);
+    ref_set(&schedule->stepped_gradient, gradient);
+    if (leave(schedule, STREAM_ALL_REDUCE, &schedule->stepped, result) < 0)
+        return -1;
+    return schedule->stepping ? 0 : schedule_wait_stepped(schedule);
+}
+
+/* The gradient may be memory of the stream that reduced it. */
+int schedule_wait_stepped(struct schedule *schedule) {
+    struct streams *streams = &schedule->streams;
+    int result = 0;
+    if (schedule->stepping && (stream_wait(streams, STREAM_COMPUTE, schedule->stepped) < 0 ||
+                               stream_wait(streams, STREAM_POST_BACKWARD, schedule->stepped) < 0))
+        result = -1;
+    schedule->stepping = false;
+    Py_CLEAR(schedule->stepped_gradient);
     return result;
 }
 

@@ -14,6 +14,11 @@
  * nothing gathered is left in it and it has room, and both streams of the gathers wait for `reduced` (or
  * `scattered`); else of the compute stream, which waits.
  *
+ * Optimizers that step in a backward do so beside it:
+ *
+ *   ALL_REDUCE     |wait reduced, what COMPUTE was given so far| step |stepped|
+ *   COMPUTE        ... |wait stepped| at the next unit's step, and at the end, as POST_BACKWARD does
+ *
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *
  *   POST_BACKWARD  |wait received| pack |packed| reduce-scatter |scattered|
@@ -30,7 +35,7 @@
  *
  * Invariants: without streams nothing is held and nothing waited for. At most one reduction is on its way,
  * and `reduction` says how far it has come. What the last all-reduce was of is kept until computation waits
- * for it. */
+ * for it, and so is what the last step was with. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
@@ -50,10 +55,9 @@ struct schedule {
     /* owned; what the script enqueued before this step, the optimizer's work included */
     stream_event step_begin;
     /* owned; the last of each */
-    stream_event input_made, received, packed, scattered, reduced, all_reduced, joined;
+    stream_event input_made, received, packed, scattered, reduced, all_reduced, stepped, joined;
     stream_event input_taken;       /* owned; of a last reduction, from the pool */
     struct deferred_free unsharded; /* of gathers */
-    int64_t num_begins;             /* of steps, from 1 on */
     bool has_ended;                 /* a backward has ended since the last of them began */
     bool uploading;                 /* the host has not waited for what reads its memory */
     enum reduction_state reduction; /* written by states.c */
@@ -66,6 +70,9 @@ struct schedule {
     bool all_reducing; /* nor for `all_reduced` */
     /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
     PyObject *scattered_output;
+    bool stepping; /* the compute stream has not waited for `stepped` */
+    /* owned; the gradient that was stepped with up to `stepped`, memory of the compute stream; or NULL */
+    PyObject *stepped_gradient;
     struct pool pool;
     /* owned; frees that the host has not waited for, oldest at limiter_first */
     stream_event limiter[LIMITER_DEPTH];
@@ -77,8 +84,6 @@ struct schedule {
 struct gather_mark {
     stream_event gathered; /* owned; its end */
     bool pending;          /* computation has not waited for it */
-    /* the last step in whose backward the unit's optimizers stepped, as num_begins counts */
-    int64_t stepped_in;
 };
 
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
@@ -118,9 +123,6 @@ int schedule_note_free(struct schedule *schedule); /* storage was given back: th
 int schedule_give_back(struct schedule *schedule);
 
 void schedule_forget(struct schedule *schedule, struct gather_mark *gather); /* the unit leaves its root */
-/* The unit's optimizers step in this backward, so that its gathers come after that; did they? */
-void schedule_note_stepped(const struct schedule *schedule, struct gather_mark *gather);
-bool schedule_has_stepped(const struct schedule *schedule, const struct gather_mark *gather);
 
 /* ---- reductions. 0 or -1 ---- */
 
@@ -129,7 +131,16 @@ bool schedule_has_stepped(const struct schedule *schedule, const struct gather_m
 int schedule_pack(struct schedule *schedule, struct gradients *gradients, enum stream_role owner);
 int schedule_reduce(struct schedule *schedule, struct gradients *gradients); /* enqueue what was packed */
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients);
-int schedule_wait_reduced(struct schedule *schedule); /* computation waits for all that was finished */
+/* computation waits for all that was finished, and stepped with */
+int schedule_wait_reduced(struct schedule *schedule);
+
+/* ---- a unit's optimizers step beside the backward, on the second stream of reductions: after the unit's own
+ * and all that computation was given so far. `gradient` is what they step with, or NULL; stolen by `end`. 0 or
+ * -1 ---- */
+
+int schedule_begin_stepping(struct schedule *schedule);
+int schedule_end_stepping(struct schedule *schedule, PyObject *gradient, int result);
+int schedule_wait_stepped(struct schedule *schedule); /* computation waits for the last of them */
 
 /* ---- ends. 0 or -1 ---- */
 

@@ -67,14 +67,14 @@ int schedule_set_reduction(struct schedule *schedule, enum reduction_state state
 
 bool schedule_is_flushed(const struct schedule *schedule) {
     return schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
-           !schedule->all_reducing && !schedule->scattered_output && !schedule->uploading &&
-           !schedule->unsharded.held;
+           !schedule->all_reducing && !schedule->scattered_output && !schedule->stepped_gradient &&
+           !schedule->uploading && !schedule->unsharded.held;
 }
 
 #ifdef FSDP_C_CHECK
 static bool needs_no_streams(const struct schedule *schedule) {
     return !schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
-           !schedule->reducing && !schedule->all_reducing && !schedule->uploading &&
+           !schedule->reducing && !schedule->all_reducing && !schedule->stepping && !schedule->uploading &&
            !schedule->unsharded.held;
 }
 #endif
@@ -94,7 +94,7 @@ static void check_unit(const struct unit *unit) {
     (void)handle; /* without FSDP_C_CHECK */
     INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
     INVARIANT(!unit->place.prefetched && !unit->gather.pending);
-    INVARIANT(!unit->reshard_hook);
+    INVARIANT(!unit->reshard_hook && !unit->stepping);
     INVARIANT(!unit->optional.open && !unit->optional.reached);
     INVARIANT(!unit->optional.enclosing || !unit->optional.first);
     order_check_place(&unit->runtime->order, &unit->place);

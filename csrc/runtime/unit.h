@@ -59,6 +59,7 @@ struct unit {
     bool is_root;
     bool sync_gradients;
     bool brings_zeros;     /* of a part: gradients that come count as zeros (fsdp_c.join) */
+    bool stepping;         /* of a part: its optimizers step beside this backward, and nobody has waited */
     enum unit_phase phase; /* written by states.c */
 
     /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its
@@ -166,6 +167,8 @@ int unit_reshard(struct unit *unit, bool free_storage);
 /* of what this forward has gathered, where a backward may follow */
 int unit_keep_secondary_shards(struct unit *unit);
 int unit_forget_secondary_shards(struct unit *unit); /* what is gathered next comes from the shards */
+void unit_note_stepping(struct unit *part);          /* its optimizers begin to step, beside this backward */
+int unit_await_step(struct unit *part);              /* they have stepped */
 /* Of one part, after the limiter: for the table of operations. */
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may
 
 from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
-from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.flat_param import FlatParamHandle, Stepper
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.tools import flight_recorder
 
@@ -30,8 +30,11 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 
     Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion
     of the gradients' dtypes (fp32 where this rank has none), computed in fp32 (fp64 where a unit is). Raises
-    RuntimeError on an instance that is not the root, ValueError during forward or backward, or for a norm
-    that is none; warns where this rank has no gradients.
+    RuntimeError on an instance that is not the root, or where the optimizer has stepped in the backward;
+    ValueError during forward or backward, or for a norm that is none; warns where this rank has no gradients.
+
+    Where the optimizer steps in the backward and clips by the last norm, gradients that it will step with in
+    the next backward are scaled there.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not max_norm >= 0:
@@ -43,10 +46,11 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
             f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude"
         )
     sharded_handles, whole_handles = _handles(root)
-    if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
+    steppers = _steppers([root], norm_type)
+    if not sharded_handles and not steppers and not any(handle.is_parallel for handle in whole_handles):
         return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
     grads, total_norm = _found(root, norm_type)
-    return _clipped(root.rank, grads, max_norm, total_norm)
+    return _clipped(root.rank, grads, max_norm, total_norm, steppers)
 
 
 @torch.no_grad()
@@ -61,7 +65,10 @@ def clip_params_(
     wanted = set(map(id, params))
     roots = [root for root in _roots() if not wanted.isdisjoint(map(id, root.parameters()))]
     handles = [_handles(root) for root in roots]
-    if not any(sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles):
+    steppers = _steppers(roots, norm_type)
+    if not steppers and not any(
+        sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles
+    ):
         return None
     found = [_found(root, norm_type, wanted) for root in roots]
     grads = [grad for own, _ in found for grad in own]
@@ -77,7 +84,7 @@ def clip_params_(
             "cannot be clipped: on some rank a gradient is inf or NaN. Pass error_if_nonfinite=False to "
             "scale by it anyway"
         )
-    return _clipped(roots[0].rank, grads + plain, max_norm, total_norm)
+    return _clipped(roots[0].rank, grads + plain, max_norm, total_norm, steppers)
 
 
 def _roots() -> list[ShardedModule]:
@@ -94,6 +101,9 @@ def _found(
     handles = sharded_handles + whole_handles
     sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
     _add_unmanaged_grads(whole, root, handles, wanted)
+    grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
+    for part, owners in ((sharded, sharded_handles), (whole, whole_handles)):
+        _add_norms(part, owners)
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
     dtype = (
         torch.float64
@@ -103,11 +113,18 @@ def _found(
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
     if root.cpu_offload.offload_params:
         total_norm = total_norm.cpu()
-    return [grad for part in (sharded, whole) for found in part.values() for grad in found], total_norm
+    return grads, total_norm
 
 
-def _clipped(rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor) -> Tensor:
-    _scale(grads, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
+def _clipped(
+    rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor, steppers: Sequence[Stepper]
+) -> Tensor:
+    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    scale(grads, coefficient)
+    for stepper in steppers:
+        stepper.coefficient = coefficient
+    if steppers and not grads:
+        return total_norm
     if not grads:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in "
@@ -143,6 +160,39 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
     handles = cast("list[FlatParamHandle]", found)
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
+
+
+def _steppers(roots: Sequence[ShardedModule], norm_type: float) -> list[Stepper]:
+    """Who has stepped in the backward. Raises where that does not go with clipping."""
+    handles = [handle for root in roots for found in _handles(root) for handle in found]
+    for handle in handles:
+        if handle.stepper is not None and not handle.stepper.clips:
+            raise RuntimeError(
+                f"rank {handle.rank}, unit {handle.name}: gradients cannot be clipped by their total norm, as "
+                "the optimizer has stepped in the backward, before that was known. "
+                "fsdp_c.optim.step_in_backward(..., clip_by_last_norm=True) clips by the norm of the step "
+                "before"
+            )
+        if handle.stepper is not None and norm_type != 2.0:
+            raise ValueError(
+                f"an optimizer that steps in the backward knows norms of order 2, not {norm_type}"
+            )
+    return list({id(one.stepper): one.stepper for one in handles if one.stepper is not None}.values())
+
+
+def norms_by_groups(handle: FlatParamHandle) -> GradsByGroups:
+    """Norms of the gradients of one unit, where they stand for them in a total norm."""
+    dtype = torch.float64 if handle.flat_param.dtype == torch.float64 else torch.float32
+    return {
+        groups: [_norms(grads, 2.0, dtype)] for groups, grads in _grads_of([handle], None).items() if grads
+    }
+
+
+def _add_norms(found: GradsByGroups, handles: Sequence[FlatParamHandle]) -> None:
+    for handle in handles:
+        if handle.stepper is not None:
+            for groups, norms in handle.stepper.take_norms(handle).items():
+                found.setdefault(groups, []).extend(norms)
 
 
 def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None) -> GradsByGroups:
@@ -276,7 +326,7 @@ def _norms_op(tensors: list[Tensor], p: float) -> Tensor:
     return _norms(tensors, p, torch.float64 if is_double else torch.float32)
 
 
-def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
+def scale(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the
     device."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -290,7 +340,7 @@ def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
 def _clip_op(tensors: list[Tensor], coefficient: Tensor) -> None:
     """``torch.ops.fsdp_c.clip_``: each times the one number of ``coefficient``, rounded to the tensor's dtype
     first."""
-    _scale(tensors, coefficient.reshape(()))
+    scale(tensors, coefficient.reshape(()))
 
 
 if not hasattr(torch.ops.fsdp_c, "norms"):  # a second import finds those of the first

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import optional
+from fsdp_c import optim, optional
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device
 
@@ -262,6 +262,32 @@ def step_in_backward(trainer: Trainer) -> None:
         trainer.forward().backward()
 
 
+def step_beside_backward(trainer: Trainer) -> None:
+    """With state, which the first step makes; the script goes on with parameters and state."""
+    optim.step_in_backward(trainer.model, trainer.optimizer)
+    for _ in range(STEPS):
+        trainer.forward().backward()
+        for state in trainer.optimizer.state.values():
+            state["exp_avg"].mul_(1.0)
+        for param in trainer.model.parameters():
+            param.detach().mul_(0.9)
+
+
+def step_with_late_gradients(trainer: Trainer) -> None:
+    """What a term of the parameters themselves brings comes after the unit's own gradients were packed."""
+    optim.step_in_backward(trainer.model, trainer.optimizer)
+    for _ in range(STEPS):
+        term = sum(param.sum() for param in trainer.model.parameters())
+        (trainer.forward() + 0.1 * term).backward()
+
+
+def clip_beside_backward(trainer: Trainer) -> None:
+    optim.step_in_backward(trainer.model, trainer.optimizer, clip_by_last_norm=True)
+    for _ in range(STEPS + 1):
+        trainer.forward().backward()
+        trainer.model.clip_grad_norm_(0.1)
+
+
 def replace_parameters(trainer: Trainer) -> None:
     """Between steps, by tensors that nobody else holds; the first unit's on the way to its forward."""
     replace(trainer.model.module.inp)
@@ -404,6 +430,15 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     ),
     "offload, step in backward": (step_in_backward, {"cpu_offload": CPUOffload(True)}),
     "step in backward": (step_in_backward, {"limit_all_gathers": False}),
+    "step beside backward": (step_beside_backward, {"limit_all_gathers": False}),
+    "step beside backward, SHARD_GRAD_OP, flat": (
+        step_beside_backward,
+        {"strategy": "SHARD_GRAD_OP", "use_orig_params": False},
+    ),
+    "step beside backward, NO_SHARD": (step_beside_backward, {"strategy": "NO_SHARD"}),
+    "step beside backward, late gradients": (step_with_late_gradients, {"limit_all_gathers": False}),
+    "clip beside backward, bf16": (clip_beside_backward, {"mixed_precision": BF16}),
+    "offload, step beside backward": (step_beside_backward, {"cpu_offload": CPUOffload(True)}),
     "segments": (accumulate, {"segments": True, "limit_all_gathers": False}),
     "segments, flat": (plain, {"segments": True, "use_orig_params": False, "forward_prefetch": True}),
     "segments, offload": (
@@ -432,6 +467,7 @@ HYBRID_SCENARIOS = [
     "reduce fp32",
     "raise in backward",
     "step in backward",
+    "step beside backward",
     "offload",
     "optional",
 ]

@@ -34,6 +34,8 @@ CHOSEN = [
     "prefetch after",
     "no prefetch",
     "step in backward",
+    "step beside backward",
+    "step beside backward, late gradients",
     "memory taken again",
     "accumulate, SHARD_GRAD_OP",
     "replaced",
@@ -85,6 +87,11 @@ WRITTEN_BACK = (
     "each unit whose shard was written back waits for that by itself: the wait of the first of them would do"
 )
 
+LATE = (
+    "what a unit's optimizers step with is in order by its reduction: this wait is for what autograd has "
+    "added to .grad since it was packed"
+)
+
 # By program: what waits that order something, and whose absence nothing shows there, are for.
 REASONS: dict[str, dict[Kind, str]] = {
     "two streams": {("compute", "compute"): GIVEN_BACK, ("compute", "post-backward"): PACKED},
@@ -123,6 +130,10 @@ REASONS: dict[str, dict[Kind, str]] = {
         ("pre-unshard", "compute"): UPLOADED,
         ("unshard", "compute"): MADE_BEFORE,
     },
+    "HYBRID_SHARD, step in backward": {("all-reduce", "compute"): LATE},
+    "_HYBRID_SHARD_ZERO2, step in backward": {("all-reduce", "compute"): LATE},
+    "step in backward": {("all-reduce", "compute"): LATE},
+    "step beside backward": {("all-reduce", "compute"): LATE},
     "accumulate, SHARD_GRAD_OP": {("compute", "post-backward"): SHOWN, ("unshard", "compute"): NOT_WRITTEN},
 }
 
