@@ -84,6 +84,7 @@ class Row:
     offload: bool = False  # parameters, gradients and the optimizer to the CPU
     ahead: int = 1  # units that fsdp_c gathers ahead
     to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
+    steps_in_backward: bool = False  # fsdp_c's
 
 
 @dataclass
@@ -171,6 +172,10 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
     )
+    if row.steps_in_backward and row.implementation == "fsdp_c":
+        from fsdp_c.optim import step_in_backward
+
+        step_in_backward(model, optimizer)
     tokens = torch.zeros(row.batch, sequence, dtype=torch.long, device="cuda")
     for number in range(4):
         if number == 1:
@@ -315,6 +320,8 @@ def table(results: list[Result], alone: Result) -> str:
         name += (
             f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
         )
+        steps = each.row.steps_in_backward and each.row.implementation == "fsdp_c"
+        name += ", step in backward" if steps else ""
         times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
         lines.append(
             f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
@@ -427,6 +434,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(
+        "--step-in-backward", action="store_true", help="fsdp_c's optimizer steps beside the backward"
+    )
+    parser.add_argument(
         "--standard",
         action="store_true",
         help="a fixed choice of rows, one line each, with what holds fsdp_c up",
@@ -476,6 +486,7 @@ def main() -> None:
                     offload=given.offload,
                     ahead=given.ahead,
                     to_node=given.to_node,
+                    steps_in_backward=given.step_in_backward,
                 )
                 for name in (ALONE, *given.impl)
             ]
