@@ -36,15 +36,26 @@ from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
 
 
+def watching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == flight_recorder._THREAD]
+
+
+def close() -> None:
+    """With the end of the thread, also of one that an earlier test left."""
+    flight_recorder.close()
+    for thread in watching():
+        thread.join(30)
+
+
 @contextmanager
 def flight_records(folder: str) -> Iterator[Path]:
-    flight_recorder.close()
+    close()
     with mock.patch.dict(os.environ, {flight_recorder.VARIABLE: folder}):
         try:
             yield Path(folder)
         finally:
             dist.barrier()
-            flight_recorder.close()
+            close()
 
 
 def build() -> FSDP:
@@ -96,7 +107,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@on_ranks(2, timeout_s=30, label="faults")
+@on_ranks(2, label="faults")
 def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
     rank: int, world_size: int, tmp_path: Path, direction: str
 ) -> None:
@@ -106,7 +117,7 @@ def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
     def lag(*_: object) -> None:
         if rank == 1:
             line = ""
-            for _ in range(200):
+            for _ in range(1500):
                 line = flight_recorder.describe(flight_recorder.read(tmp_path))
                 if re.search(waits, line):
                     break
@@ -366,7 +377,7 @@ print(_C.read_flight_recorder(sys.argv[1])[3:7])
 
 def test_a_forked_child_leaves_the_record_of_its_parent_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKED, str(tmp_path / "rank00003.ledger")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "fsdp_c: rank" not in done.stderr
     assert done.stdout.strip() == "(0, 0, 'layers.0', False)"
@@ -386,7 +397,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_flight_record_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "fsdp_c: rank 0, step 0: is saving a checkpoint\n" in done.stderr
@@ -410,7 +421,7 @@ def test_a_name_cut_amid_a_character_is_read_and_a_failure_stays_when_its_place_
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-c", READ, str(tmp_path / "rank00003.ledger")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     cut = r"\xe4" * 63 + r"\ufffd"
     assert done.stdout.splitlines() == [f"(0, 0, '{cut}', False)", "(0, 6, '', True)"], done.stderr
     assert places(tmp_path) == [
@@ -468,7 +479,7 @@ def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 40
         while rank == 1 and f"is in {what}()" not in (
             found := flight_recorder.describe(flight_recorder.read(folder))
         ):
@@ -485,31 +496,44 @@ def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path
 
 
 class Told(logging.Handler):
-    """What the flight recorder has logged."""
+    """What the flight recorder has logged, of which the other rank hears by a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
+        self.folder = folder
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+        (self.folder / f"told{dist.get_rank()}").touch()
 
-    def wait_for_one(self) -> str:
-        """And for as long as the thread of the other rank may take, too."""
-        deadline = time.monotonic() + 20
-        while not self.lines:
+    def trained(self) -> tuple[FSDP, torch.optim.Optimizer]:
+        """A model after its first step, in which a rank may be slow by itself: what that made is forgotten."""
+        model = build()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        dist.barrier()
+        (self.folder / f"told{dist.get_rank()}").unlink(missing_ok=True)
+        self.lines.clear()
+        dist.barrier()
+        return model, optimizer
+
+    def wait_for(self, *ranks: int) -> None:
+        """Until these were told."""
+        deadline = time.monotonic() + 40
+        while not all((self.folder / f"told{rank}").exists() for rank in ranks):
             assert time.monotonic() < deadline, "nothing was told"
             time.sleep(0.01)
-        time.sleep(2)
-        return self.lines[0]
 
 
 @contextmanager
-def watched(folder: Path | None) -> Iterator[Told]:
-    told = Told()
+def watched(folder: Path, records: Path | None, look_s: float = 0.1) -> Iterator[Told]:
+    """``records``: where the flight records are, or None for the store."""
+    told = Told(folder)
     flight_recorder.logger.addHandler(told)
     try:
-        with mock.patch.object(flight_recorder, "_LOOK_S", 0.1), flight_records(str(folder or "")):
+        with mock.patch.object(flight_recorder, "_LOOK_S", look_s), flight_records(str(records or "")):
             yield told
     finally:
         flight_recorder.logger.removeHandler(told)
@@ -520,19 +544,15 @@ def watched(folder: Path | None) -> Iterator[Told]:
 def test_ranks_of_which_one_calls_what_all_must_are_told_while_they_wait(
     rank: int, world_size: int, tmp_path: Path, what: str
 ) -> None:
-    with watched(tmp_path / "records") as told:
-        model = build()
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(1, WIDTH)).sum().backward()
-        optimizer.step()
+    with watched(tmp_path, tmp_path / "records") as told:
+        model, optimizer = told.trained()
         waited = tmp_path / "waited"
         if rank == 1:
-            line = told.wait_for_one()  # here in the place of a step that this rank would be in
+            told.wait_for(0, 1)  # here in the place of a step that this rank would be in
             waited.touch()
         ALONE[what](model, optimizer)
-        if rank == 0:
-            line = told.lines[0]
-            assert waited.exists()
+        line = told.lines[0]
+        assert waited.exists()
     assert re.match(rf"rank {rank} has not moved for [\d.]+ s: ", line)
     places = f"rank 0 is in {what}() (step 1), rank 1 is between steps (step 1). "
     assert f"{places}What is collective is for all ranks to call" in line
@@ -542,15 +562,12 @@ def test_ranks_of_which_one_calls_what_all_must_are_told_while_they_wait(
 def test_ranks_with_unequal_numbers_of_batches_are_told_while_they_wait(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    with watched(tmp_path) as told:
-        model = build()
+    with watched(tmp_path, tmp_path / "records") as told:
+        model, _ = told.trained()
+        if rank == 1:
+            told.wait_for(0, 1)
         model(torch.ones(1, WIDTH)).sum().backward()
-        if rank == 0:
-            model(torch.ones(1, WIDTH)).sum().backward()
-            line = told.lines[0]
-        else:
-            line = told.wait_for_one()
-            model(torch.ones(1, WIDTH)).sum().backward()
+        line = told.lines[0]
     places = r"rank 0 waits in the all-gather of the root \(step 1\), rank 1 is between steps \(step 1\)"
     assert re.match(rf"rank {rank} has not moved for .* s: {places}\. .*fsdp_c\.join\(model, batches\)", line)
 
@@ -572,13 +589,10 @@ def test_without_a_folder_rank_0_is_told_over_the_store(
     rank: int, world_size: int, tmp_path: Path, what: str
 ) -> None:
     others = {"wrap": wrap_and_send, "step": lambda model, optimizer: model(torch.ones(1, WIDTH))}
-    with watched(None) as told:
-        model = build()
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.ones(1, WIDTH)).sum().backward()
-        optimizer.step()
+    with watched(tmp_path, None) as told:
+        model, optimizer = told.trained()
         if rank == 1:
-            time.sleep(2)
+            told.wait_for(0)
         (others | ALONE)[what](model, optimizer)
     if rank == 0:
         (line,) = told.lines
@@ -588,18 +602,18 @@ def test_without_a_folder_rank_0_is_told_over_the_store(
 
 
 @on_ranks(2, label="faults")
-def test_a_rank_that_moves_is_not_told_of_over_the_store(rank: int, world_size: int) -> None:
+def test_a_rank_that_moves_is_not_told_of_over_the_store(rank: int, world_size: int, tmp_path: Path) -> None:
     """It has told of the place before; and between steps a rank has some time."""
-    with watched(None) as told:
-        model = build()
+    with watched(tmp_path, None) as told:
+        model, _ = told.trained()
         for _ in range(2):
             if rank == 1:
                 time.sleep(0.3)
             model(torch.ones(1, WIDTH)).sum().backward()
-        for _ in range(15):
+        for _ in range(75):
             if rank == 1:
                 with flight_recorder.phase(flight_recorder._C.RECORDER_LOAD):
-                    time.sleep(0.1)
+                    time.sleep(0.02)  # less than from one look to the next
         model(torch.ones(1, WIDTH)).sum().backward()
     assert not told.lines
 
@@ -615,17 +629,20 @@ def test_ranks_in_different_places_are_told_sooner_than_those_between_steps() ->
 
 
 @on_ranks(2, label="faults")
-def test_the_watch_may_be_left_out_and_ends_with_its_group(rank: int, world_size: int) -> None:
-    def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == flight_recorder._THREAD]
-
+def test_the_watch_may_be_left_out_and_ends_with_its_group(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    close()
+    before = flight_recorder._thread
     with mock.patch.dict(os.environ, FSDP_C_WATCH="0"):
         build()(torch.ones(1, WIDTH))
-        assert not threads()
-    with watched(None), mock.patch.object(rank_entries.StoreEntries, "_connection", side_effect=RuntimeError):
+        assert not watching()
+    no_group = mock.patch.object(rank_entries.StoreEntries, "_connection", side_effect=RuntimeError)
+    with watched(tmp_path, None), no_group:
         build()(torch.ones(1, WIDTH))
-        (mine,) = threads()
-        mine.join(10)
+        mine = flight_recorder._thread  # which may have ended already
+        assert mine is not None and mine is not before
+        mine.join(30)
         assert not mine.is_alive()
 
 
@@ -634,12 +651,11 @@ def test_nothing_is_told_of_ranks_that_train_or_wait_together(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     def pause(*_: object) -> None:
-        time.sleep(0.5)
+        time.sleep(2)  # of four looks: a rank may be slow for two
 
-    with watched(tmp_path / "records") as told:
-        model = build()
-        model(torch.ones(1, WIDTH)).sum().backward()
-        time.sleep(0.5)  # between steps
+    with watched(tmp_path, tmp_path / "records", look_s=0.5) as told:
+        model, _ = told.trained()
+        pause()  # between steps
         hook = model.module.head.register_forward_hook(pause)  # amid one
         model(torch.ones(1, WIDTH)).sum().backward()
         hook.remove()
@@ -654,19 +670,15 @@ def test_nothing_is_told_of_ranks_that_train_or_wait_together(
 def test_the_thread_that_looks_ends_with_the_record_and_outlives_its_folder(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == flight_recorder._THREAD]
-
-    with watched(tmp_path / "records"):
+    with watched(tmp_path, tmp_path / "records"):
         build()(torch.ones(1, WIDTH))
-        mine = threads()
+        mine = watching()
         assert len(mine) == 1
         dist.barrier()
         shutil.rmtree(tmp_path / "records", ignore_errors=True)
         time.sleep(0.3)
         assert mine[0].is_alive()
-    mine[0].join(5)
-    assert not threads()
+    assert not watching()
 
 
 @on_ranks(2, label="faults")
