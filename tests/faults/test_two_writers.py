@@ -107,9 +107,9 @@ def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool
         with pytest.raises(CheckpointError, match=f"process {child} on .* is saving there"):
             checkpoint.save(model_of(2), None, path, extra={"job": 2})
         assert not exists or loaded(path) == 0
-        for _ in range(3):  # before each file of rank 0's
-            os.kill(child, signal.SIGCONT)
-            time.sleep(0.2)
+        os.kill(child, signal.SIGCONT)
+        while os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED:
+            os.kill(child, signal.SIGCONT)  # before each file of rank 0's
     assert loaded(path) == 1
     checkpoint.save(model_of(2), None, path, extra={"job": 2})
     assert loaded(path) == 2 and os.listdir(tmp_path) == ["ckpt"]
