@@ -31,10 +31,11 @@ from tests.simulated_gpu import races
 
 # how many times as long all takes, for emulated processors
 PATIENCE = float(os.environ.get("FSDP_C_TEST_PATIENCE", "1"))
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 120.0  # on a busy machine a first test that imports or compiles much takes 20
 START_TIMEOUT_S = 120.0 * PATIENCE
 GRACE_S = 3.0  # what the other ranks get to finish once one has failed
 STACK_WAIT_S = 2.0
+EXIT_WAIT_S = 20.0  # of a process that has closed its pipe
 LOG_TAIL_CHARS = 4000
 DEVICE_SETTING = "FSDP_C_TEST_DEVICE"  # pytest --device
 PRELOAD = [
@@ -292,7 +293,7 @@ class RankPool:
         try:
             return rank.connection.recv()
         except (EOFError, ConnectionResetError):
-            rank.process.join(STACK_WAIT_S)
+            rank.process.join(EXIT_WAIT_S)
             return Outcome(
                 error=rank.log_tail() or "nothing logged", headline=f"the process {rank.describe_exit()}"
             )
@@ -311,7 +312,7 @@ class RankPool:
     def _hang_text(self, what: str, seconds: float, missing: list[Rank]) -> str:
         for rank in missing:
             os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(STACK_WAIT_S / 4)
+        time.sleep(STACK_WAIT_S)
         names = ", ".join(str(rank.index) for rank in missing)
         parts = [f"{what}: rank {names} of {self.world_size} still running after {seconds:g} s"]
         parts += [f"--- rank {rank.index}: log and stack\n{rank.log_tail()}" for rank in missing]

@@ -132,8 +132,9 @@ def test_ranks_left_in_a_collective_are_named_beside_the_failure(own_pool: RankP
 
 
 def test_hang_names_the_rank_and_shows_its_stack(own_pool: RankPool) -> None:
-    with pytest.raises(RankHang, match="rank 1 of 2 still running after 1 s") as failure:
-        own_pool.run(HERE, "hangs_on_rank_1", timeout_s=1.0)
+    own_pool.run(HERE, "reports_itself")  # imports this module
+    with pytest.raises(RankHang, match=": rank 1 of 2 still running after 3 s") as failure:
+        own_pool.run(HERE, "hangs_on_rank_1", timeout_s=3.0)
     assert "in hangs_on_rank_1" in str(failure.value)
 
 

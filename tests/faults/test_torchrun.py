@@ -32,7 +32,7 @@ PHASES = ("forward", "backward", "reduce", "save", "load")
 TRIED = [("kill", "reduce")]
 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1":
     TRIED = [(action, phase) for phase in PHASES for action in ("kill", "stop")]
-MARGIN_S = 20.0  # for a survivor to end, beyond the process group's timeout
+MARGIN_S = 60.0  # for a survivor to end, beyond the process group's timeout
 FLAGS = f"--layers {LAYERS} --width 16 --heads 2 --context 16 --accumulate 1 --sample-bytes 1 --data {ROOT}/LICENSE "
 FLAGS += "--steps 6 --warmup 1 --eval-every 6 --eval-batches 1 --checkpoint-every 2 --keep 3"
 
