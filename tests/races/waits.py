@@ -88,8 +88,12 @@ WRITTEN_BACK = (
 )
 
 LATE = (
-    "what a unit's optimizers step with is in order by its reduction: this wait is for what autograd has "
-    "added to .grad since it was packed"
+    "what a unit's optimizers step with is in order by its reduction: this wait is for what autograd may "
+    "have added to .grad since it was packed"
+)
+STEPPED = (
+    "the gradient that was stepped with goes back to the stream that computes, which takes no such memory "
+    "again before the next of these waits"
 )
 
 # By program: what waits that order something, and whose absence nothing shows there, are for.
@@ -130,8 +134,15 @@ REASONS: dict[str, dict[Kind, str]] = {
         ("pre-unshard", "compute"): UPLOADED,
         ("unshard", "compute"): MADE_BEFORE,
     },
-    "HYBRID_SHARD, step in backward": {("all-reduce", "compute"): LATE},
-    "_HYBRID_SHARD_ZERO2, step in backward": {("all-reduce", "compute"): LATE},
+    "HYBRID_SHARD, step in backward": {
+        ("all-reduce", "compute"): LATE,
+        ("compute", "all-reduce"): STEPPED,
+    },
+    "_HYBRID_SHARD_ZERO2, step in backward": {
+        ("all-reduce", "compute"): LATE,
+        ("compute", "all-reduce"): STEPPED,
+    },
+    "step beside backward, late gradients": {("all-reduce", "compute"): LATE},
     "step in backward": {("all-reduce", "compute"): LATE},
     "step beside backward": {("all-reduce", "compute"): LATE},
     "accumulate, SHARD_GRAD_OP": {("compute", "post-backward"): SHOWN, ("unshard", "compute"): NOT_WRITTEN},
