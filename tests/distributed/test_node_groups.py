@@ -146,7 +146,7 @@ def test_memory_that_runs_out_for_what_a_node_keeps_is_told_and_nothing_is_kept(
     with mock.patch.object(torch.UntypedStorage, "resize_", lambda *given: refusing(*given)):
         model = build()
         step(model, rank), step(plain, rank)
-    before = live_nbytes()
+    before = settled_nbytes()
     refused.append(part_nbytes)
     told = f"rank {rank}, step 1: memory ran out while .* the all-gather of Sequential at 'blocks.0'. Smaller"
     with pytest.raises(torch.OutOfMemoryError, match=told):

@@ -445,7 +445,7 @@ def test_they_stay_gathered_under_shard_grad_op(rank: int, world_size: int) -> N
 @on_ranks(2)
 def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int, world_size: int) -> None:
     model = optional_model(forward_prefetch=False)
-    before, most = live_nbytes(), []
+    before, most = settled_nbytes(), []
     layers = model.module.layers
     for layer in layers:
         layer.module.mix.register_forward_hook(lambda *_: most.append(live_nbytes() - before))

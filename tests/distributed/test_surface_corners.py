@@ -224,7 +224,7 @@ def test_low_precision_copy_of_an_unsharded_unit_is_freed(
         mixed_precision=low,
         auto_wrap_policy=None,
     )
-    before = _C.live_unsharded_nbytes()
+    before = settled_nbytes()
     inside: list[int] = []
     model.module.head.register_forward_hook(lambda *_: inside.append(_C.live_unsharded_nbytes() - before))
     output = model(batch(rank))

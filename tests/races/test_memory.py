@@ -11,6 +11,7 @@ import torch
 from fsdp_c import _C
 from tests import simulated_gpu
 from tests.models import WIDTH
+from tests.storage import settled_nbytes
 
 pytestmark = [
     pytest.mark.skipif(
@@ -39,7 +40,7 @@ def test_no_step_holds_more_storage_than_was_reserved_before_the_first(name: str
     """Bytes of unsharded storage: the root's pool holds as many as were alive at its lazy initialisation."""
     body, arguments = SCENARIOS[name]
     trainer = Trainer(0, net={"blocks": 7}, **arguments)
-    base = _C.live_unsharded_nbytes()
+    base = settled_nbytes()
     _C.peak_unsharded_nbytes(reset=True)
     with raising_in(trainer.model.module, "register_forward_pre_hook"):
         trainer.forward()

@@ -484,7 +484,7 @@ def test_a_load_reads_what_it_found_whatever_takes_its_place(exists: bool, tmp_p
     assert loaded(path) == 2
     before = set(os.listdir("/proc/self/fd"))
     loaded(path)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what tests before have left may be closed meanwhile
 
 
 def test_a_conversion_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> None:
