@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
 from fsdp_c._C import FlatLayout
+
+# an example may take long beside other work, and what is drawn is the same each time
+settings.register_profile(
+    "fsdp_c", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fsdp_c")
 
 NUMELS = st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=1, max_size=8)
 
@@ -147,7 +153,6 @@ def upstream_flat_param(
     return handle.flat_param
 
 
-@settings(deadline=None)
 @given(
     NUMELS.filter(any),  # torch asserts on a unit without elements
     st.integers(1, 7),
