@@ -44,7 +44,7 @@ def report():  # registered before fsdp_c is imported, so called after what fsdp
     try:
         model(torch.ones(2, 8))
         print("forward works", flush=True)
-        time.sleep(0.5)  # nothing comes after this that lets the threads drop the tensors of this forward
+        time.sleep(3)  # nothing comes after this that lets the threads drop the tensors of this forward
     except RuntimeError as error:
         print(f"forward raises: {error}")
 
@@ -57,7 +57,7 @@ if "silent" not in what:
     atexit.register(report)
 torch.set_num_threads(1)
 os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-rank]})
-limit = datetime.timedelta(seconds=3 if "fail" in what else 200)
+limit = datetime.timedelta(seconds=200)
 from fsdp_c import FullyShardedDataParallel as FSDP  # imported later torch.distributed.fsdp would keep the group itself
 
 dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2, timeout=limit)
@@ -67,9 +67,11 @@ if "hold" in what:
     kept = dist.group.WORLD
 model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8), device_id=cpu), nn.Linear(8, 4)), device_id=cpu)
 step()
-if "fail" in what and rank == 1:
-    time.sleep(10)
-    os._exit(0)
+if "fail" in what:  # from here on: the ranks may begin at different times
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))
+    if rank == 1:
+        time.sleep(10)
+        os._exit(0)
 if "slow" in what:  # it still holds the last tensors when the script is over
     for thread in gloo_threads():
         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
@@ -83,7 +85,7 @@ if "fork" in what:
     if child == 0:
         atexit.unregister(report)
         sys.exit(0)
-    signal.alarm(60)
+    signal.alarm(200)
     print("child:", os.waitpid(child, 0)[1])
 """
 
