@@ -56,7 +56,7 @@ def run(folder: Path, *command: str, **settings: str) -> subprocess.CompletedPro
         env={**os.environ, **environment, **settings},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
     )
 
 

@@ -38,7 +38,7 @@ def torchrun(ranks: int, *arguments: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -102,7 +102,7 @@ def test_accelerate_launch_runs_a_script_under_fsdp_c(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):

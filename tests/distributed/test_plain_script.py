@@ -27,7 +27,7 @@ def finish(which: str, process: subprocess.Popen[str]) -> tuple[str, str]:
     """After the last step a thread of gloo's may drop a tensor when the interpreter has ended, which aborts
     the process: in scripts of torch alone, of which only what they printed is wanted."""
     try:
-        printed, said = process.communicate(timeout=100)
+        printed, said = process.communicate(timeout=600)
     finally:
         process.kill()
     aborted = which == "torch" and "terminate called without an active exception" in said

@@ -27,7 +27,7 @@ sys.exit(selftest.main("cpu", 8))
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:

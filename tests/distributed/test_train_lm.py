@@ -54,7 +54,7 @@ def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
     command += ["--device", device_type()]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
 
 
 def succeed(*flags: str) -> str:

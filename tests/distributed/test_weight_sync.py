@@ -20,7 +20,7 @@ def test_engine_in_another_process_has_the_weights_of_each_step() -> None:
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     differences = [float(one) for one in re.findall(r"differ by (\S+)", done.stdout)]

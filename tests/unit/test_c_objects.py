@@ -88,5 +88,5 @@ def test_whether_gradients_are_synchronised_cannot_be_deleted() -> None:
 
 
 def test_after_a_second_import_models_of_both_train() -> None:
-    done = subprocess.run([sys.executable, "-c", TWO_IMPORTS], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", TWO_IMPORTS], capture_output=True, text=True, timeout=600)
     assert done.stdout == "same\n", done.stderr

@@ -447,7 +447,7 @@ def test_files_of_several_full_state_dicts_are_not_mixed(tmp_path: Path, capsys)
 
 def test_the_module_runs(saved: Path) -> None:
     command = [sys.executable, "-m", "fsdp_c.checkpoint"]
-    options = {"capture_output": True, "text": True, "timeout": 100, "cwd": ROOT}
+    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": ROOT}
     done = subprocess.run([*command, "diff", str(saved), str(saved)], **options)
     assert (done.returncode, done.stdout) == (0, "")
     done = subprocess.run([*command, "--help"], **options)
@@ -489,7 +489,7 @@ print("peak", (peak - before) / nbytes)
 """
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(650)
 def test_memory_is_a_few_times_the_largest_tensor_whatever_the_total(tmp_path: Path) -> None:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -500,7 +500,7 @@ def test_memory_is_a_few_times_the_largest_tensor_whatever_the_total(tmp_path: P
         [sys.executable, "-c", MEMORY, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

@@ -416,7 +416,7 @@ def test_a_tensor_of_more_elements_than_its_file_is_refused(
     assert "a is sparse or quantized, or has more elements than the file" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stride", [0, 1])
 def test_a_tensor_within_a_value_has_as_many_elements_as_are_there(
     stride: int, tmp_path: Path, capsys
@@ -686,7 +686,7 @@ NEVER_ENDS = {
 WHY_NOT = "hold one another so often|in another way than pickle|by its size alone|another call gave|itself|1001 deep"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", NEVER_ENDS)
 def test_values_of_archives_that_never_end_are_refused(kind: str, tmp_path: Path, capsys) -> None:
     content = NEVER_ENDS[kind]
@@ -710,7 +710,7 @@ def test_values_of_archives_that_never_end_are_refused(kind: str, tmp_path: Path
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_metadata_with_a_key_whose_hash_never_ends_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     torch_checkpoint(path)
@@ -839,7 +839,7 @@ def test_archives_are_read_as_torch_save_lays_them_out(kind: str, tmp_path: Path
 # ----------------------------------------------------------------- files
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["pipe.pt", "pipe.safetensors", "folder/rank0.pt", "folder/x.safetensors"])
 def test_named_pipes_are_not_waited_for(name: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / name
@@ -851,7 +851,7 @@ def test_named_pipes_are_not_waited_for(name: str, tmp_path: Path, capsys) -> No
         assert f"error: {path}: not a regular file" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_pipes_in_a_dcp_folder_are_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     torch_checkpoint(path)
@@ -889,7 +889,7 @@ def test_a_file_that_is_cut_while_it_is_converted_is_an_error(kind: str, target:
     else:
         (tmp_path / "0.pt").rename(file)
     command = [sys.executable, "-c", CUT, str(file), str(tmp_path / kind), str(tmp_path / "to" / target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done
     assert done.stderr.startswith(f"error: {file}: torn")
     assert list((tmp_path / "to").iterdir()) == []
@@ -1031,12 +1031,12 @@ def fuzzed() -> str:
         "--count",
         str(150 * len(SUBJECTS)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_mutated_checkpoints_are_refused_or_read(name: str, fuzzed: str) -> None:
     (line,) = [line for line in fuzzed.splitlines() if line.startswith(f"{name}: ")]

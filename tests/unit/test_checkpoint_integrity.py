@@ -84,7 +84,7 @@ def kinds_in(folder: Path) -> set[str]:
         *((kind, True) for kind in ("new", "one saved in place")),
     ],
 )
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(1200)
 def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(
     kind: str, background: bool, tmp_path: Path
 ) -> None:

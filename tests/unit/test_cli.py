@@ -26,7 +26,7 @@ def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdp_c", *arguments]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600, check=False
     )
 
 

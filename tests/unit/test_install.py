@@ -34,7 +34,7 @@ def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
         check=False,
     )
 

@@ -175,7 +175,7 @@ def test_full_state_dict_through_dcp_takes_and_gives_plain_names(use_orig_params
 
 
 def run(*command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
 
 
 SCRIPT = """
@@ -232,7 +232,7 @@ def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedPr
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -111,7 +111,7 @@ def test_site_is_made_without_a_warning(tmp_path: Path) -> None:
         "--site-dir",
         str(tmp_path / "site"),
     ]
-    subprocess.run(command, cwd=SCRIPT.parents[1], check=True, timeout=300)
+    subprocess.run(command, cwd=SCRIPT.parents[1], check=True, timeout=600)
     for page in ("index.html", "troubleshooting.html", "api/fsdp_c.html"):
         assert "fsdp_c" in (tmp_path / "site" / page).read_text()
     # links out of the site are none
