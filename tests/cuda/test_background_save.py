@@ -100,7 +100,7 @@ def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_
     wait = HostCopies.wait
 
     def later(copies: HostCopies) -> None:  # who waits on the host orders the optimizer as well
-        assert stepped.wait(60)
+        assert stepped.wait(600)
         wait(copies)
 
     with mock.patch.object(HostCopies, "wait", later):
@@ -125,7 +125,7 @@ def test_averages_may_be_updated_and_shown_right_after_a_save(tmp_path: Path) ->
     wait = HostCopies.wait
 
     def later(copies: HostCopies) -> None:
-        assert over.wait(60)
+        assert over.wait(600)
         wait(copies)
 
     with mock.patch.object(HostCopies, "wait", later):
@@ -162,7 +162,7 @@ def test_what_else_writes_before_the_copy_is_over_makes_the_save_fail(
     wait = HostCopies.wait
 
     def later(copies: HostCopies) -> None:
-        assert over.wait(60)
+        assert over.wait(600)
         wait(copies)
 
     checkpoint.save(model, optimizer, tmp_path / "ckpt")

@@ -61,7 +61,7 @@ def test_several_threads_read_at_once(tmp_path: Path) -> None:
 
     def meet(*args: Any) -> None:
         if read_so_far.acquire(blocking=False):
-            together.wait(30)
+            together.wait(300)
         read(*args)
 
     read_so_far = threading.Semaphore(3)
