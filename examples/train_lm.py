@@ -454,6 +454,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     if ranks.is_first:
         draw_losses(trainer.progress, text.unigram_entropy(), args.out / "loss.png")
         write_sample(trainer, parameters, args.out)
+    # no rank leaves while the first still draws and writes
+    dist.barrier(device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
     ranks.say(f"checkpoints, loss curve and sample are in {args.out}")
     if not args.against:
         return 0
