@@ -242,7 +242,7 @@ class RankPool:
         module: str,
         name: str,
         kwargs: dict[str, Any] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = DEFAULT_TIMEOUT_S * PATIENCE,
     ) -> list[Any]:
         """Run ``module.name(rank, world_size, **kwargs)`` on all ranks; the values by rank.
 

@@ -30,7 +30,7 @@ from tests.ranks import device, pool
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 WORLD_SIZES = (1, 2, 3)
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 
 class Kind(NamedTuple):

@@ -66,7 +66,7 @@ LENGTHS = (3, 14)  # actions in a program
 KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-RUN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 180.0
 # Errors in words, which torch's FSDP1 raises as well: such an action is left out on both sides, if it is on
 # all ranks.
 REFUSED = re.compile(
