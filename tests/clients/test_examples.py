@@ -27,6 +27,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAUNCH = """
 import gc
 import sys
+import time
 from lightning.pytorch import strategies
 import fsdp_c
 from tests.clients.lightning_models import on_cpu
@@ -44,6 +45,9 @@ else:
 exec(compile(source, sys.argv[0], "exec"), {"__name__": "__main__"})
 wrapped = any(isinstance(one, fsdp_c.FullyShardedDataParallel) for one in gc.get_objects())
 sys.stdout.write(f"wrapped by fsdp_c: {wrapped}\\n")  # in one piece, beside the other rank's
+sys.stdout.flush()
+if implementation == "ddp":
+    time.sleep(3)  # as OLD does, below
 """
 
 
@@ -157,7 +161,7 @@ with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictCon
 if dist.get_rank() == 0:
     torch.save(saved, sys.argv[1])
 dist.destroy_process_group()
-time.sleep(1)  # gloo's threads drop the last tensors: after the interpreter's end that aborts, with torch alone
+time.sleep(3)  # gloo's threads drop the last tensors: after the interpreter's end that aborts, with torch alone
 """
 
 
