@@ -215,6 +215,7 @@ def test_nothing_of_the_process_takes_part(foreign_prefetch: None) -> None:
     def state() -> tuple[int, int]:
         return _C.live_unsharded_nbytes(), _C.peak_unsharded_nbytes()
 
+    gc.collect()
     before = state()
     assert len(run(blocks(3), has_streams=True)[-1]) > 0
     assert state() == before

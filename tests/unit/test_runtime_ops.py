@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_c import _C, FullyShardedDataParallel, MixedPrecision
 from tests.ranks import on_ranks
+from tests.storage import settled_nbytes
 
 OPS = torch.ops.fsdp_c
 WIDTH = 5
@@ -213,7 +214,7 @@ def test_views_refuse_a_tensor_that_is_too_small() -> None:
 def test_unshard_gathers_the_parameters_and_reshard_frees_them(
     rank: int, world_size: int, dtype: torch.dtype | None, use_orig_params: bool
 ) -> None:
-    before = _C.live_unsharded_nbytes()
+    before = settled_nbytes()
     model = sharded(use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=dtype))
     handle = handle_of(model)
     full = handle.padded_unsharded_flat_param
