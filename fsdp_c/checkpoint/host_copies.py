@@ -28,14 +28,16 @@ from fsdp_c.checkpoint.values import LocalParts, PartialTensor, RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 
-AVERAGES = "averages"  # the key in a checkpoint under which those of parameters are
+EXTRA, AVERAGES = "extra", "averages"  # the keys in a checkpoint under which these are
 _ALIGNMENT = 64
 _GAP_NBYTES = 4096  # between what is copied in one piece
 
 
 class _Source(NamedTuple):
     key: str
-    tensor: Tensor
+    value: Tensor  # as it is saved
+    tensor: Tensor  # its memory
+    is_contiguous: bool
     start: int  # bytes of its storage
     end: int
 
@@ -68,47 +70,43 @@ class HostCopies:
     ) -> StateDict:
         """``flat`` with copies of all its tensors, and with what else is in it pickled. ``params``: those of
         units, as the script has them."""
-        copies: StateDict = {}
+        copies: StateDict = dict.fromkeys(flat)
         sources = []
         for key, value in flat.items():
-            if _is_constant(value) or (isinstance(value, RangeTensor) and value.held is None):
+            if _is_constant(value) or (isinstance(value, RangeTensor) and not value.is_saved):
                 copies[key] = value  # such a part of a tensor is written by others
             elif isinstance(value, Tensor):
-                tensor = _tensor_of(value)
-                if tensor is None:
+                source = _source(key, value)
+                if source is None:
                     copies[key] = value.detach().to("cpu", copy=True)
                 else:
-                    sources.append(_source(key, tensor))
+                    sources.append(source)
             else:
                 try:
                     copies[key] = Pickled(value)
                 except TypeError as error:
                     raise CheckpointError(f"{key}: {error}") from error
         pieces = list(_pieces(sources))
-        memory = self._memory(pieces)
-        optim = {key for key, path in paths.items() if "param_groups" in path or "state" in path}
-        averages = {key for key, path in paths.items() if path[0] == AVERAGES}
-        streams: dict[Any, torch.device] = {}
+        on_device = [piece for piece in pieces if not piece.sources[0].tensor.is_cpu]
+        memory = self._memory(pieces, pinned=bool(on_device))
         self._watched, self._written = {}, []
-        self._watch(params)
+        if on_device:
+            self._watch(params)
+        streams = {self._copy(piece, memory, paths): piece.sources[0].tensor.device for piece in on_device}
         # copied in one call, with Python's part before it: what it moves is not in any cache after
         on_cpu: list[tuple[Tensor, Tensor]] = []
+        views = {dtype: memory.view(dtype) for dtype in {one.tensor.dtype for one in sources}}
         for piece in pieces:
-            beside = all(
-                one.key in optim or (isinstance(flat[one.key], RangeTensor) and one.key not in averages)
-                for one in piece.sources
-            )
-            if beside:
-                self._watch((one.key, one.tensor) for one in piece.sources if one.key in optim)
-            stream = self._copy(piece, memory, beside, on_cpu)
-            if stream is not None:
-                streams[stream] = piece.sources[0].tensor.device
             for one in piece.sources:
-                copies[one.key] = _like(flat[one.key], one, piece, memory)
+                copy = _like(one, piece, views[one.tensor.dtype])
+                copies[one.key] = one.value._like(copy) if isinstance(one.value, PartialTensor) else copy
+            if one.tensor.is_cpu:
+                is_whole = len(piece.sources) == 1 and one.is_contiguous
+                on_cpu.append((copy, one.tensor) if is_whole else (_place(piece, memory), _bytes(piece)))
         if on_cpu:
-            torch._foreach_copy_([target for target, _ in on_cpu], [given for _, given in on_cpu])
+            torch._foreach_copy_([copy for copy, _ in on_cpu], [given for _, given in on_cpu])
         self._follow(streams)
-        return {key: copies[key] for key in flat}
+        return copies
 
     def wait(self) -> None:
         """Until all has been copied. For the thread that reads the copies. CheckpointError for what was
@@ -136,32 +134,27 @@ class HostCopies:
             self._written += [name for name, (one, was) in self._watched.items() if one._version != was]
             self._watched = {}
 
-    def _memory(self, pieces: list[_Piece]) -> Tensor:
-        nbytes = pieces[-1].at + pieces[-1].end - pieces[-1].start if pieces else 0
-        pinned = any(piece.sources[0].tensor.device.type != "cpu" for piece in pieces)
+    def _memory(self, pieces: list[_Piece], pinned: bool) -> Tensor:
+        nbytes = _aligned(pieces[-1].at + pieces[-1].end - pieces[-1].start) if pieces else 0
         if self.memory is None or self.memory.nbytes < nbytes or (pinned and not self.memory.is_pinned()):
             self.memory = None  # before there is another
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self.memory
 
-    def _copy(self, piece: _Piece, memory: Tensor, beside: bool, on_cpu: list[tuple[Tensor, Tensor]]) -> Any:
-        """Returns the stream that copies; None for what is put into ``on_cpu``."""
-        source, numel = piece.sources[0].tensor, piece.end - piece.start
-        given = torch.empty(0, dtype=torch.uint8, device=source.device)
-        given.set_(source.untyped_storage(), piece.start, (numel,))  # type: ignore[call-overload]  # is not declared
-        target = memory[piece.at : piece.at + numel]
-        if source.device.type == "cpu":
-            on_cpu.append((target, given))
-            return None
-        module = torch.get_device_module(source.device)
-        stream = module.current_stream(source.device)
-        if beside:
-            own = self._streams.get(source.device) or module.Stream(source.device)
-            self._streams[source.device] = own
+    def _copy(self, piece: _Piece, memory: Tensor, paths: dict[str, PathInDict]) -> Any:
+        """Of memory of a device. Returns the stream that copies."""
+        device = piece.sources[0].tensor.device
+        module = torch.get_device_module(device)
+        stream = module.current_stream(device)
+        given = _bytes(piece)
+        if all(_is_of_training(one, paths[one.key]) for one in piece.sources):
+            self._watch((one.key, one.tensor) for one in piece.sources if _is_of_optimizer(paths[one.key]))
+            own = self._streams.get(device) or module.Stream(device)
+            self._streams[device] = own
             own.wait_stream(stream)
             stream = own
         with module.stream(stream):
-            target.copy_(given, non_blocking=True)
+            _place(piece, memory).copy_(given, non_blocking=True)
         self._held.append(given)
         return stream
 
@@ -189,31 +182,39 @@ def _is_constant(value: object) -> bool:
     )
 
 
-def _tensor_of(value: Tensor) -> Tensor | None:
+def _is_of_optimizer(path: PathInDict) -> bool:
+    return path[0] != EXTRA and ("param_groups" in path or "state" in path)
+
+
+def _is_of_training(source: _Source, path: PathInDict) -> bool:
+    """Whether an optimizer is the next to write to it."""
+    is_param = isinstance(source.value, RangeTensor) and path[0] not in (EXTRA, AVERAGES)
+    return is_param or _is_of_optimizer(path)
+
+
+def _source(key: str, value: Tensor) -> _Source | None:
     """The memory of a value; None for what has none that can be copied as bytes."""
     tensor = value.local if isinstance(value, RangeTensor | LocalParts) else value.detach()
-    if (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or tensor.device.type == "meta"
-        or tensor.layout != torch.strided
-    ):
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
         return None
-    if tensor.is_conj() or tensor.is_neg() or _span(tensor) > 2 * tensor.nbytes:
+    if tensor.is_conj() or tensor.is_neg():
         return None
-    return tensor
+    is_contiguous, nbytes = tensor.is_contiguous(), tensor.nbytes
+    span = nbytes if is_contiguous else _span(tensor)
+    if span > 2 * nbytes:
+        return None
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return _Source(key, value, tensor, is_contiguous, start, start + span)
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from the first element to the last."""
-    if not tensor.numel():
-        return 0
+    """Bytes from the first element to the last, of a tensor that has some."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
-def _source(key: str, tensor: Tensor) -> _Source:
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return _Source(key, tensor, start, start + _span(tensor))
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pieces(sources: list[_Source]) -> Iterator[_Piece]:
@@ -230,12 +231,23 @@ def _pieces(sources: list[_Source]) -> Iterator[_Piece]:
                 end = max(end, own[last].end)
                 last += 1
             yield _Piece(own[first:last], start, end, at)
-            at += -(-(end - start) // _ALIGNMENT) * _ALIGNMENT
+            at += _aligned(end - start)
             first = last
 
 
-def _like(value: Tensor, source: _Source, piece: _Piece, memory: Tensor) -> Tensor:
+def _bytes(piece: _Piece) -> Tensor:
+    source = piece.sources[0].tensor
+    given = torch.empty(0, dtype=torch.uint8, device=source.device)
+    size = (piece.end - piece.start,)
+    given.set_(source.untyped_storage(), piece.start, size)  # type: ignore[call-overload]  # is not declared
+    return given
+
+
+def _place(piece: _Piece, memory: Tensor) -> Tensor:
+    return memory[piece.at : piece.at + piece.end - piece.start]
+
+
+def _like(source: _Source, piece: _Piece, view: Tensor) -> Tensor:
+    """Its place in the copy, of which ``view`` is all in its dtype."""
     own, offset = source.tensor, piece.at + source.start - piece.start
-    copy = torch.empty(0, dtype=own.dtype, device="cpu")
-    copy.set_(memory.untyped_storage(), offset // own.itemsize, own.shape, own.stride())
-    return value._like(copy) if isinstance(value, PartialTensor) else copy
+    return view.as_strided(own.size(), own.stride(), offset // own.itemsize)

@@ -34,7 +34,10 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     uncompiled = uncompiled_names(model)
     if units_of(model):
         known = OptimParams(model).by_param
-        return {param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in known.items()}
+        for param, each in known.items():
+            if (fqns := tuple(map(uncompiled, each.fqns))) != each.fqns:
+                known[param] = each._replace(fqns=fqns)
+        return known
     names: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters():
         names.setdefault(param, uncompiled(clean_name(name)))
@@ -103,6 +106,8 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 def _check_state(known: OptimParam, name: object, value: object) -> None:
     """Raise ValueError for what DCP would take apart, or take from one rank where each has a tensor of its
     own."""
+    if isinstance(value, Tensor) and isinstance(name, str):
+        return
     _, paths = flatten_state_dict({"": value})
     own = (
         isinstance(value, tuple)

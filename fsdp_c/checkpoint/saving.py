@@ -31,7 +31,7 @@ from fsdp_c.checkpoint.folder import (
     new_folder,
     unless_replaced,
 )
-from fsdp_c.checkpoint.host_copies import AVERAGES, HostCopies
+from fsdp_c.checkpoint.host_copies import AVERAGES, EXTRA, HostCopies
 from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import (
@@ -67,7 +67,6 @@ from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.tools import flight_recorder
 
 T = TypeVar("T")
-EXTRA = "extra"
 Averages = Mapping[str, ParameterAverage]
 _TRIES = 100  # to find one checkpoint on all ranks, while others save
 

@@ -150,12 +150,17 @@ class RangeTensor(PartialTensor):
         return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
 
     @property
+    def is_saved(self) -> bool:
+        """Whether this rank saves any of it."""
+        return not self.is_replica and (self.local.numel() > 0 or not self.shape.numel())
+
+    @property
     def held(self) -> Held | None:
         """What this rank saves of it."""
-        numel = self.local.numel()
-        if self.is_replica or (not numel and self.shape.numel()):
+        if not self.is_saved:
             return None
         offsets, sizes = self.box
+        numel = self.local.numel()
         return Held(
             self.dtype, tuple(self.shape), self.order, offsets, sizes, self.start, numel, is_one_piece=False
         )

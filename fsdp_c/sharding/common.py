@@ -63,19 +63,22 @@ def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
                 mapping[name] = value
 
 
-@contextlib.contextmanager
-def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
+def bound_runtime(fsdp_module: ShardedModule) -> contextlib.AbstractContextManager[None]:
     """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
 
     A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need
     take one.
     """
-    unbound = fsdp_module._unit.runtime is None
+    return _newly_bound(fsdp_module) if fsdp_module._unit.runtime is None else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _newly_bound(fsdp_module: ShardedModule) -> Iterator[None]:
     fsdp_module._lazy_init(alone=True)
     try:
         yield
     finally:
-        if unbound and (runtime := fsdp_module._unit.runtime) is not None:
+        if (runtime := fsdp_module._unit.runtime) is not None:
             runtime.release()
 
 

@@ -61,7 +61,7 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
         start = max(offset, end) if numel else end
         sizes += [start - end, numel]
         end = start + numel
-    parts = shard.split([*sizes, shard.numel() - end])
+    parts = shard.split_with_sizes([*sizes, shard.numel() - end])
     return zip(param_layouts(module), parts[1::2], strict=True)
 
 

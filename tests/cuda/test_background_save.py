@@ -4,7 +4,8 @@ does."""
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,21 @@ def made(use_orig_params: bool = False) -> tuple[FSDP, torch.optim.Optimizer]:
 
 def backward(model: FSDP) -> None:
     model(torch.ones(4, WIDTH, device="cuda")).square().mean().backward()
+
+
+@contextmanager
+def thread_held_back() -> Iterator[threading.Event]:
+    """The thread that writes waits for the copy once the event is set: who waits on the host orders the
+    optimizer as well."""
+    over = threading.Event()
+    wait = HostCopies.wait
+
+    def later(copies: HostCopies) -> None:
+        assert over.wait(60)
+        wait(copies)
+
+    with mock.patch.object(HostCopies, "wait", later):
+        yield over
 
 
 def test_neither_the_host_nor_the_computation_waits_until_the_optimizer_steps(tmp_path: Path) -> None:
@@ -96,19 +112,12 @@ def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_
     model, optimizer = made()
     backward(model)
     optimizer.step()
-    stepped = threading.Event()
-    wait = HostCopies.wait
-
-    def later(copies: HostCopies) -> None:  # who waits on the host orders the optimizer as well
-        assert stepped.wait(600)
-        wait(copies)
-
-    with mock.patch.object(HostCopies, "wait", later):
+    with thread_held_back() as over:
         handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", background=True)
         backward(model)
         with mock.patch.object(torch.cuda.Stream, "wait_event") if is_left_out else nullcontext():
             optimizer.step()
-        stepped.set()
+        over.set()
         handle.wait()
     assert bool(device.reports()) == is_left_out
 
@@ -121,14 +130,7 @@ def test_averages_may_be_updated_and_shown_right_after_a_save(tmp_path: Path) ->
     averages = {"ema": ParameterAverage(model, 0.9), "second": ParameterAverage(model, 0.5)}
     for average in averages.values():
         average.update()
-    over = threading.Event()
-    wait = HostCopies.wait
-
-    def later(copies: HostCopies) -> None:
-        assert over.wait(600)
-        wait(copies)
-
-    with mock.patch.object(HostCopies, "wait", later):
+    with thread_held_back() as over:
         handle = checkpoint.save(model, None, tmp_path / "ckpt", averages=averages, background=True)
         averages["ema"].update()
         with averages["second"].shown():
@@ -136,6 +138,17 @@ def test_averages_may_be_updated_and_shown_right_after_a_save(tmp_path: Path) ->
         over.set()
         handle.wait()
     assert not device.reports()
+
+
+def test_the_script_may_write_to_what_is_in_extra_right_after_a_save(tmp_path: Path) -> None:
+    model, optimizer = made()
+    extra = {"state": torch.ones(WIDTH, device="cuda")}  # called as an optimizer's
+    with thread_held_back() as over:
+        handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", extra=extra, background=True)
+        extra["state"].zero_()
+        over.set()
+        handle.wait()
+    assert torch.equal(checkpoint.load(model, optimizer, tmp_path / "ckpt")["state"].cpu(), torch.ones(WIDTH))
 
 
 def written(model: FSDP, optimizer: torch.optim.Optimizer, how: str) -> None:
@@ -158,16 +171,9 @@ def test_what_else_writes_before_the_copy_is_over_makes_the_save_fail(
     model, optimizer = made(use_orig_params)
     backward(model)
     optimizer.step()
-    over = threading.Event()
-    wait = HostCopies.wait
-
-    def later(copies: HostCopies) -> None:
-        assert over.wait(600)
-        wait(copies)
-
     checkpoint.save(model, optimizer, tmp_path / "ckpt")
     expected = (tmp_path / "ckpt" / "__0_0.distcp").read_bytes()
-    with mock.patch.object(HostCopies, "wait", later):
+    with thread_held_back() as over:
         handle = checkpoint.save(model, optimizer, tmp_path / "ckpt", background=True)
         backward(model)
         written(model, optimizer, how)
