@@ -12,7 +12,8 @@ batch.
 [Note: Large tensors]
 What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the
 tensors of a batch are large, every part goes instead from where it lies to its place in the result, by
-broadcasts or from rank to rank: a third of the work, and no memory besides.
+broadcasts or from rank to rank: a third of the work, and no memory besides. Small flat parameters that are
+gathered together go by ``_COPIED_NBYTES``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fsdp_c import _C
 
 BATCH_NBYTES = 64 * 2**20
 DEVICE_BATCH_NBYTES = 8 * 2**20  # for what is saved from a device, where a model may have left little memory
+_COPIED_NBYTES = 8 * 2**20  # in gloo's memory, of two gathers at a time
 LARGE_NBYTES = 2**20  # of the tensors of a batch on average; see [Note: Large tensors]
 
 # torch 2.13 names the collective as the others; the older name stays until torch drops it
@@ -199,7 +201,8 @@ def start_gather(
     for, on the ranks ``receivers`` of the group; the others pass no ``wholes``.
 
     ``shards``: this rank's, of one dtype, those of a flat parameter equal in size on every rank. Where all
-    ranks get flat parameters from end to end, one collective brings all. Collective.
+    ranks get flat parameters from end to end, one collective brings all, but with gloo: see [Note: Large
+    tensors]. Collective.
     """
     wire, rank = _wire_dtype(list(shards)), group.rank()
     sent, received = [_as(shard, wire) for shard in shards], [_as(whole, wire) for whole in wholes]
@@ -207,11 +210,9 @@ def start_gather(
     if for_all and all(
         len(whole) == len(shard) * group.size() for whole, shard in zip(wholes, shards, strict=True)
     ):
-        if len(sent) == 1:
-            return [_all_gather_single(received[0], sent[0], group=group, async_op=True)]
-        options = AllgatherOptions()
-        options.asyncOp = True
-        return [group.allgather_into_tensor_coalesced(received, sent, options)]
+        nbytes = sum(whole.nbytes for whole in wholes)
+        if not are_large(nbytes, len(wholes), wholes[0].device, group):
+            return [_start_whole(received[run], sent[run], group) for run in _runs(received)]
     works, transfers = [], []
     for index, (shard, (first, end)) in enumerate(zip(shards, ranges, strict=True)):
         for owner in range(group.size()):
@@ -231,6 +232,28 @@ def start_gather(
             elif received:
                 transfers.append(dist.P2POp(dist.irecv, place, group=group, group_peer=owner))
     return works + (dist.batch_isend_irecv(transfers) if transfers else [])
+
+
+def _start_whole(wholes: list[Tensor], shards: list[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    options = AllgatherOptions()
+    options.asyncOp = True
+    work: dist.Work = (
+        group.allgather_into_tensor_coalesced(wholes, shards, options)
+        if len(shards) > 1
+        else _all_gather_single(wholes[0], shards[0], group=group, async_op=True)
+    )
+    return work
+
+
+def _runs(wholes: Sequence[Tensor]) -> Iterator[slice]:
+    """Of those to gather together: on the CPU of as many as gloo may copy at once."""
+    first, nbytes = 0, 0
+    for index, whole in enumerate(wholes):
+        if whole.is_cpu and index > first and nbytes + whole.nbytes > _COPIED_NBYTES:
+            yield slice(first, index)
+            first, nbytes = index, 0
+        nbytes += whole.nbytes
+    yield slice(first, len(wholes))
 
 
 # ----------------------------------------------------------------- batches

@@ -23,6 +23,7 @@ from torch.distributed._shard.sharded_tensor import (
     ShardedTensor,
     ShardedTensorMetadata,
     TensorProperties,
+    custom_sharded_op_impl,
 )
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
@@ -296,6 +297,17 @@ def sharded_values(
         places.sharded_tensor(own.contiguous(), layout.shape, places.rows_metadata(layout.shape))
         for own, layout in zip(rows, layouts, strict=True)
     ]
+
+
+@custom_sharded_op_impl(torch.Tensor.data_ptr)  # type: ignore[untyped-decorator]  # torch declares no types
+def _refuse_address(types: object, args: object, kwargs: object, process_group: object) -> None:
+    """What torch's ``async_save`` asks a ShardedTensor for first, and torch's own answer leaves one alone
+    with."""
+    raise RuntimeError(
+        "a ShardedTensor has no data_ptr(), so that torch.distributed.checkpoint.async_save cannot copy it: wrap "
+        "the model with device_mesh=..., whose state dicts it takes, or pass fsdp_c.checkpoint.model_state(model) "
+        "and optim_state(model, optimizer), or call fsdp_c.checkpoint.save(..., background=True)"
+    )
 
 
 def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTensor:

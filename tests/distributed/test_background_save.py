@@ -427,6 +427,18 @@ def test_the_flight_record_says_that_a_save_is_under_way_beside_the_phase(rank, 
             flight_recorder.close()
 
 
+@on_ranks(2)
+def test_where_dcp_cannot_save_asynchronously_the_error_says_what_to_pass(rank, world_size):
+    own = dist.new_group(backend="gloo")
+    model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())
+    with fsdp_c.FullyShardedDataParallel.state_dict_type(model, fsdp_c.StateDictType.SHARDED_STATE_DICT):
+        parts = {"model": model.state_dict()}
+    with pytest.raises(
+        RuntimeError, match=r"async_save cannot copy it: wrap the model with device_mesh=\.\.\., "
+    ):
+        dcp.async_save(parts, checkpoint_id=folder_of_ranks() / "ckpt", process_group=own).result()
+
+
 @pytest.mark.parametrize("form", ["model_state", "device mesh"])
 @on_ranks(2)
 def test_what_dcp_can_save_asynchronously_is_a_copy(rank, world_size, form):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,21 @@ from tests.parity.engine import same_bits
 from tests.ranks import device, on_ranks
 
 both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+
+
+@contextmanager
+def watched_gathers() -> Iterator[list[tuple[int, int, int]]]:
+    """Of each bucket how many units, collectives and bytes."""
+    seen: list[tuple[int, int, int]] = []
+    start = full_params.start_gather
+
+    def watched(shards, ranges, wholes, *args):
+        works = start(shards, ranges, wholes, *args)
+        seen.append((len(shards), len(works), sum(whole.nbytes for whole in wholes)))
+        return works
+
+    with mock.patch.object(full_params, "start_gather", watched):
+        yield seen
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -67,24 +84,14 @@ def test_one_unit_is_gathered_at_a_time(rank, world_size):
     model = wrap(odd(), True)
     train(model, rank)
     largest = max(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model))
-    received = []
-    all_gather = redistribution._all_gather_single
-
-    def watched(output, *args, **kwargs):
-        received.append(output.numel())
-        return all_gather(output, *args, **kwargs)
-
     before = _C.live_unsharded_nbytes()
     _C.peak_unsharded_nbytes(reset=True)
-    redistribution._all_gather_single = watched
-    try:
+    with watched_gathers() as seen:
         for _ in iter_full_params(model):
             pass
-    finally:
-        redistribution._all_gather_single = all_gather
     assert _C.peak_unsharded_nbytes() <= before
-    assert len(received) == len(type(model).fsdp_modules(model))
-    assert max(received) <= largest
+    assert len(seen) == len(type(model).fsdp_modules(model))
+    assert max(nbytes for *_, nbytes in seen) <= 4 * largest
 
 
 @on_ranks(2)
@@ -128,16 +135,8 @@ def stack(**options):
 def test_next_units_are_gathered_beside_this_one(rank, world_size, use_orig_params, prefetch):
     torch.manual_seed(0)
     model = stack(use_orig_params=use_orig_params)
-    begun = []
-    all_gather = redistribution._all_gather_single
-
-    def watched(output, *args, **kwargs):
-        begun.append(output.numel())
-        return all_gather(output, *args, **kwargs)
-
     expected, seen = saved(model, FULL), {}
-    redistribution._all_gather_single = watched
-    try:
+    with watched_gathers() as begun:
         for number, (name, value) in enumerate(iter_full_params(model, prefetch=prefetch)):
             seen[name] = value
             unit, is_first = number // 2, number % 2 == 0
@@ -145,8 +144,6 @@ def test_next_units_are_gathered_beside_this_one(rank, world_size, use_orig_para
             assert len(begun) == min(5, unit + 1 + prefetch - held_back)
             if number % 3 == 0:  # other collectives amid these
                 dist.barrier()
-    finally:
-        redistribution._all_gather_single = all_gather
     assert seen.keys() == expected.keys()
     for name, value in seen.items():
         assert same_bits(value, expected[name]), name
@@ -155,20 +152,11 @@ def test_next_units_are_gathered_beside_this_one(rank, world_size, use_orig_para
 @on_ranks(2)
 def test_what_is_sent_has_the_dtype_that_is_asked_for(rank, world_size):
     model = stack(use_orig_params=True)
-    sent = []
-    all_gather = redistribution._all_gather_single
-    redistribution._all_gather_single = lambda output, *args, **kwargs: (
-        sent.append(output.nbytes),
-        all_gather(output, *args, **kwargs),
-    )[1]
-    try:
-        found = dict(iter_full_params(model, dtype=torch.bfloat16))
-    finally:
-        redistribution._all_gather_single = all_gather
+    found, seen = gathers(model, dtype=torch.bfloat16)
     for name, value in saved(model, FULL).items():
         assert same_bits(found[name], value.bfloat16()), name
     numel = sum(value.numel() for value in found.values())
-    assert 2 * numel <= sum(sent) <= 2 * numel + 64 * len(sent)
+    assert 2 * numel <= sum(nbytes for *_, nbytes in seen) <= 2 * numel + 64 * len(seen)
 
 
 @on_ranks(2)
@@ -203,15 +191,7 @@ def test_a_loop_may_be_left_and_training_goes_on(rank, world_size):
 
 def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], list[tuple[int, int, int]]]:
     """What is yielded, and of each bucket how many units, collectives and bytes."""
-    seen = []
-    start = full_params.start_gather
-
-    def watched(shards, ranges, wholes, *args):
-        works = start(shards, ranges, wholes, *args)
-        seen.append((len(shards), len(works), sum(whole.nbytes for whole in wholes)))
-        return works
-
-    with mock.patch.object(full_params, "start_gather", watched):
+    with watched_gathers() as seen:
         return dict(iter_full_params(model, **options)), seen
 
 
@@ -234,16 +214,29 @@ def test_buckets_of_any_size_give_the_full_state_dict(rank, world_size, buckets,
 def test_units_go_in_few_collectives_and_a_large_one_in_parts(rank, world_size):
     model = stack(use_orig_params=True)
     unit = (600 * 600 + 600) * 4
+    each = world_size if device().type == "cpu" else 1  # without gloo's copies large units are broadcast
     _, alone = gathers(model)
-    assert [(units, works) for units, works, _ in alone] == [(1, 1)] * 5
+    assert [(units, works) for units, works, _ in alone] == [(1, 1)] + [(1, each)] * 4
     _, seen = gathers(model, buckets=2 * unit + 10_000)  # the last layer, which is small, comes first
-    assert [(units, works) for units, works, _ in seen] == [(3, 1), (2, 1)]
+    assert [(units, works) for units, works, _ in seen] == [(3, 1), (2, 2 * each if each > 1 else 1)]
     assert max(nbytes for *_, nbytes in seen) <= 2 * unit + 10_000
     _, seen = gathers(model, buckets=unit - 2000)  # the weight without the bias
     assert [units for units, *_ in seen] == [1] * 9
     assert [nbytes for *_, nbytes in seen][1:] == [600 * 600 * 4, 600 * 4] * 4
     found, seen = gathers(model, buckets=unit - 2000, only="2.bias")
     assert list(found) == ["2.bias"] and [nbytes for *_, nbytes in seen] == [600 * 4]
+
+
+@on_ranks(2)
+def test_gloo_copies_few_small_units_at_a_time(rank, world_size):
+    options = {"use_orig_params": True, "device_id": device()}
+    model = FSDP(nn.Sequential(*(FSDP(nn.Linear(64, 64), **options) for _ in range(9))), **options)
+    expected = dict(iter_full_params(model))
+    of_two = 2 * 4 * (64 * 64 + 64) + 1000  # padding included
+    with mock.patch.object(redistribution, "_COPIED_NBYTES", of_two):
+        found, seen = gathers(model, buckets="1MB")
+    assert [(units, works) for units, works, _ in seen] == [(9, 5 if device().type == "cpu" else 1)]
+    assert all(same_bits(value, expected[name]) for name, value in found.items())
 
 
 @on_ranks(2)
