@@ -14,7 +14,7 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common, tensor_parallel
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
-from fsdp_c.sharding.traversal import clean_name
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import Key, OptimParams
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
@@ -73,7 +73,11 @@ class ParameterAverage:
         self._is_shown = False
         self._units = [module for module in units_of(model) if module._handle is not None]
         self._of_unit = {module: self._copy(local_shard(module)) for module in self._settled()}
-        self._others = {name: self._copy(tensor) for name, tensor in self._live_others().items()}
+        self._others = {name: self._copy(tensor) for name, tensor in self._named_others().items()}
+        self._managed: dict[nn.Module, set[str]] = {}
+        for param in (param for module in self._units for param in common.managed_params(module._handle)):
+            self._managed.setdefault(param.module, set()).add(param.name)
+        self._names: dict[tuple[nn.Module, str], str] = {}  # of the others, by where they are
 
     def _copy(self, tensor: Tensor) -> Tensor:
         dtype = self._dtype if tensor.is_floating_point() else None
@@ -87,25 +91,55 @@ class ParameterAverage:
                 handle_of(module).writeback()
             yield module
 
-    def _live_others(self) -> dict[str, Tensor]:
+    def _named_others(self) -> dict[str, Tensor]:
         """What no unit manages, by its first name: parameters, and buffers where they are averaged."""
         names: dict[Tensor, str] = {}
         for name, tensor in common.unmanaged_tensors(self.model, self.use_buffers):
             names.setdefault(tensor, name)
         return {name: tensor for tensor, name in names.items()}
 
+    def _found_others(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """The same by where they are, in a walk that makes no names."""
+        found: dict[Tensor, tuple[nn.Module, str]] = {}
+        pending, visited = [self.model], set()
+        while pending:
+            module = pending.pop()
+            if module in visited:
+                continue
+            visited.add(module)
+            pending += [child for child in module._modules.values() if child is not None]
+            managed = self._managed.get(module, ())
+            if module._parameters and module._parameters.keys() != managed:
+                for name, param in module._parameters.items():
+                    if param is not None and name not in managed and not is_flat_param_name(name):
+                        found.setdefault(param, (module, name))
+            if self.use_buffers:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        found.setdefault(buffer, (module, name))
+        return {place: tensor for tensor, place in found.items()}
+
+    def _live_others(self) -> dict[str, Tensor]:
+        """Those that are averaged, by name. RuntimeError where there are others than at first."""
+        found = self._found_others()
+        if found.keys() != self._names.keys():
+            others = self._named_others()
+            if others.keys() != self._others.keys():
+                changed = sorted(others.keys() ^ self._others.keys())
+                raise RuntimeError(
+                    f"{first_names(changed)} came or went since the ParameterAverage was made: make it once the "
+                    "model is complete"
+                )
+            names = {tensor: name for name, tensor in others.items()}
+            self._names = {place: names[tensor] for place, tensor in found.items() if tensor in names}
+        return {self._names[place]: tensor for place, tensor in found.items() if place in self._names}
+
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each average, and what it is the average of."""
         others = self._live_others()
-        if others.keys() != self._others.keys():
-            changed = sorted(others.keys() ^ self._others.keys())
-            raise RuntimeError(
-                f"{first_names(changed)} came or went since the ParameterAverage was made: make it once the "
-                "model is complete"
-            )
         pairs = [(self._of_unit[module], local_shard(module)) for module in self._settled()]
-        for average, live in zip(self._others.values(), others.values(), strict=True):
-            pairs.append((tensor_parallel.local(average), tensor_parallel.local(live.detach())))
+        for name, average in self._others.items():
+            pairs.append((tensor_parallel.local(average), tensor_parallel.local(others[name].detach())))
         return pairs
 
     def _refuse_shown(self, what: str) -> None:

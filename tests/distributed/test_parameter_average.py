@@ -279,6 +279,22 @@ def test_what_cannot_be_averaged_is_refused_in_words(rank: int, world_size: int)
         average.update()
 
 
+@on_ranks(2)
+def test_what_takes_the_place_of_an_unmanaged_module_is_averaged(rank: int, world_size: int) -> None:
+    model = nn.Sequential(wrapped(Net().to(device())), nn.BatchNorm1d(3).to(device()))
+    average = ParameterAverage(model, 0.5, use_buffers=True)
+    for value in (1.0, 3.0):
+        model[1] = nn.BatchNorm1d(3).to(device())
+        for tensor in (model[1].weight, model[1].running_mean):
+            tensor.data.fill_(value)
+        average.update()
+    others = average.held()[1]
+    assert others["1.weight"].tolist() == others["1.running_mean"].tolist() == [2.0] * 3
+    model[1].register_buffer("late", torch.zeros(1, device=device()))
+    with pytest.raises(RuntimeError, match=r"\['1.late'\] came or went"):
+        average.update()
+
+
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @on_ranks(2)
 def test_checkpoint_has_averages_for_another_wrapping(
