@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
+import itertools
 import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
@@ -30,11 +28,14 @@ from fsdp_c.checkpoint.folder import (
     sync_published,
 )
 from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
+from fsdp_c.checkpoint.held import Held
 from fsdp_c.checkpoint.metadata import PathInDict
-from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
+from fsdp_c.checkpoint.pieces import Described, FileWriter, in_memory, memory, pickled
+from fsdp_c.checkpoint.planning import Box, Group, key_of
 from fsdp_c.checkpoint.sources import Info
-from fsdp_c.checkpoint.storage import finish_folder, metadata_pickler, storage_info
+from fsdp_c.checkpoint.table import RECORD, Stored
 from fsdp_c.checkpoint.values import boxes_of
+from fsdp_c.checkpoint.writing import write_table
 from fsdp_c.compat.aliases import StateDict
 
 MAX_RANKS = 1000  # files that are open together
@@ -118,51 +119,56 @@ class DcpSink:
     def __init__(self, files: dict[str, BinaryIO]) -> None:
         self.names = list(files)
         self.writers = [FileWriter(file) for file in files.values()]
-        self.metadata: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
-        self.paths: dict[str, PathInDict] = {}
-        self.stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        self.order: list[str] = []
+        # what is divided alike: paths, and of each the records by range
+        self.tensors: dict[Held, tuple[list[PathInDict], list[list[bytes]]]] = {}
+        self.objects: list[Stored] = []
 
     def add(self, key: str, info: Info, value: Any) -> None:
-        self.paths[key] = info.path
+        self.order.append(key)
+        path = info.path if key_of(info.path) == key else (key,)  # a stranger's may be any
         if not info.is_tensor:
             content = io.BytesIO()
             torch.save(value, content)
-            self.metadata[key] = dcp.BytesStorageMetadata()
-            self._store(dcp.MetadataIndex(key), 0, lambda writer: writer.write_bytes(content.getbuffer()))
+            place = self.writers[0].write_bytes(content.getbuffer())
+            record = RECORD.pack(place.offset, place.nbytes, place.crc32, 0)
+            self.objects.append(Stored(Group([path], [], []), [], record))
             return
-        properties = dcp.TensorProperties(dtype=value.dtype)
-        entry = dcp.TensorStorageMetadata(properties, value.shape, [])
-        self.metadata[key] = entry
-        for rank, offsets, box in self._boxes(in_memory(value).contiguous()):
-            index = dcp.MetadataIndex(key, torch.Size(offsets), len(entry.chunks))
-            entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), box.shape))
-            self._store(index, rank, functools.partial(FileWriter.write_tensor, tensor=box))
+        shape = tuple(value.shape)
+        whole = Held(value.dtype, shape, None, (0,) * len(shape), shape, 0, value.numel(), is_one_piece=False)
+        paths, records = self.tensors.setdefault(whole, ([], []))
+        flat = in_memory(value).contiguous().view(-1)
+        paths.append(path)
+        records.append(
+            [
+                b"".join(self._write(rank, box) for _, box in boxes_of(flat[part], shape, part.start, None))
+                for rank, part in enumerate(self._parts(whole.numel))
+            ]
+        )
 
-    def _boxes(self, tensor: Tensor) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-        flat, step = tensor.view(-1), max(1, -(-tensor.numel() // len(self.writers)))
-        for rank, start in enumerate(range(0, max(tensor.numel(), 1), step)):
-            for offsets, box in boxes_of(flat[start : start + step], tensor.shape, start, None):
-                yield rank, offsets, box
+    def _parts(self, numel: int) -> list[slice]:
+        """Those of the ranks, of which the last may have none."""
+        step = max(1, -(-numel // len(self.writers)))
+        return [slice(start, start + step) for start in range(0, max(numel, 1), step)]
 
-    def _store(self, index: dcp.MetadataIndex, rank: int, write: Callable[[FileWriter], Place]) -> None:
-        writer = self.writers[rank]
-        start = writer.size
-        place = write(writer)
-        self.stored[index] = storage_info(self.names[rank], start, writer.size, place)
+    def _write(self, rank: int, box: Tensor) -> bytes:
+        start = self.writers[rank].size
+        place = self.writers[rank].write_tensor(box)
+        return RECORD.pack(start, place.offset - start, place.crc32, rank)
 
     def finish(self, temporary: Path, path: Path) -> None:
+        table = self.objects
+        for whole, (paths, records) in self.tensors.items():
+            box = Box(whole, [part.start for part in self._parts(whole.numel)])
+            content = b"".join(itertools.chain.from_iterable(zip(*records, strict=True)))
+            table.append(Stored(Group(paths, [box], []), [content], b""))
         files = {}
-        for name, writer in zip(self.names, self.writers, strict=True):
+        for rank, (name, writer) in enumerate(zip(self.names, self.writers, strict=True)):
             if writer.size:
-                files[name] = (writer.size, writer.framing_crc32)
+                files[rank] = name, writer.size, writer.framing_crc32
             else:
                 (temporary / Path(name).name).unlink()
-        metadata = dcp.Metadata(self.metadata, planner_data=self.paths, storage_data=self.stored)
-        metadata.storage_meta = dcp.StorageMeta(checkpoint_id=str(path))
-        metadata.version = CURRENT_DCP_VERSION
-        content = io.BytesIO()
-        metadata_pickler(content, protocol=4).dump(metadata)
-        finish_folder(temporary, path, [content.getvalue()], files)
+        write_table(temporary, path, table, self.order, files)
 
 
 # ----------------------------------------------------------------- torch.save

@@ -21,7 +21,7 @@ from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
 from fsdp_c.checkpoint.planning import Planned, RankPart, RankPlan, merged
 from fsdp_c.checkpoint.storage import Counted, Report, finish_folder
-from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
+from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
@@ -148,19 +148,23 @@ class Writer:
         """On one rank, once all have written."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         table = stored(self.planner.planned, by_rank)
-        names = {rank: each.file for rank, each in by_rank.items()}
-        files = {each.file: (each.size, each.framing_crc32) for each in by_rank.values()}
-        # see [Note: The layout of a checkpoint]
-        order = [*self.planner.state_dict]
-        token, inner = (
-            secrets.token_hex(16),
-            self.temporary.name if self.temporary.parent == self.path else ".",
-        )
-        layout = Counted(layout_content(table, order, token))
-        write_file(self.temporary / LAYOUT, layout)
-        files[LAYOUT if inner == "." else f"{inner}/{LAYOUT}"] = (layout.size, layout.crc32)
-        content = metadata_content(table, order, self.path, names, f"{token} {inner}")
-        finish_folder(self.temporary, self.path, content, files)
+        files = {rank: (each.file, each.size, each.framing_crc32) for rank, each in by_rank.items()}
+        write_table(self.temporary, self.path, table, [*self.planner.state_dict], files)
+
+
+def write_table(
+    temporary: Path, path: Path, table: list[Stored], order: list[str], files: dict[int, tuple[str, int, int]]
+) -> None:
+    """Where everything lies, in both forms, and the checksums. ``order``: of keys. ``files``: by rank the
+    name, size and checksum of what it wrote. See [Note: The layout of a checkpoint]."""
+    token, inner = secrets.token_hex(16), temporary.name if temporary.parent == path else "."
+    layout = Counted(layout_content(table, order, token))
+    write_file(temporary / LAYOUT, layout)
+    sums = {name: (size, crc32) for name, size, crc32 in files.values()}
+    sums[LAYOUT if inner == "." else f"{inner}/{LAYOUT}"] = (layout.size, layout.crc32)
+    names = {rank: name for rank, (name, *_) in files.items()}
+    content = metadata_content(table, order, path, names, f"{token} {inner}")
+    finish_folder(temporary, path, content, sums)
 
 
 def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, bytes]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_torchs_own_reader_reads_what_was_converted(saved: Path, tmp_path: Path)
     dcp.load(state, checkpoint_id=tmp_path / "again", no_dist=True)
     model.load_state_dict(state["model"])
     assert_same(model.state_dict(), trained()[0].state_dict())
+
+
+def test_names_stay_whatever_paths_a_strangers_metadata_give_them(tmp_path: Path) -> None:
+    dcp.save({"a": {"b": torch.ones(3)}, "c": torch.zeros(2)}, checkpoint_id=tmp_path / "theirs")
+    metadata = pickle.loads((tmp_path / "theirs" / ".metadata").read_bytes())
+    metadata.planner_data = {"a.b": ("x",), "c": ("x",)}
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(metadata))
+    run("convert", tmp_path / "theirs", tmp_path / "ours")
+    found = {"a.b": torch.zeros(3), "c": torch.ones(2)}
+    dcp.load(found, checkpoint_id=tmp_path / "ours")
+    assert found["a.b"].tolist() == [1] * 3 and found["c"].tolist() == [0] * 2
 
 
 def test_torchs_own_converter_and_ours_agree(saved: Path, tmp_path: Path) -> None:
