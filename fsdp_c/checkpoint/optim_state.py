@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
+from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
+from fsdp_c.checkpoint.planning import key_of
 from fsdp_c.checkpoint.storage import put_at
-from fsdp_c.checkpoint.values import global_shape, is_in_parts, value_of_state
+from fsdp_c.checkpoint.values import (
+    RangeTensor,
+    global_shape,
+    is_in_parts,
+    mapped_tensors,
+    value_of_state,
+    whole_value,
+)
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
@@ -27,6 +35,7 @@ from fsdp_c.state.optim_saving import holds_elements
 from fsdp_c.state.sharded_values import param_layouts
 from fsdp_c.state.state_dict_saving import split_shard
 from fsdp_c.state.whole_parameters import WholeParameters
+from fsdp_c.state.whole_state import WholeState
 
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
@@ -68,8 +77,8 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict
     ``RangeTensor``.
 
     The memory is the optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has
-    entries of what it holds. Raises ValueError for state that is not a parameter's own: of another shape,
-    nested, or LBFGS's.
+    entries of what it holds. Raises ValueError for state that is not a parameter's own: LBFGS's, and in other
+    optimizers over shards what is of another shape or nested.
     """
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
@@ -103,9 +112,10 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_state(known: OptimParam, name: object, value: object) -> None:
+def _check_state(known: OptimParam, name: object, held: object) -> None:
     """Raise ValueError for what DCP would take apart, or take from one rank where each has a tensor of its
     own."""
+    value = held.value if isinstance(held, WholeState) else held
     if isinstance(value, Tensor) and isinstance(name, str):
         return
     _, paths = flatten_state_dict({"": value})
@@ -114,7 +124,8 @@ def _check_state(known: OptimParam, name: object, value: object) -> None:
         and known.module is not None
         and any(isinstance(one, Tensor) for one in value)
     )
-    if own or not isinstance(name, str) or list(paths.values()) != [("",)]:
+    whole = known.module is None or isinstance(held, WholeState)
+    if own or not isinstance(name, str) or (not whole and list(paths.values()) != [("",)]):
         raise ValueError(
             f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and single "
             f"values under names that are text can be saved by parameter: {_REMEDY}"
@@ -140,8 +151,10 @@ def _named(group: ParamGroup, params: Sequence[tuple[nn.Parameter, OptimParam]])
 def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> Iterator[tuple[str, object]]:
     """One state of a parameter, under the name of each original one that it stands for."""
     _check_state(known, name, value)
-    if known.module is None:
-        yield known.fqns[0], value_of_state(value, param) if isinstance(value, Tensor) else value
+    if isinstance(value, WholeState):
+        yield known.fqns[0], value.mapped(_on_holder).value
+    elif known.module is None:
+        yield known.fqns[0], mapped_tensors(name, value, lambda _, one: value_of_state(one, param))
     elif not isinstance(value, Tensor) or value.dim() == 0:
         if holds_elements(known):
             yield from ((fqn, value) for fqn in known.fqns)
@@ -158,6 +171,12 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
     else:
         for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
             yield fqn, part_value(known.owner, layout, part)
+
+
+def _on_holder(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return RangeTensor(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.shape, 0)
+    return whole_value(tensor)
 
 
 # ----------------------------------------------------------------- loading
@@ -177,6 +196,13 @@ class StateKey(NamedTuple):
     name: str  # of the state
 
 
+class _Whole(NamedTuple):
+    """Whole state: the keys of what it is made of, each with its path within lists and dicts."""
+
+    keys: list[tuple[PathInDict, str]]
+    is_of_unit: bool = False
+
+
 class OptimTarget:
     """What is loaded into an optimizer: memory to read into first, then the optimizer takes it over."""
 
@@ -191,6 +217,8 @@ class OptimTarget:
         """Raises ValueError for a checkpoint that lacks state of this optimizer's, or has another's."""
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
+        # whole state, by FQN and name, see [Note: Whole state] in fsdp_c/state/whole_state.py
+        self.whole: dict[str, dict[str, _Whole]] = {}
         self.found = self._states()
         self._scalars = self._names_of_scalars()
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
@@ -199,7 +227,8 @@ class OptimTarget:
         ] = {}  # those to read before anything is changed: what must agree, and groups'
         self.objects: dict[str, object] = {}  # read by key
         self.object_keys: list[str] = []
-        self._state: dict[nn.Parameter, dict[str, Tensor | list[str]]] = {}
+        self.memory: dict[str, Tensor] = {}  # of whole state, by key
+        self._state: dict[nn.Parameter, dict[str, Tensor | list[str] | _Whole]] = {}
         for param, known in (each for group in self.groups for each in group):
             self._add_param(param, known)
         self._group_keys = self._keys_of_groups()
@@ -213,8 +242,13 @@ class OptimTarget:
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):
                 fqn, _, name = key.removeprefix(prefix).rpartition(".")
-                if len(path) >= 2 and key.endswith(f"{path[-2]}.{path[-1]}") and path[-3:-2] == ("state",):
-                    fqn, name = str(path[-2]), str(path[-1])
+                below = next((path[n:] for n in range(len(path)) if key_of(path[:n]) == prefix[:-1]), ())
+                if len(below) > 2:
+                    whole = self.whole.setdefault(str(below[0]), {})
+                    whole.setdefault(str(below[1]), _Whole([])).keys.append((below[2:], key))
+                    continue
+                if below:
+                    fqn, name = map(str, below)
                 found.setdefault(fqn, {})[name] = StateKey(key, fqn, name)
         return found
 
@@ -222,7 +256,7 @@ class OptimTarget:
         if not self.found and not self._group_keys:
             raise CheckpointError(f"{self.checkpoint.folder} holds no optimizer under {self.prefix[:-1]!r}")
         own = {fqn for group in self.groups for _, known in group for fqn in known.fqns}
-        strangers = sorted(set(self.found) - own)
+        strangers = sorted({*self.found, *self.whole} - own)
         if strangers:
             raise CheckpointError(
                 f"{self.checkpoint.folder} has optimizer state of {strangers[:8]}, which this optimizer does "
@@ -231,7 +265,38 @@ class OptimTarget:
 
     # ------------------------------------------------------------- state
 
+    def _add_whole_states(self, param: nn.Parameter, known: OptimParam) -> None:
+        owns = known.module is None
+        if isinstance(self.optimizer, WholeParameters) and known.module is not None:
+            owns = known.name in self.optimizer.owned_names()
+            self._take_other_shapes(known)
+        (fqn, *_) = [fqn for fqn in known.fqns if fqn in self.whole] or [""]
+        if fqn and known.module is not None and not isinstance(self.optimizer, WholeParameters):
+            raise ValueError(
+                f"{self.checkpoint.folder} has optimizer state {next(iter(self.whole[fqn]))!r} of {fqn} in a list "
+                "or dict, which is of whole parameters: step them by fsdp_c.optim.WholeParameters"
+            )
+        for name, state in self.whole[fqn].items() if fqn and owns else ():
+            self._state.setdefault(param, {})[name] = state._replace(is_of_unit=known.module is not None)
+            for _, key in state.keys:
+                entry = self.checkpoint.entries[key]
+                if isinstance(entry, TensorEntry):
+                    self.memory[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=param.device)
+                    self.tensors[key] = value_of_state(self.memory[key], param)
+                else:
+                    self.object_keys.append(key)
+
+    def _take_other_shapes(self, known: OptimParam) -> None:
+        (fqn,) = known.fqns
+        shape = param_layouts(known.owner)[known.indices[0]].full_shape
+        for name, state in [*self.found.get(fqn, {}).items()]:
+            entry = self.checkpoint.entries[state.key]
+            if isinstance(entry, TensorEntry) and entry.shape not in ((), tuple(shape)):
+                self.whole.setdefault(fqn, {})[name] = _Whole([((), state.key)])
+                del self.found[fqn][name]
+
     def _add_param(self, param: nn.Parameter, known: OptimParam) -> None:
+        self._add_whole_states(param, known)
         present = [fqn for fqn in known.fqns if fqn in self.found]
         if not present or (known.module is not None and not holds_elements(known)):
             return
@@ -244,10 +309,8 @@ class OptimTarget:
                     f"state: {present[0]} has {sorted(names)}, {(absent or [fqn])[0]} "
                     f"{sorted(self.found.get((absent or [fqn])[0], {}))}; load with use_orig_params=True"
                 )
-        self._state[param] = {name: self._target(param, known, name) for name in self._ordered(present[0])}
-
-    def _ordered(self, fqn: str) -> list[str]:
-        return list(self.found[fqn])
+        state = self._state.setdefault(param, {})
+        state |= {name: self._target(param, known, name) for name in self.found[present[0]]}
 
     def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Tensor | list[str]:
         """The tensor to read into, or the keys whose values must be one."""
@@ -402,8 +465,17 @@ class OptimTarget:
         for group, saved in groups:
             group.update({name: copy.deepcopy(value) for name, value in saved.items()})
 
-    def _final(self, value: Tensor | list[str]) -> object:
+    def _final_whole(self, state: _Whole) -> object:
+        made: StateDict = {}
+        for path, key in state.keys:
+            value = self.memory[key] if key in self.memory else self.objects[key]
+            put_at(self.checkpoint, key, made, ("", *path), value)
+        return WholeState(made[""], None) if state.is_of_unit else made[""]
+
+    def _final(self, value: Tensor | list[str] | _Whole) -> object:
         """A flat parameter has one value for all: it must be every original parameter's."""
+        if isinstance(value, _Whole):
+            return self._final_whole(value)
         if not isinstance(value, list):
             return value
         values = [self.scalars[key] if key in self.scalars else self.objects[key] for key in value]

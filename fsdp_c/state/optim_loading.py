@@ -4,6 +4,7 @@ own keys."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding import common
@@ -31,6 +33,7 @@ from fsdp_c.state.sharded_values import (
     to_memory_order,
     wholes_of_rows,
 )
+from fsdp_c.state.whole_state import WholeState, has_tensors, loaded_state, moved_to_owners
 
 MAX_NAMES = 4  # in a message
 
@@ -39,9 +42,12 @@ class LoadOptions(NamedTuple):
     rank0_only: bool  # rank 0 has the state dict, the others pass nothing
     named_optim: torch.optim.Optimizer | None  # the optimizer, if its state dict is keyed by names; else None
     group: dist.ProcessGroup | None
+    # the parameters that this rank steps whole; None where it steps what it has of each
+    owned: frozenset[str] | None = None
 
 
-class _OnRank0(NamedTuple):
+@dataclasses.dataclass
+class _OnRank0:
     """Stands for a tensor that rank 0 has."""
 
     shape: torch.Size
@@ -77,9 +83,12 @@ def load_optim_state(
     if "state" not in osd:
         raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
     _check_groups(osd.get("param_groups", ()), params, keys)
-    targets = _targets(params, osd["state"])
+    states = osd["state"]
+    if options.owned is not None:
+        states = _with_whole_states(params, states, source, options)
+    targets = _targets(params, states)
     shards = dict(_shards(targets, source, options))
-    state = _rekeyed(params, keys, osd["state"], shards, source, options)
+    state = _rekeyed(params, keys, states, shards, source, options)
     result: ParamState = {"state": state}
     if "param_groups" in osd:
         result["param_groups"] = [_keyed_group(group, params, keys) for group in osd["param_groups"]]
@@ -105,7 +114,46 @@ def _without_tensors(value: object) -> Any:
         return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype)
     if isinstance(value, dict):
         return {key: _without_tensors(one) for key, one in value.items()}
-    return value
+    return pytree.tree_map_only(Tensor, _without_tensors, value) if has_tensors(value) else value
+
+
+# ----------------------------------------------------------------- whole state
+
+
+def _with_whole_states(
+    params: OptimParams, states: dict[str, ParamState], source: StateDict | None, options: LoadOptions
+) -> dict[str, ParamState]:
+    """What has not its parameter's shape becomes a ``WholeState``, on the parameter's owner.
+
+    Collective where only one rank has it. See [Note: Whole state] in fsdp_c/state/whole_state.py.
+    """
+    assert options.owned is not None
+    found: dict[tuple[str, str], WholeState] = {}
+    for known in params.by_param.values():
+        if known.module is None:
+            continue
+        for fqn in known.fqns:
+            shape = param_layouts(known.module)[known.indices[0]].full_shape
+            for name, value in sorted(states.get(fqn, {}).items()):
+                if _shape_of(value) == shape if _is_tensor(value) else not has_tensors(value, _OnRank0):
+                    continue
+                if not options.rank0_only:
+                    found[fqn, name] = loaded_state(value)
+                    continue
+                given = _on_meta(value) if source is None else source["state"][fqn][name]
+                found[fqn, name] = WholeState(given, _rank_0(options.group))
+    found |= moved_to_owners(found, options.owned, options.group, params.units[0].compute_device)
+    merged = dict(states)
+    for (fqn, name), state in found.items():
+        merged[fqn] = {**merged[fqn], name: state}
+    return merged
+
+
+def _on_meta(value: Any) -> Any:
+    """With meta tensors for those that are on rank 0."""
+    return pytree.tree_map_only(
+        _OnRank0, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"), value
+    )
 
 
 # ----------------------------------------------------------------- shards
@@ -136,10 +184,14 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
     return targets
 
 
+def _shape_of(value: Tensor | _OnRank0) -> torch.Size:
+    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+
+
 def _check_shape(
     known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0
 ) -> None:
-    shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+    shape = _shape_of(value)
     kept = (
         shape != layout.full_shape
         and known.takes_any_shape
@@ -395,15 +447,16 @@ def _state_of_param(
         return _flat_state(known, states, shards)
     (fqn,) = known.fqns
     (_, _, numel, _) = handle_of(known.owner).layout.shard_ranges()[known.indices[0]]
-    if not numel:
-        return {}
     return {
         name: shards[fqn, name] if _is_tensor(value) else _own_scalar(value)
         for name, value in states[fqn].items()
+        if numel or isinstance(value, WholeState)
     }
 
 
 def _own_scalar(value: object) -> object:
+    if isinstance(value, WholeState):
+        return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

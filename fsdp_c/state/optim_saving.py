@@ -12,7 +12,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from fsdp_c.state.sharded_values import (
     sharded_values,
 )
 from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard, wholes_of_shards
+from fsdp_c.state.whole_state import WholeState, full_values, sharded_value
 
 
 class SaveOptions(NamedTuple):
@@ -83,7 +84,8 @@ def save_optim_state(
     key_of = {param: key for key, param in keys.items()}
     local = _local_states(params, key_of, osd["state"])
     held = _agree(params, local, options.group)
-    values = _tensors(params, local, held, options)
+    values: dict[tuple[str, str], Any] = {**_tensors(params, local, held, options)}
+    values |= _whole_states(params, local, held, options)
     if not options.returns_state:
         return {}
     state = _assembled(params, local, held, values, options)
@@ -205,7 +207,13 @@ def _described(states: dict[str, ParamState]) -> dict[str, _Held]:
     result = {}
     for name, state in states.items():
         tensors = tuple(sorted((key, v.dtype) for key, v in state.items() if _is_sharded(v)))
-        others = tuple(sorted((key, v) for key, v in state.items() if not isinstance(v, Tensor)))
+        others = tuple(
+            sorted(
+                (key, value.described() if isinstance(value, WholeState) else value)
+                for key, value in state.items()
+                if not isinstance(value, Tensor)
+            )
+        )
         result[name] = _Held(kinds.setdefault(tensors, tensors), tuple(scalars[name]), others)
     return result
 
@@ -336,6 +344,26 @@ def _tensors(
     return values
 
 
+def _whole_states(
+    params: OptimParams,
+    local: dict[OptimParam, ParamState],
+    held: dict[OptimParam, _Held],
+    options: SaveOptions,
+) -> dict[tuple[str, str], Any]:
+    """See [Note: Whole state] in fsdp_c/state/whole_state.py."""
+    found: dict[tuple[str, str], WholeState] = {}
+    for known, one in held.items():
+        for name, told in one.others:
+            if isinstance(told, WholeState):
+                found[known.name, name] = local.get(known, {}).get(name, told)
+    if options.shard_state:
+        return {key: sharded_value(state, options.group, options.cpu_offload) for key, state in found.items()}
+    device = params.units[0].compute_device if params.units else torch.device("cpu")
+    states = list(found.values())
+    made = full_values(states, options.group, device, options.rank0_only, options.cpu_offload)
+    return dict(zip(found, made, strict=True))
+
+
 def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[OptimParam]]]:
     members: dict[ShardedModule, list[OptimParam]] = {}
     for known in held:
@@ -449,7 +477,7 @@ def _assembled(
     params: OptimParams,
     local: dict[OptimParam, ParamState],
     held: dict[OptimParam, _Held],
-    values: dict[tuple[str, str], Tensor],
+    values: dict[tuple[str, str], Any],
     options: SaveOptions,
 ) -> dict[str, ParamState]:
     state: dict[str, ParamState] = {}
@@ -459,7 +487,10 @@ def _assembled(
         for fqn in known.fqns:
             state[fqn] = {name: values[fqn, name] for name, _ in one.tensors}
             state[fqn] |= {name: next(scalars[dtype]) for name, _, dtype in one.scalars}
-            state[fqn] |= {name: copy.deepcopy(value) for name, value in one.others}
+            state[fqn] |= {
+                name: values[fqn, name] if isinstance(value, WholeState) else copy.deepcopy(value)
+                for name, value in one.others
+            }
             if params.use_orig_params:
                 state[fqn] = {name: state[fqn][name] for name in _order_of_orig(known, one, local)}
     for name, own in unmanaged.items():

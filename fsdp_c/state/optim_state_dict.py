@@ -17,6 +17,7 @@ from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import Key, OptimParams, check_optimizer, names_of_params, params_of_input
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.state_dict import settings_of
+from fsdp_c.state.whole_parameters import WholeParameters
 from fsdp_c.tools import flight_recorder
 
 Group = dist.ProcessGroup | None
@@ -70,7 +71,8 @@ def optim_state_dict_to_load(
         raise AssertionError(
             "Expected optim_input to be None and rank0_only to be False for sharded state, got True"
         )
-    options = LoadOptions(rank0_only, optim if is_named_optimizer else None, group)
+    owned = optim.owned_names() if isinstance(optim, WholeParameters) else None
+    options = LoadOptions(rank0_only, optim if is_named_optimizer else None, group, owned)
     with common.collector_paused():
         result = load_optim_state(
             params, params.keys(optim, None, () if is_named_optimizer else None), osd, options
@@ -165,7 +167,8 @@ def _load(
 ) -> StateDict:
     params = OptimParams(model)
     keys = params.keys(optim, optim_input, None)
-    return load_optim_state(params, keys, osd, LoadOptions(rank0_only, None, group))
+    owned = optim.owned_names() if isinstance(optim, WholeParameters) else None
+    return load_optim_state(params, keys, osd, LoadOptions(rank0_only, None, group, owned))
 
 
 # ----------------------------------------------------------------- keys of a plain model's state

@@ -70,7 +70,13 @@ def chunk_partition(shape: Sequence[int], world_size: int) -> Partition:
 
 def rank0_partition(numel: int) -> Partition:
     """Everything on rank 0."""
-    return Partition(numel, max(numel, 1), 0)
+    return rank_partition(numel, 0)
+
+
+def rank_partition(numel: int, rank: int) -> Partition:
+    """Everything on one rank."""
+    step = max(numel, 1)
+    return Partition(numel, step, rank * step)
 
 
 class Space:

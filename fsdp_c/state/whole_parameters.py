@@ -7,6 +7,7 @@ gradients: they divide the work too, and each tells the others what came of its 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,11 +22,16 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
-from fsdp_c.state.redistribution import Partition, redistribute
+from fsdp_c.state.redistribution import Partition, rank_partition, redistribute
 from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_memory_order
+from fsdp_c.state.whole_state import WholeState, has_tensors
 
 BUCKET_NBYTES = 256 * 2**20
 _GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HALF_DONE = (
+    "The step is done for some parameters and their state, and not for others: go on from a checkpoint"
+)
+_UNREDUCED = 1 + len(_GRAD_DTYPES)  # of a gradient: that a rank has it as no_sync leaves it
 
 
 class _Ranks(NamedTuple):
@@ -97,8 +103,7 @@ class _Whole:
 
     @property
     def on_owner(self) -> Partition:
-        step = max(self.numel, 1)
-        return Partition(self.numel, step, self.owner[0] * step)
+        return rank_partition(self.numel, self.owner[0])
 
     def flat(self, value: Tensor) -> Tensor:
         """1-D, of what has the shape of ``param`` or of ``held``."""
@@ -112,7 +117,7 @@ class _Whole:
         return from_memory_order(flat, self.layout.shape, self.layout.order)
 
     def take(self, value: Tensor, grad: Tensor) -> None:
-        self.held.data, self.held.grad = value, grad.to(value.dtype)
+        self.held.data, self.held.grad = value, grad
 
     def release(self) -> None:
         self.held.data, self.held.grad = self._empty, None
@@ -144,8 +149,8 @@ class WholeParameters(Optimizer):
 
     ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict``
     and ``fsdp_c.checkpoint`` it is saved by original names, for any wrapping, number of ranks, and for the
-    same optimizer over a model that is not wrapped. That takes state of the parameter's shape, or single
-    values; other state (Adafactor's and Shampoo's factors) is an error there.
+    same optimizer over a model that is not wrapped. State of another shape than the parameter's (Adafactor's,
+    Shampoo's and SOAP's factors), also in lists and dicts, is saved whole by the owner.
 
     An optimizer that combines parameters into one number, as D-adaptation does, sees those of one rank and
     bucket. Raises ValueError for a model with tensor parallelism inside, for parameters that ``factory`` was
@@ -173,6 +178,7 @@ class WholeParameters(Optimizer):
         }
         by_held = {whole.held: whole for whole in self._wholes}
         self._stepped = [by_held[held] for group in self._inner_groups() for held in group["params"]]
+        self._beside = _Beside([whole.ranks.device for whole in self._wholes if whole.ranks is not None])
         self._is_complete = False
         params = iter([whole.param for whole in self._stepped])
         super().__init__(
@@ -198,36 +204,74 @@ class WholeParameters(Optimizer):
         """Update the parameters that have a gradient on any rank. Collective. Returns what ``closure``,
         called once, before, with gradients enabled, returns.
 
-        Raises RuntimeError, naming the parameter, for gradients that ``no_sync`` has left unreduced.
+        Raises RuntimeError on all ranks, naming the parameter, for gradients that ``no_sync`` has left
+        unreduced on one; and, naming the rank, where its optimizer raises: the step is then done for some
+        parameters and not for others.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        having, state_is_loaded = _agree_on_gradients(self._stepped, bool(self.state))
+        with self._beside.moving():
+            having, state_is_loaded = _agree_on_gradients(self._stepped, bool(self.state))
         if state_is_loaded:
             self._take_state()
         outer = [_options(group) for group in self.param_groups]
-        for bucket in self._buckets(list(having)):
-            for group, options in zip(self._inner_groups(), outer, strict=True):
-                # what a group counts it counts once in a step, of however many buckets
-                held = group["params"]
-                group.clear()
-                group.update(options, params=held)
-            _gather_to_owners(bucket, having)
-            try:
-                for inner in self._inner:
-                    inner.step()
-                _return_to_shards(
-                    [(whole, whole.held.detach()) for whole in bucket if whole.ranks is not None]
-                )
-            finally:
+        buckets = list(self._buckets(list(having)))
+        try:
+            self._step_buckets(buckets, having, outer)
+        finally:
+            self._beside.wait()
+            for bucket in buckets:
                 for whole in bucket:
                     whole.release()
         for group, inner_group in zip(self.param_groups, self._inner_groups(), strict=True):
             group.update(_options(inner_group))
         torch.autograd.graph.increment_version([whole.param for whole in having if whole.ranks is None])
         return loss
+
+    def _step_buckets(
+        self,
+        buckets: Sequence[list[_Whole]],
+        dtypes: dict[_Whole, torch.dtype],
+        outer: Sequence[ParamGroup],
+    ) -> None:
+        """See [Note: Beside the computation]."""
+        beside, error = self._beside, None
+        with beside.moving(after_computation=True):
+            gathered = _gathered_on_owners(buckets[0], dtypes)
+            event = beside.event()
+        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            beside.wait(event)
+            while gathered:  # which then holds none of a bucket that has been returned
+                whole, *moved = gathered.pop()
+                whole.take(*moved)
+                del moved
+            if following is not None:
+                with beside.moving():
+                    gathered = _gathered_on_owners(following, dtypes)
+                    event = beside.event()
+            try:
+                if error is None:
+                    self._step_inner(outer)
+            except Exception as raised:
+                error = raised
+            if following is None:
+                with beside.moving():
+                    _raise_everywhere(self._stepped, error, _HALF_DONE)
+            with beside.moving(after_computation=True):
+                _return_to_shards([whole for whole in bucket if whole.ranks is not None])
+            for whole in bucket:
+                whole.release()
+
+    def _step_inner(self, outer: Sequence[ParamGroup]) -> None:
+        for group, options in zip(self._inner_groups(), outer, strict=True):
+            # what a group counts it counts once in a step, of however many buckets
+            held = group["params"]
+            group.clear()
+            group.update(options, params=held)
+        for inner in self._inner:
+            inner.step()
 
     def _buckets(self, wholes: list[_Whole]) -> Iterator[list[_Whole]]:
         """In each, all ranks have as much to do as in the others."""
@@ -252,12 +296,11 @@ class WholeParameters(Optimizer):
     def sharded_state(self) -> dict[Tensor, ParamState]:
         """The state as an optimizer over the shards would have it. Collective.
 
-        Raises ValueError, on every rank, for state of another shape than its parameter's.
+        What has not its parameter's shape is a ``WholeState``.
         """
-        described = _told(self._stepped, {_LOADED: {}} if self.state else self._described())
-        if _LOADED in described:
-            return dict(self.state)
-        _refuse_other_shapes(described)
+        if _LOADED in _told(self._stepped, {_LOADED: {}} if self.state else {}):
+            self._take_state()
+        described = _told(self._stepped, self._described())
         state: dict[Tensor, ParamState] = {}
         moving: list[tuple[_Whole, str, torch.dtype]] = []
         for whole in self._stepped:
@@ -271,12 +314,19 @@ class WholeParameters(Optimizer):
                     state.setdefault(whole.param, {})[key] = None  # in the optimizer's order
                 elif isinstance(kind, _Value):
                     state.setdefault(whole.param, {})[key] = copy.deepcopy(kind.value)
+                else:
+                    own = self._state_of(whole)[key] if whole.is_own else kind.value
+                    state.setdefault(whole.param, {})[key] = WholeState(own, kind.holder)
         values = [self._state_of(whole).get(key) if whole.is_own else None for whole, key, _ in moving]
         parts = _moved_to_shards([(w, v, d) for (w, _, d), v in zip(moving, values, strict=True)])
         for (whole, key, _), part in zip(moving, parts, strict=True):
             state[whole.param][key] = part.to(whole.param.device)
         # single values of the others are told by the ranks that have elements
-        return {param: own for param, own in state.items() if param.numel()}
+        return {param: kept for param, own in state.items() if (kept := _kept(param, own))}
+
+    def owned_names(self) -> frozenset[str]:
+        """The parameters that this rank steps for all."""
+        return frozenset(whole.name for whole in self._wholes if whole.is_own)
 
     def _described(self) -> dict[str, _Described]:
         own = [whole for whole in self._stepped if whole.ranks is not None and whole.is_own]
@@ -304,6 +354,8 @@ class WholeParameters(Optimizer):
             {w.name: _kinds(self.state[w.param]) for w in self._stepped if w.param in self.state},
         )
         moving: list[tuple[_Whole, str, Tensor]] = []
+        missing: list[str] = []
+        group_of = {held: group for group in self._inner_groups() for held in group["params"]}
         for inner in self._inner:
             inner.state.clear()
         for whole in self._stepped:
@@ -317,7 +369,19 @@ class WholeParameters(Optimizer):
                     nothing = torch.empty(0, dtype=kind, device=whole.param.device)
                     moving.append((whole, key, own.get(key, nothing)))
                 if whole.is_own:  # in the order in which it was saved
-                    self._inner_of[whole.held].state[whole.held][key] = getattr(kind, "value", None)
+                    value = kind.value if isinstance(kind, _Value) else None
+                    if isinstance(value, Tensor) and not _stays(key, group_of[whole.held]):
+                        value = value.to(whole.ranks.device)
+                    if isinstance(kind, WholeState):
+                        given = own.get(key, kind)
+                        if given.is_here:
+                            value = given.own(whole.ranks.device)
+                        else:
+                            missing.append(f"{key!r} of {whole.name}")
+                    self._inner_of[whole.held].state[whole.held][key] = value
+        lacking = ValueError(f"its state dict lacks {first_names(missing)}, as another rank owned it then")
+        remedy = "Load what FSDP.optim_state_dict() gave, by FSDP.optim_state_dict_to_load()"
+        _raise_everywhere(self._stepped, lacking if missing else None, remedy)
         for ranks in dict.fromkeys(whole.ranks for whole, _, _ in moving):
             members = [each for each in moving if each[0].ranks == ranks]
             values = _moved_to_owners([(whole, part) for whole, _, part in members])
@@ -325,6 +389,11 @@ class WholeParameters(Optimizer):
                 if value is not None:
                     self._inner_of[whole.held].state[whole.held][key] = value
         self.state.clear()
+
+
+def _stays(key: str, group: ParamGroup) -> bool:
+    """Whether single numbers of state stay on the CPU, as torch has it when an optimizer loads state."""
+    return key == "step" and not (group.get("capturable") or group.get("fused"))
 
 
 def _options(group: ParamGroup) -> ParamGroup:
@@ -401,21 +470,77 @@ def _made(
 # ----------------------------------------------------------------- movement
 
 
+class _Beside:
+    """A stream for what moves; on the CPU it moves between computations.
+
+    [Note: Beside the computation] A bucket is gathered while the one before is computed, and returned while
+    the next one is. The stream holds, in this order: gather 0, gather 1, return 0, gather 2, return 1. Each
+    return waits for its bucket's computation, so that memory of the stream that a bucket has left is free for
+    the gather behind it: two buckets of memory.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.device = next((device for device in devices if device.type != "cpu"), None)
+        self.module = torch.get_device_module(self.device) if self.device else None
+        self.stream = self.module.Stream(self.device) if self.module else None
+
+    @contextlib.contextmanager
+    def moving(self, after_computation: bool = False) -> Iterator[None]:
+        if self.module is None or self.stream is None:
+            yield
+            return
+        if after_computation:
+            self.stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self.stream):
+            yield
+
+    def event(self) -> Any:
+        return self.stream.record_event() if self.stream else None
+
+    def wait(self, event: Any = None) -> None:
+        """Computation waits for what has moved by ``event``; by default for all."""
+        if self.module is not None:
+            (event or self.event()).wait(self.module.current_stream(self.device))
+
+
+def _groups_of(wholes: Iterable[_Whole]) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
+    """Those among which all ranks of these parameters are."""
+    for ranks in dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None):
+        for group in (ranks.shards, ranks.replicas):
+            if group is not None and group.size() > 1:
+                yield group, ranks.device
+
+
+def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy: str) -> None:
+    """Raise RuntimeError where one rank has an error. Collective."""
+    failed = error is not None
+    for group, device in _groups_of(wholes):
+        flag = torch.tensor(failed, dtype=torch.uint8, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        failed = bool(flag.item())
+    if not failed:
+        return
+    told = {} if error is None else {dist.get_rank(): f"{type(error).__name__}: {error}"}
+    for group, _ in _groups_of(wholes):
+        for one in common.tell(told, group):
+            told |= one
+    causes = [f"the optimizer of rank {rank} raised {text}" for rank, text in sorted(told.items())]
+    raise RuntimeError("\n".join([*causes, remedy])) from error
+
+
 def _agree_on_gradients(
     wholes: Sequence[_Whole], state_is_loaded: bool
 ) -> tuple[dict[_Whole, torch.dtype], bool]:
     """The parameters of which a rank has a gradient, with its dtype; and whether a rank has loaded state."""
     found: dict[_Whole, torch.dtype] = {}
-    by_ranks: dict[_Ranks, dict[_Whole, int]] = {}  # 0 for no gradient, else from 1 on its dtype
+    # 0 for no gradient, else from 1 on its dtype, or that it is not reduced
+    by_ranks: dict[_Ranks, dict[_Whole, int]] = {}
     for whole in wholes:
         grad = whole.param.grad
-        if grad is not None and grad.shape != whole.param.shape:
-            raise RuntimeError(
-                f"the gradient of {whole.name} has {grad.numel()} elements where this rank's part has "
-                f"{whole.param.numel()}: run a backward outside of no_sync before step()"
-            )
         if whole.ranks is not None:
             kind = 0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype)
+            if grad is not None and grad.shape != whole.param.shape:
+                kind = _UNREDUCED
             by_ranks.setdefault(whole.ranks, {})[whole] = kind
         elif grad is not None:
             found[whole] = grad.dtype
@@ -428,17 +553,27 @@ def _agree_on_gradients(
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         is_loaded, *agreed = flags.tolist()
         state_is_loaded = state_is_loaded or bool(is_loaded)
+        if unreduced := [
+            whole.name for whole, kind in zip(members, agreed, strict=True) if kind == _UNREDUCED
+        ]:
+            raise RuntimeError(
+                f"the gradient of {first_names(unreduced)} is on a rank not of the size of its shard: run a backward "
+                "outside of no_sync before step()"
+            )
         found |= {whole: _GRAD_DTYPES[kind - 1] for whole, kind in zip(members, agreed, strict=True) if kind}
     return found, state_is_loaded
 
 
-def _gather_to_owners(bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]) -> None:
-    managed = []
+def _gathered_on_owners(
+    bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype]
+) -> list[tuple[_Whole, Tensor, Tensor]]:
+    """Of what this rank steps the values and gradients. Collective."""
+    found, managed = [], []
     for whole in bucket:
         param, grad = whole.param.detach(), whole.param.grad
         if whole.ranks is None:
             assert grad is not None
-            whole.take(param, grad)
+            found.append((whole, param, grad))
         else:
             managed += [
                 (whole, param),
@@ -447,7 +582,8 @@ def _gather_to_owners(bucket: Sequence[_Whole], dtypes: dict[_Whole, torch.dtype
     moved = _moved_to_owners(managed)
     for (whole, _), value, grad in zip(managed[::2], moved, moved, strict=True):
         if value is not None and grad is not None:
-            whole.take(value, grad)
+            found.append((whole, value, grad.to(value.dtype)))
+    return found
 
 
 def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor | None]:
@@ -473,7 +609,8 @@ def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor 
             yield whole.shaped(flat, whole=True) if whole.is_own else None
         else:
             assert whole.ranks is not None
-            yield part.to(whole.ranks.device)
+            # not at any address: products of matrices differ in their last bits by how their memory is aligned
+            yield part.to(whole.ranks.device, copy=True)
     for _ in wholes:  # to its end, as on the other ranks
         pass
 
@@ -482,10 +619,14 @@ def _is_of_replica(whole: _Whole) -> bool:
     return whole.ranks is not None and whole.owner[1] == whole.ranks.own_place[1]
 
 
-def _return_to_shards(values: Sequence[tuple[_Whole, Tensor]]) -> None:
+def _return_to_shards(wholes: Sequence[_Whole]) -> None:
     """What the owners have becomes what the shards have. Collective."""
-    given = [(whole, value if whole.is_own else None, value.dtype) for whole, value in values]
-    for (whole, _), part in zip(values, _moved_to_shards(given), strict=True):
+    values = [whole.held.detach() for whole in wholes]
+    for value in values:
+        if not value.is_cpu:  # an optimizer may have put memory of its stream in place of ours
+            value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
+    given = [(w, v if w.is_own else None, v.dtype) for w, v in zip(wholes, values, strict=True)]
+    for whole, part in zip(wholes, _moved_to_shards(given), strict=True):
         whole.param.copy_(part)
 
 
@@ -547,11 +688,7 @@ class _Value(NamedTuple):
     value: object
 
 
-class _OtherShape(NamedTuple):
-    shape: tuple[int, ...]
-
-
-_Described = dict[str, "torch.dtype | _Value | _OtherShape"]
+_Described = dict[str, "torch.dtype | _Value | WholeState"]
 _LOADED = ""  # a name for what a rank says that has loaded state
 
 
@@ -559,10 +696,14 @@ def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
     """``shape``: which tensors must have, to be divided as their parameter is."""
     kinds: _Described = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if isinstance(value, WholeState):
+            kinds[key] = value.described()
+        elif has_tensors(value) or (
+            isinstance(value, Tensor) and value.dim() and shape not in (None, value.shape)
+        ):
+            kinds[key] = WholeState(value, dist.get_rank()).described()
+        elif not isinstance(value, Tensor) or value.dim() == 0:
             kinds[key] = _Value(value.cpu() if isinstance(value, Tensor) else value)
-        elif shape is not None and value.shape != shape:
-            kinds[key] = _OtherShape(tuple(value.shape))
         else:
             kinds[key] = value.dtype
     return kinds
@@ -570,20 +711,13 @@ def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
 
 def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _Described]:
     """What any of the ranks that have these parameters says of them. Collective."""
-    found = dict(mine)
-    for ranks in dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None):
-        for group in (ranks.shards, ranks.replicas):
-            if group is not None:
-                for one in common.tell(found, group):
-                    found.update(one)
+    found = {name: dict(kinds) for name, kinds in mine.items()}
+    for group, _ in _groups_of(wholes):
+        for one in common.tell(found, group):
+            for name, kinds in one.items():
+                found.setdefault(name, {}).update(kinds)
     return found
 
 
-def _refuse_other_shapes(described: dict[str, _Described]) -> None:
-    for name, kinds in described.items():
-        for key, kind in kinds.items():
-            if isinstance(kind, _OtherShape):
-                raise ValueError(
-                    f"optimizer state {key!r} of {name} has shape {kind.shape}, which its parameter has not: "
-                    "only state of the parameter's shape can be divided as it is, and saved by name"
-                )
+def _kept(param: Tensor, state: ParamState) -> ParamState:
+    return state if param.numel() else {k: v for k, v in state.items() if isinstance(v, WholeState)}

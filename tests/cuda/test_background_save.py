@@ -52,7 +52,7 @@ def thread_held_back() -> Iterator[threading.Event]:
     wait = HostCopies.wait
 
     def later(copies: HostCopies) -> None:
-        assert over.wait(60)
+        assert over.wait(600)
         wait(copies)
 
     with mock.patch.object(HostCopies, "wait", later):

@@ -267,6 +267,41 @@ def test_a_run_of_shapes_alone_takes_the_time_of_one_that_computes() -> None:
     assert all(computed[name] == pytest.approx(shapes[name]) for name in shapes)
 
 
+WHOLE_PARAMETERS = """
+    import fsdp_c
+    from fsdp_c.state import whole_parameters
+
+    class Squares(torch.optim.SGD):
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad @ param.grad.T)
+
+    net = torch.nn.Sequential(*(torch.nn.Linear(200, 200, bias=False) for _ in range(32))).cuda()
+    model = fsdp_c.FullyShardedDataParallel(net, device_id=0, use_orig_params=True)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    nbytes = 8 * 200 * 200 * 4  # a matrix for each rank
+    optimizer = fsdp_c.optim.WholeParameters(model, Squares, lr=0.1, bucket_nbytes=nbytes)
+    # what ranks tell each other has no values here
+    dtypes = {whole: torch.float32 for whole in optimizer._stepped}
+    whole_parameters._agree_on_gradients = lambda *_: (dtypes, False)
+    whole_parameters._raise_everywhere = lambda *_: None
+    optimizer.step()
+    with step() as s: optimizer.step()
+    moves = [span.end - span.begin for span in s.spans if span.kind == timeline.OTHER_COLLECTIVE]
+    times["time"], times["exposed"], times["moves"] = s.time, s.exposed, moves
+"""
+
+
+def test_the_next_bucket_of_whole_parameters_moves_beside_the_computation_of_this_one() -> None:
+    times = run(WHOLE_PARAMETERS)
+    moves = times["moves"]
+    assert len(moves) == 2 * 4  # of four buckets, to the owners and back
+    assert times["time"] > 4 * 2 * 200**3 / 1000
+    assert times["exposed"] == pytest.approx(moves[0] + moves[-1])
+
+
 # ---- what is made of spans
 
 

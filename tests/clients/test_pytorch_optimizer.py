@@ -1,0 +1,103 @@
+"""pytorch_optimizer: SOAP and Shampoo, whose factors are of whole matrices, over shards by WholeParameters."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._pytree import tree_leaves
+
+from tests.clients.support import require
+from tests.ranks import on_ranks
+
+require("pytorch_optimizer")
+
+LIBRARY = "pytorch_optimizer"
+WIDTH = 12
+
+
+def optimizer_of(kind: str) -> Callable[..., torch.optim.Optimizer]:
+    import pytorch_optimizer
+
+    if kind == "SOAP":
+        return lambda params: pytorch_optimizer.SOAP(params, lr=0.01, precondition_frequency=2)
+    return lambda params: pytorch_optimizer.Shampoo(
+        params, lr=0.01, momentum=0.5, preconditioning_compute_steps=2
+    )
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(5)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 30), nn.Tanh(), nn.Linear(30, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.LayerNorm(WIDTH))
+
+
+def wrapped(plain: nn.Module, use_orig_params: bool) -> Any:
+    from fsdp_c import FullyShardedDataParallel as FSDP
+
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return FSDP(
+        copy.deepcopy(plain),
+        auto_wrap_policy=policy,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Ranks have the same batch: gradients are those of one rank, to the bit."""
+    for step in steps:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_values(model: Any, plain: nn.Module) -> None:
+    with type(model).summon_full_params(model):
+        for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("kind", ["SOAP", "Shampoo"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_factors_are_those_of_the_plain_model_and_resume(
+    rank: int, world_size: int, kind: str, use_orig_params: bool
+) -> None:
+    from fsdp_c import FullyShardedDataParallel as FSDP
+    from fsdp_c import checkpoint
+    from fsdp_c.optim import WholeParameters
+
+    make = optimizer_of(kind)
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params)
+    expected = make(list(plain.parameters()))
+    optimizer = WholeParameters(model, lambda named: make([param for _, param in named]))
+    train(plain, expected, range(5))
+    train(model, optimizer, range(5))
+    same_values(model, plain)
+
+    saved = FSDP.optim_state_dict(model, optimizer)
+    for name, param in plain.named_parameters():
+        assert set(saved["state"][name]) == set(expected.state[param])
+        for key, value in expected.state[param].items():
+            pairs = zip(tree_leaves(saved["state"][name][key]), tree_leaves(value), strict=True)
+            assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs), (name, key)
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(model, optimizer, f"{folder[0]}/checkpoint")
+    other = wrapped(plain_model(), not use_orig_params)
+    resumed = WholeParameters(other, lambda named: make([param for _, param in named]))
+    checkpoint.load(other, resumed, f"{folder[0]}/checkpoint")
+    train(plain, expected, range(5, 8))
+    train(other, resumed, range(5, 8))
+    same_values(other, plain)
