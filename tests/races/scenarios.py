@@ -82,13 +82,6 @@ def _make_segments(whole: Net) -> None:
 # ---- scenarios: what happens in the steps
 
 
-def step_whole_parameters(trainer: Trainer) -> None:
-    """Each bucket moves beside the computation of another."""
-    optimizer = optim.WholeParameters(trainer.model, torch.optim.SGD, lr=0.05, momentum=0.9, bucket_nbytes=1)
-    trainer.optimizer = optimizer
-    plain(trainer)
-
-
 def plain(trainer: Trainer) -> None:
     for _ in range(STEPS):
         trainer.step()
@@ -360,11 +353,6 @@ Body = Callable[[Trainer], None]
 SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "FULL_SHARD": (plain, {}),
     "SHARD_GRAD_OP": (plain, {"strategy": "SHARD_GRAD_OP"}),
-    "whole parameters": (step_whole_parameters, {}),
-    "whole parameters, flat, offload": (
-        step_whole_parameters,
-        {"use_orig_params": False, "cpu_offload": CPUOffload(True)},
-    ),
     "NO_SHARD": (plain, {"strategy": "NO_SHARD"}),
     "NO_SHARD bf16": (plain, {"strategy": "NO_SHARD", "mixed_precision": BF16}),
     "flat": (plain, {"use_orig_params": False}),

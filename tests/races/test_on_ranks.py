@@ -12,6 +12,7 @@ import pytest
 from tests import ranks, simulated_gpu
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.ranks import on_ranks
+from tests.simulated_gpu import races
 
 if not simulated_gpu.is_on():
     pytest.skip("needs the simulated GPU: python -m tests.simulated_gpu", allow_module_level=True)
@@ -77,3 +78,46 @@ def test_offload_gives_the_same_numbers(rank: int, world_size: int, strategy: st
             torch.equal(one, other)
             for one, other in zip(train(group, True), train(group, False), strict=True)
         )
+
+
+def step_whole_parameters(rank: int, group: Any, offload: bool) -> None:
+    """A bucket for each parameter, which moves beside the computation of another."""
+    import torch
+    from torch.distributed.fsdp import CPUOffload
+
+    from fsdp_c.optim import WholeParameters
+    from tests.races.scenarios import Trainer, plain
+
+    trainer = Trainer(rank, process_group=group, cpu_offload=CPUOffload(offload))
+    options = {"lr": 0.05, "momentum": 0.9, "bucket_nbytes": 1}
+    trainer.optimizer = WholeParameters(trainer.model, torch.optim.SGD, **options)
+    plain(trainer)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2, label="races")
+def test_whole_parameters_move_in_order(rank: int, world_size: int, offload: bool) -> None:
+    with on_gpu() as group, races.none_found():
+        step_whole_parameters(rank, group, offload)
+
+
+@pytest.mark.parametrize("missing", ["of the computation", "of the movement", "of a gather"])
+@on_ranks(2, label="races")
+def test_a_wait_of_whole_parameters_that_is_left_out_is_found(
+    rank: int, world_size: int, missing: str
+) -> None:
+    import torch
+
+    from fsdp_c.state.whole_parameters import _Beside
+
+    moving = _Beside.moving
+    with on_gpu() as group, pytest.MonkeyPatch.context() as patched:
+        if missing == "of the computation":
+            patched.setattr(_Beside, "wait", lambda self, event=None: None)
+        elif missing == "of the movement":
+            patched.setattr(_Beside, "moving", lambda self, after_computation=False: moving(self))
+        else:
+            patched.setattr(_Beside, "event", lambda self: torch.cuda.Event())
+        with pytest.raises(AssertionError, match="race"), races.none_found():
+            step_whole_parameters(rank, group, offload=False)
+    races.forget()
