@@ -130,7 +130,7 @@ class WholeParameters(Optimizer):
     owners, there the optimizer that ``factory`` made steps on tensors of the shapes before wrapping, and the
     parameters move back. Results are the bits of that optimizer on the unsharded model, given the same
     gradients. The ranks, replicas of hybrid strategies among them, get equal work: a matrix counts as its
-    product with itself, anything else as its elements.
+    product with itself, anything else as its elements. ``print(optimizer)`` says who owns how much.
 
     Args:
         model: has at least one FullyShardedDataParallel in it.
@@ -139,12 +139,13 @@ class WholeParameters(Optimizer):
             optimizer, or several, over some of them. Every rank calls it with all parameters, whose shapes
             and dtypes are true; their values come in ``step()``.
         bucket_nbytes: how much of the parameters is on the move at once, over all ranks; None for all of
-            them.
+            them. On a GPU the next bucket is gathered, and the last one returned, beside the computation of
+            this one.
         options: for ``factory``.
 
     ``param_groups`` are the factory's, over the model's own parameters (of units without ``use_orig_params``
     over ranges of the flat parameter, as ``fsdp_c.optim.param_groups`` makes them): schedulers and gradient
-    scalers work as usual. Memory: the state of what this rank owns, and in a step its part of a bucket,
+    scalers work as usual. Memory: the state of what this rank owns, and in a step its part of two buckets,
     values and gradients.
 
     ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict``
@@ -195,6 +196,10 @@ class WholeParameters(Optimizer):
                 "all groups"
             )
         super().add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        """Begins with what the ranks own, in bytes and shares of the work."""
+        return "\n".join([*_shares(self._wholes), super().__repr__()])
 
     def _inner_groups(self) -> list[dict[str, Any]]:
         return [group for inner in self._inner for group in inner.param_groups]
@@ -433,6 +438,28 @@ def _choose_owners(wholes: Sequence[_Whole]) -> None:
             max(room, key=lambda place: (_held_numel(whole, place[0]), -loads[place])) if room else least
         )
         loads[whole.owner] += whole.cost
+
+
+def _shares(wholes: Iterable[_Whole]) -> Iterator[str]:
+    """A line for each set of ranks."""
+    by_ranks: dict[_Ranks, list[_Whole]] = {}
+    for whole in wholes:
+        if whole.ranks is not None:
+            by_ranks.setdefault(whole.ranks, []).append(whole)
+    for ranks, members in by_ranks.items():
+        count, nbytes, cost = (dict.fromkeys(ranks.places, 0) for _ in range(3))
+        for whole in members:
+            count[whole.owner] += 1
+            nbytes[whole.owner] += whole.numel * whole.param.itemsize
+            cost[whole.owner] += whole.cost
+        own = ranks.own_place
+        share = max(cost.values()) * len(cost) / max(sum(cost.values()), 1)
+        yield (
+            f"{len(cost)} ranks own {len(members)} parameters of {sum(nbytes.values()) / 2**20:.2f} MiB: each "
+            f"{min(count.values())} to {max(count.values())}, {min(nbytes.values()) / 2**20:.2f} to "
+            f"{max(nbytes.values()) / 2**20:.2f} MiB, at most {share:.2f} of an equal share of the work; this one "
+            f"{count[own]}, {nbytes[own] / 2**20:.2f} MiB"
+        )
 
 
 def _held_numel(whole: _Whole, rank: int) -> int:

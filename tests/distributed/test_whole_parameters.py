@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,12 @@ def test_ranks_have_equal_work(rank: int, world_size: int) -> None:
     for whole in optimizer._wholes:
         costs[whole.owner[0]] += whole.cost
     assert max(costs) <= 1.2 * sum(costs) / world_size
+    owned = [whole for whole in optimizer._wholes if whole.is_own]
+    mib = sum(whole.held.numel() for whole in owned) * 4 / 2**20
+    share = max(costs) * world_size / sum(costs)
+    first = repr(optimizer).splitlines()[0]
+    assert first.startswith(f"4 ranks own {len(optimizer._wholes)} parameters of ")
+    assert f"at most {share:.2f} of an equal share of the work; this one {len(owned)}, {mib:.2f} MiB" in first
     told: list[Any] = [None] * world_size
     dist.all_gather_object(told, [whole.owner for whole in optimizer._wholes])
     assert all(one == told[0] for one in told)
@@ -251,6 +258,41 @@ def test_between_steps_a_rank_holds_state_of_its_own_alone(rank: int, world_size
     assert {param for param in inner.state} == {whole.held for whole in optimizer._wholes if whole.is_own}
     for whole in optimizer._wholes:
         assert whole.held.untyped_storage().nbytes() == whole.held.itemsize and whole.held.grad is None
+
+
+class Random:
+    """A model, how it is wrapped, and what steps it, of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        layers = [Layer(draw.randint(1, 60)) for _ in range(draw.randint(1, 4))]
+        self.plain = nn.Sequential(*layers, nn.Linear(WIDTH, draw.randint(1, 9))).to(device())
+        for param in self.plain.parameters():
+            param.requires_grad_(draw.random() < 0.9)
+        self.factory = FACTORIES[draw.choice(list(FACTORIES))]
+        self.options = {"use_orig_params": True, "sharding_strategy": draw.choice(STRATEGIES)}
+        if all(param.requires_grad for param in self.plain.parameters()):
+            self.options["use_orig_params"] = draw.random() < 0.5
+        self.bucket_nbytes = draw.choice([None, 1, 2000, 20_000])
+        self.saves_at = draw.randint(1, 4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@on_ranks(2)
+def test_random_programs_train_as_the_plain_model(rank: int, world_size: int, seed: int) -> None:
+    program = Random(seed)
+    plain, model = program.plain, wrapped(program.plain, **program.options)
+    expected = as_list(program.factory(list(plain.named_parameters())))
+    optimizer = WholeParameters(model, program.factory, bucket_nbytes=program.bucket_nbytes)
+    for step in range(5):
+        if step == program.saves_at:
+            saved = FSDP.optim_state_dict(model, optimizer)
+            optimizer = WholeParameters(model, program.factory, bucket_nbytes=program.bucket_nbytes)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
+        train(plain, expected, range(step, step + 1), clear=step != 2)
+        train(model, [optimizer], range(step, step + 1), clear=step != 2)
+    same_values(model, plain)
 
 
 # ----------------------------------------------------------------- as optimizers are used
