@@ -14,7 +14,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class Setting:
     state_dtype: torch.dtype
     tensors: int
     mb: float
+    kept: dict[str, Any] = field(default_factory=dict)  # options that torch has not
+    kept_nbytes: int = 0  # of an element, besides
 
     def params(self) -> list[nn.Parameter]:
         numel = int(self.mb * MB) // self.dtype.itemsize // self.tensors
@@ -81,7 +83,8 @@ class Setting:
     def moved(self) -> int:
         """Bytes: parameter and state read and written, gradient read."""
         numel = int(self.mb * MB) // self.dtype.itemsize
-        return numel * (3 * self.dtype.itemsize + 2 * len(STATE_NAMES) * self.state_dtype.itemsize)
+        state_nbytes = len(STATE_NAMES) * self.state_dtype.itemsize + self.kept_nbytes
+        return numel * (3 * self.dtype.itemsize + 2 * state_nbytes)
 
 
 def settings(mb: list[float]) -> Iterator[Setting]:
@@ -92,13 +95,16 @@ def settings(mb: list[float]) -> Iterator[Setting]:
     }
     for (name, (dtype, state_dtype)), size in itertools.product(dtypes.items(), mb):
         yield Setting(name, dtype, state_dtype, 1, size)
+    for size in mb:
+        masters = {"master_dtype": torch.float32}
+        yield Setting("bf16 with masters", torch.bfloat16, torch.float32, 1, size, masters, 2)
     for count in (100, 1000):
         yield Setting("fp32", torch.float32, torch.float32, count, 4)
 
 
 def optimizers(setting: Setting) -> dict[str, torch.optim.Optimizer]:
     made: dict[str, torch.optim.Optimizer] = {
-        "FlatAdamW": FlatAdamW(setting.params(), state_dtype=setting.state_dtype),
+        "FlatAdamW": FlatAdamW(setting.params(), state_dtype=setting.state_dtype, **setting.kept),
     }
     if setting.state_dtype == setting.dtype:
         made["fused"] = torch.optim.AdamW(setting.params(), fused=True)

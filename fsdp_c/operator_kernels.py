@@ -84,7 +84,7 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-Operands = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor]
 
 
 def adamw(
@@ -97,10 +97,12 @@ def adamw(
     maximize: bool,
 ) -> None:
     """The formula of adam.c, to rounding: what it fuses is rounded on the way here."""
-    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step in tensors:
+    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master_low, step in tensors:
         step += 1
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
         p, g, m, v = (operand.to(dtype) for operand in (param, grad, exp_avg, exp_avg_sq))
+        if master_low is not None:
+            p = joined_masters(param, master_low)
         if maximize:
             g = -g
         m = m + (1 - beta1) * (g - m)
@@ -113,7 +115,22 @@ def adamw(
         steps = step.to(torch.float64)
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
         denominator = v.sqrt() / correction2.sqrt().to(dtype) + eps
-        param.copy_(p * (1 - lr * weight_decay) - (lr / correction1).to(dtype) * m / denominator)
+        p = p * (1 - lr * weight_decay) - (lr / correction1).to(dtype) * m / denominator
+        if master_low is None:
+            param.copy_(p)
+        else:
+            _split(p, param, master_low)
+
+
+def joined_masters(param: Tensor, master_low: Tensor | int) -> Tensor:
+    """In fp32, by [Note: masters] in adam.h."""
+    return ((param.view(torch.int16).int() << 16) + master_low).view(torch.float32)
+
+
+def _split(master: Tensor, param: Tensor, master_low: Tensor) -> None:
+    kept = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
+    master_low.copy_(kept)  # the low half
+    param.view(torch.int16).copy_((kept - master_low) >> 16)
 
 
 _C.bind_operator_kernels(sys.modules[__name__])

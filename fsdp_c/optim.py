@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from fsdp_c.operator_kernels import joined_masters
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.sharded_module import handle_of, units_of
 from fsdp_c.sharding.wrap import unit_name
@@ -24,6 +25,8 @@ from fsdp_c.training.backward_steps import BackwardSteps
 __all__ = ["FlatAdamW", "ParameterAverage", "WholeParameters", "param_groups", "step_in_backward"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MASTER_LOW = ("master_low",)
+_OWN_OPTIONS = ("state_dtype", "master_dtype")  # how it is kept: not what a loaded state dict says
 
 
 class FlatAdamW(torch.optim.Optimizer):
@@ -52,6 +55,12 @@ class FlatAdamW(torch.optim.Optimizer):
         maximize: step along the gradient instead of against it.
         state_dtype: dtype of the state, by default each parameter's. ``torch.float32`` keeps exact averages
             for parameters in 16 bits; loading a state dict keeps them exact as well.
+        master_dtype: ``torch.float32`` trains float32 masters of bfloat16 parameters, for 2 bytes an element:
+            masters step with the bits of AdamW on float32 parameters, and a parameter is its master rounded
+            to nearest, of two equally near the one further from zero. State is float32 by default. What the
+            parameter's bits lack of the master's is state "master_low", int16: ``master()`` puts both
+            together, and they are saved with the parameters and the state. Without it a state dict, as
+            torch's, has masters equal the parameters.
 
     Raises ValueError for numbers out of their domain, TypeError for parameters of other dtypes.
     """
@@ -67,6 +76,7 @@ class FlatAdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -76,6 +86,7 @@ class FlatAdamW(torch.optim.Optimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "state_dtype": state_dtype,
+            "master_dtype": master_dtype,
         }
         _check_options(defaults)
         super().__init__(params, defaults)
@@ -85,13 +96,10 @@ class FlatAdamW(torch.optim.Optimizer):
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for index, param in enumerate(self.param_groups[-1]["params"]):
-            if param.dtype not in _DTYPES:
+            if why := _why_not(param.dtype, self.param_groups[-1]):
                 group = len(self.param_groups) - 1
                 del self.param_groups[-1]
-                raise TypeError(
-                    f"FlatAdamW steps over float32, float64, bfloat16 and float16, but parameter {index} of "
-                    f"group {group} is {param.dtype}: give it to another optimizer"
-                )
+                raise TypeError(f"{why}, but parameter {index} of group {group} is {param.dtype}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,8 +126,9 @@ class FlatAdamW(torch.optim.Optimizer):
         lr = group["lr"]
         waits = not (isinstance(lr, Tensor) and lr.device == device and device.type == "cuda")
         states = [self._state_of(param, group) for param in params]
-        averages = [[state[name] for state in states] for name in _averages(group["amsgrad"])]
-        given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *averages)]
+        names = _averages(group["amsgrad"]) + _MASTER_LOW * (group["master_dtype"] is not None)
+        columns = [[state[name] for state in states] for name in names]
+        given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *columns)]
         used = [[tensor.contiguous() for tensor in column] for column in given]
         torch.ops.fsdp_c.adamw_(
             used[0],
@@ -127,6 +136,7 @@ class FlatAdamW(torch.optim.Optimizer):
             used[1],
             used[2],
             used[3] if group["amsgrad"] else [],
+            used[-1] if group["master_dtype"] else [],
             [state["step"] for state in states],
             [] if waits else [lr],
             float(lr) if waits else 0.0,
@@ -148,22 +158,30 @@ class FlatAdamW(torch.optim.Optimizer):
             state["step"] = state["step"].to(param.device)
         for name in _averages(group["amsgrad"]):
             if name not in state:
-                state[name] = torch.zeros_like(param, dtype=group["state_dtype"] or param.dtype)
+                state[name] = torch.zeros_like(param, dtype=_state_dtype(param, group))
+        if group["master_dtype"] and "master_low" not in state:
+            state["master_low"] = torch.zeros_like(param, dtype=torch.int16)
         return state
+
+    def master(self, param: Tensor) -> Tensor:
+        """A copy of the float32 master of ``param``, a bfloat16 parameter of a group with ``master_dtype``;
+        what the parameter is itself before the first step."""
+        low = self.state.get(param, {}).get("master_low", 0)
+        return joined_masters(param.detach(), low)
 
     # ---- loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype`` stays this
-        optimizer's.
+        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype`` and
+        ``master_dtype`` stay this optimizer's.
 
         Raises ValueError where the groups do not fit.
         """
-        dtypes = [group["state_dtype"] for group in self.param_groups]
+        own = [{option: group[option] for option in _OWN_OPTIONS} for group in self.param_groups]
         loaded: list[dict[str, Any]] = []  # state_dict as other hooks have left it
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, found: loaded.append(found)),
-            self.register_load_state_dict_post_hook(lambda _: self._restore(dtypes, loaded[0]), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._restore(own, loaded[0]), prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -171,29 +189,50 @@ class FlatAdamW(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _restore(self, dtypes: list[torch.dtype | None], loaded: dict[str, Any]) -> None:
-        """Take the averages again, as they were before the base class rounded them to the parameters'
-        dtypes."""
-        for group, dtype, saved in zip(self.param_groups, dtypes, loaded["param_groups"], strict=True):
-            group["state_dtype"] = dtype
+    def _restore(self, own: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
+        """Take the state again, as it was before the base class rounded it to the parameters' dtypes."""
+        for group, options, saved in zip(self.param_groups, own, loaded["param_groups"], strict=True):
+            group.update(options)
             for param, key in zip(group["params"], saved["params"], strict=True):
-                state = loaded["state"].get(key, {})
-                for name in _averages(True):
-                    if name in state and dtype not in (None, param.dtype):
-                        self.state[param][name] = state[name].to(dtype=dtype, device=param.device)
+                dtypes = dict.fromkeys(_averages(True), _state_dtype(param, group))
+                dtypes |= dict.fromkeys(_MASTER_LOW, torch.int16)
+                for name, value in loaded["state"].get(key, {}).items():
+                    if dtypes.get(name, param.dtype) != param.dtype:
+                        self.state[param][name] = value.to(dtype=dtypes[name], device=param.device)
+                if not group["master_dtype"] and param in self.state:
+                    self.state[param].pop("master_low", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain
         numbers."""
         super().__setstate__(state)
         for group in self.param_groups:
-            for option, value in (("amsgrad", False), ("maximize", False), ("state_dtype", None)):
+            for option, value in (
+                ("amsgrad", False),
+                ("maximize", False),
+                *((name, None) for name in _OWN_OPTIONS),
+            ):
                 group.setdefault(option, value)
         for param, param_state in self.state.items():
             if isinstance(param_state, dict) and "step" in param_state:
                 param_state["step"] = torch.as_tensor(
                     param_state["step"], dtype=torch.float32, device=param.device
                 )
+
+
+def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = group["state_dtype"] or group["master_dtype"] or param.dtype
+    return dtype
+
+
+def _why_not(dtype: torch.dtype, group: dict[str, Any]) -> str | None:
+    if dtype not in _DTYPES:
+        return (
+            "FlatAdamW steps over float32, float64, bfloat16 and float16 (give others to another optimizer)"
+        )
+    if group["master_dtype"] and dtype != torch.bfloat16:
+        return "master_dtype keeps masters of bfloat16 (put others in a group with master_dtype=None)"
+    return None
 
 
 def _averages(amsgrad: bool) -> tuple[str, ...]:
@@ -212,6 +251,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f"state_dtype must be None, float32, float64, bfloat16 or float16, not {options['state_dtype']}"
         )
+    if options["master_dtype"] not in (None, torch.float32):
+        raise ValueError(f"master_dtype must be None or torch.float32, not {options['master_dtype']}")
 
 
 def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

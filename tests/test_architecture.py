@@ -40,8 +40,8 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 157,
     "csrc/layout": 558,
-    "csrc/kernels": 3_817,
-    "csrc/torch": 3_664,
+    "csrc/kernels": 3_918,
+    "csrc/torch": 3_690,
     "csrc/collective": 354,
     "csrc/handle": 5_230,
     "csrc/runtime": 5_818,

@@ -23,8 +23,11 @@ struct adam_context {
     int64_t most;     /* elements at once: as many as scratch holds, where a dtype differs */
 };
 
-/* Operands of other dtypes than the loop's go through scratch, and back but for the gradient. */
+/* Operands of other dtypes than the loop's, and masters, go through scratch, and back but for the
+ * gradient. */
 static void adam_block(const struct adam_context *adam, int64_t begin, int64_t numel) {
+    const struct loops *loops = loops_active();
+    int16_t *lows = adam->tensor->master_low ? adam->tensor->master_low + begin : NULL;
     union block scratch[ADAM_OPERANDS];
     void *operands[ADAM_OPERANDS];
     char *memory[ADAM_OPERANDS];
@@ -34,12 +37,17 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
         operands[i] = memory[i];
         if (memory[i] && view->dtype != adam->dtype) {
             operands[i] = scratch[i].bytes;
-            cast_block(operands[i], adam->dtype, memory[i], view->dtype, numel);
+            if (lows && i == ADAM_PARAM)
+                loops->join_masters(operands[i], memory[i], lows, numel);
+            else
+                cast_block(operands[i], adam->dtype, memory[i], view->dtype, numel);
         }
     }
-    loops_active()->adamw[adam->dtype](operands, numel, &adam->numbers);
+    loops->adamw[adam->dtype](operands, numel, &adam->numbers);
     for (int i = 0; i < ADAM_OPERANDS; i++)
-        if (operands[i] != memory[i] && i != ADAM_GRAD)
+        if (lows && i == ADAM_PARAM)
+            loops->split_masters(memory[i], lows, operands[i], numel);
+        else if (operands[i] != memory[i] && i != ADAM_GRAD)
             cast_block(memory[i], adam->tensor->operands[i].dtype, operands[i], adam->dtype, numel);
 }
 
@@ -49,7 +57,7 @@ static struct adam_context adam_context_of(const struct adam_tensor *tensor,
     struct adam_context context = {tensor, adam_numbers_of(options, lr, (double)*tensor->step + 1.0), dtype,
                                    tensor->numel > 0 ? tensor->numel : 1};
     for (int i = 0; i < ADAM_OPERANDS; i++) {
-        if (tensor->operands[i].data && tensor->operands[i].dtype != dtype) {
+        if (tensor->master_low || (tensor->operands[i].data && tensor->operands[i].dtype != dtype)) {
             context.dtype = dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
             context.most = BLOCK_NUMEL;
         }

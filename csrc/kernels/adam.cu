@@ -15,6 +15,7 @@ enum {
 struct adam_item {
     void *operands[ADAM_OPERANDS];
     float *step;
+    int16_t *master_low; /* where the kernel is one of masters */
     int64_t numel;
     int64_t first_chunk;
     uint8_t dtypes[ADAM_OPERANDS];
@@ -99,6 +100,44 @@ __device__ static void store_one(A value, const struct adam_item &item, int oper
     });
 }
 
+/* ---- masters: [Note: masters] ---- */
+
+__device__ inline float join_master(bfloat16 param, int16_t low) {
+    return float_of_bits(master_joined(param.bits, low));
+}
+
+__device__ inline void split_master(bfloat16 *param, int16_t *low, float master) {
+    uint32_t kept = master_kept(bits_of_float(master));
+    param->bits = master_high(kept);
+    *low = master_low(kept);
+}
+
+/* The width from i on, of which the parameters' words have come. */
+__device__ static void join_masters(float *masters, const unsigned *params, const struct adam_item &item,
+                                    int64_t i) {
+    constexpr int WIDTH = adam_width<float>::VALUE;
+    uint4 words = __ldcg((const uint4 *)(const void *)(item.master_low + i));
+    bfloat16 highs[WIDTH];
+    int16_t lows[WIDTH];
+    static_assert(sizeof lows == sizeof words, "a vector of low halves is a width");
+    memcpy(highs, params, sizeof highs);
+    memcpy(lows, &words, sizeof lows);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++)
+        masters[j] = join_master(highs[j], lows[j]);
+}
+
+__device__ static void split_masters(const float *masters, const struct adam_item &item, int64_t i) {
+    constexpr int WIDTH = adam_width<float>::VALUE;
+    bfloat16 highs[WIDTH];
+    int16_t lows[WIDTH];
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++)
+        split_master(&highs[j], &lows[j], masters[j]);
+    store_aligned<bfloat16, WIDTH>((bfloat16 *)item.operands[ADAM_PARAM] + i, highs);
+    store_aligned<int16_t, WIDTH>(item.master_low + i, lows);
+}
+
 /* ---- a step ---- */
 
 __device__ inline float fused(float sum, float a, float b) {
@@ -150,7 +189,7 @@ __device__ static bool is_written(int operand, bool has_largest) {
 }
 
 /* A width of aligned operands from i on: all are on their way before the first is looked at. */
-template <typename A>
+template <typename A, bool has_master>
 __device__ static void step_vectors(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
     constexpr int WIDTH = adam_width<A>::VALUE;
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
@@ -162,7 +201,10 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
             load_operand<A>(words[of], item, of, i);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        convert_operand<A>(values[of], words[of], item.dtypes[of]);
+        if (!has_master || of != ADAM_PARAM)
+            convert_operand<A>(values[of], words[of], item.dtypes[of]);
+    if constexpr (has_master)
+        join_masters(values[ADAM_PARAM], words[ADAM_PARAM], item, i);
 #pragma unroll
     for (int j = 0; j < WIDTH; j++) {
         A operands[ADAM_OPERANDS];
@@ -176,11 +218,13 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
     }
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (is_written(of, has_largest))
+        if (is_written(of, has_largest) && (!has_master || of != ADAM_PARAM))
             store_operand<A>(values[of], item, of, i);
+    if constexpr (has_master)
+        split_masters(values[ADAM_PARAM], item, i);
 }
 
-template <typename A>
+template <typename A, bool has_master>
 __device__ static void step_one(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
     A operands[ADAM_OPERANDS] = {};
@@ -188,26 +232,31 @@ __device__ static void step_one(const struct adam_item &item, int64_t i, const a
     for (int of = 0; of < ADAM_OPERANDS; of++)
         if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
             operands[of] = load_one<A>(item, of, i);
+    bfloat16 *param = (bfloat16 *)item.operands[ADAM_PARAM] + i;
+    if constexpr (has_master)
+        operands[ADAM_PARAM] = join_master(*param, item.master_low[i]);
     step_element(operands, has_largest, by);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (is_written(of, has_largest))
+        if (is_written(of, has_largest) && (!has_master || of != ADAM_PARAM))
             store_one(operands[of], item, of, i);
+    if constexpr (has_master)
+        split_master(param, item.master_low + i, operands[ADAM_PARAM]);
 }
 
-template <typename A>
+template <typename A, bool has_master>
 __device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t end,
                            const adam_coefficients<A> &by) {
     constexpr int WIDTH = adam_width<A>::VALUE;
     int64_t vectored = item.aligned ? begin + (end - begin) / WIDTH * WIDTH : begin;
     for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < vectored; i += THREADS * WIDTH)
-        step_vectors<A>(item, i, by);
+        step_vectors<A, has_master>(item, i, by);
     for (int64_t i = vectored + threadIdx.x; i < end; i += THREADS)
-        step_one<A>(item, i, by);
+        step_one<A, has_master>(item, i, by);
 }
 
 /* Thread 0 raises the powers of a tensor for the whole block. */
-template <typename A>
+template <typename A, bool has_master>
 __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ struct adam_table table) {
     __shared__ adam_coefficients<A> by;
     const struct adam_item *known = nullptr;
@@ -222,7 +271,7 @@ __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ 
         }
         int64_t begin = (chunk - item.first_chunk) * ADAM_CHUNK_NUMEL;
         int64_t end = begin + ADAM_CHUNK_NUMEL;
-        step_chunk<A>(item, begin, end < item.numel ? end : item.numel, by);
+        step_chunk<A, has_master>(item, begin, end < item.numel ? end : item.numel, by);
     }
 }
 
@@ -233,11 +282,11 @@ __global__ void __launch_bounds__(THREADS) count_steps(const __grid_constant__ s
 
 /* ---- launches ---- */
 
-template <typename A>
+template <typename A, bool has_master>
 static enum status enqueue(struct adam_table *table, const struct kernel_stream *stream) {
     static_assert(sizeof(struct adam_table) <= 4096, "a launch takes 4 KiB by value");
     if (table->num_chunks > 0)
-        ENQUEUE_WITH_BARRIERS((step_tensors<A>), cuda_blocks(table->num_chunks), stream, *table);
+        ENQUEUE_WITH_BARRIERS((step_tensors<A, has_master>), cuda_blocks(table->num_chunks), stream, *table);
     enum status status = cuda_status(cudaGetLastError());
     if (table->count > 0 && status == STATUS_OK) {
         ENQUEUE(count_steps, 1, stream, *table);
@@ -251,9 +300,10 @@ static enum status enqueue(struct adam_table *table, const struct kernel_stream 
 template <typename A> static void add_item(struct adam_table *table, const struct adam_tensor *tensor) {
     struct adam_item *item = &table->items[table->count++];
     item->step = tensor->step;
+    item->master_low = tensor->master_low;
     item->numel = tensor->numel;
     item->first_chunk = table->num_chunks;
-    item->aligned = true;
+    item->aligned = is_aligned(item->master_low);
     for (int i = 0; i < ADAM_OPERANDS; i++) {
         item->operands[i] = tensor->operands[i].data;
         item->dtypes[i] = (uint8_t)tensor->operands[i].dtype;
@@ -264,8 +314,8 @@ template <typename A> static void add_item(struct adam_table *table, const struc
     table->num_chunks += (tensor->numel + ADAM_CHUNK_NUMEL - 1) / ADAM_CHUNK_NUMEL;
 }
 
-/* The tensors whose parameters are in fp64, or all others. */
-template <typename A>
+/* The tensors whose parameters are in fp64, have masters, or all others. */
+template <typename A, bool has_master>
 static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_tensors,
                                  const struct adamw_options *options, const struct kernel_stream *stream) {
     struct adam_table table;
@@ -275,12 +325,12 @@ static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_
     table.num_chunks = 0;
     for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
         bool is_double = tensors[i].operands[ADAM_PARAM].dtype == DTYPE_FLOAT64;
-        if (is_double == is_same_type<A, double>::value)
+        if (is_double == is_same_type<A, double>::value && has_master == !!tensors[i].master_low)
             add_item<A>(&table, &tensors[i]);
         if (table.count == (int32_t)ADAM_ITEMS)
-            status = enqueue<A>(&table, stream);
+            status = enqueue<A, has_master>(&table, stream);
     }
-    return status == STATUS_OK ? enqueue<A>(&table, stream) : status;
+    return status == STATUS_OK ? enqueue<A, has_master>(&table, stream) : status;
 }
 
 extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
@@ -289,7 +339,9 @@ extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num
     if (status != STATUS_OK || num_tensors == 0)
         return status;
     device_guard guard(stream);
-    status = guard.status == STATUS_OK ? step_those_in<float>(tensors, num_tensors, options, stream)
+    status = guard.status == STATUS_OK ? step_those_in<float, false>(tensors, num_tensors, options, stream)
                                        : guard.status;
-    return status == STATUS_OK ? step_those_in<double>(tensors, num_tensors, options, stream) : status;
+    if (status == STATUS_OK)
+        status = step_those_in<float, true>(tensors, num_tensors, options, stream);
+    return status == STATUS_OK ? step_those_in<double, false>(tensors, num_tensors, options, stream) : status;
 }

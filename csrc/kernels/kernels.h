@@ -129,6 +129,7 @@ struct adam_tensor {
     struct tensor_view operands[ADAM_MAX_EXP_AVG_SQ + 1];
     int64_t numel;
     float *step;
+    int16_t *master_low; /* of bf16 parameters: [Note: masters] in adam.h; or NULL */
 };
 struct adamw_options {
     double lr;

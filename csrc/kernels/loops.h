@@ -35,6 +35,10 @@ struct loops {
     /* By enum adam_operand, all of one dtype; the last NULL without amsgrad. */
     void (*adamw[DTYPE_COUNT])(void *const operands[], int64_t numel, const struct adam_numbers *numbers);
 
+    /* [Note: masters]: fp32 from bf16 and low halves, and back */
+    void (*join_masters)(void *masters, const void *params, const int16_t *lows, int64_t numel);
+    void (*split_masters)(void *params, int16_t *lows, const void *masters, int64_t numel);
+
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };
 

@@ -288,6 +288,21 @@ static void double_adamw(void *const operands[], int64_t numel, const struct ada
     }
 }
 
+/* The compiler finds the vectors. */
+static void join_masters(void *masters, const void *params, const int16_t *lows, int64_t numel) {
+    ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
+        ((float *)masters)[i] = float_of_bits(master_joined(((const bfloat16 *)params)[i].bits, lows[i]));
+    }
+}
+
+static void split_masters(void *params, int16_t *lows, const void *masters, int64_t numel) {
+    ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
+        uint32_t kept = master_kept(bits_of_float(((const float *)masters)[i]));
+        ((bfloat16 *)params)[i].bits = master_high(kept);
+        lows[i] = master_low(kept);
+    }
+}
+
 /* ---- checksum ---- */
 
 static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words) {
@@ -345,5 +360,7 @@ const struct loops LOOPS_TABLE = {
     .add_multiplied = OF_PAIRS(add_multiplied),
     .unscale = {float_unscale, double_unscale, bfloat16_unscale, float16_unscale},
     .adamw = {float_adamw, double_adamw, bfloat16_adamw, float16_adamw},
+    .join_masters = join_masters,
+    .split_masters = split_masters,
     .checksum = checksum,
 };

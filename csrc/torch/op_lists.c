@@ -79,6 +79,25 @@ static void read_adam_operands(struct op_call *call, const struct op_list *list,
     }
 }
 
+/* The low halves of masters, one of each parameter's size, or none at all. */
+static void read_master_lows(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors,
+                             size_t count) {
+    OP_CHECK(list->count == 0 || list->count == count, "%s: %zu params, but %zu master_lows", call->name,
+             count, list->count);
+    for (size_t i = 0; i < list->count; i++) {
+        struct op_operand read;
+        op_call_read_memory(call, &read, op_tensor(list->items[i]), "each of master_lows");
+        bool is_integer = read.view.dtype == DTYPE_OTHER &&
+                          torch_abi.aoti_torch_dtype_element_size(read.dtype_code) == sizeof(int16_t);
+        OP_CHECK(is_integer && read.is_contiguous && read.numel == tensors[i].numel,
+                 "%s: master_lows[%zu] must be int16, contiguous and of %" PRId64 " elements, as params[%zu]",
+                 call->name, i, tensors[i].numel, i);
+        OP_CHECK(tensors[i].operands[ADAM_PARAM].dtype == DTYPE_BFLOAT16,
+                 "%s: params[%zu] must be bfloat16, as it has a master", call->name, i);
+        tensors[i].master_low = read.view.data;
+    }
+}
+
 /* The steps taken so far, one float32 per parameter; the kernel counts them up. */
 static void read_steps(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors,
                        size_t count) {
@@ -102,7 +121,7 @@ static void read_lr(struct op_call *call, const struct op_list *list, struct ada
 }
 
 /* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without
- * amsgrad, lr_tensors where the learning rate is the number `lr`. */
+ * amsgrad, master_lows without masters, lr_tensors where the learning rate is the number `lr`. */
 void op_adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
@@ -111,8 +130,9 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST exp_avgs = op_list_of(stack[2], true);
     OP_OWNED_LIST exp_avg_sqs = op_list_of(stack[3], true);
     OP_OWNED_LIST max_exp_avg_sqs = op_list_of(stack[4], true);
-    OP_OWNED_LIST step_list = op_list_of(stack[NUM_LISTS], true);
-    OP_OWNED_LIST lr_list = op_list_of(stack[NUM_LISTS + 1], true);
+    OP_OWNED_LIST low_list = op_list_of(stack[NUM_LISTS], true);
+    OP_OWNED_LIST step_list = op_list_of(stack[NUM_LISTS + 1], true);
+    OP_OWNED_LIST lr_list = op_list_of(stack[NUM_LISTS + 2], true);
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
     op_read_list(&params);
@@ -120,9 +140,10 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
     op_read_list(&exp_avgs);
     op_read_list(&exp_avg_sqs);
     op_read_list(&max_exp_avg_sqs);
+    op_read_list(&low_list);
     op_read_list(&step_list);
     op_read_list(&lr_list);
-    const StableIValue *numbers = stack + NUM_LISTS + 2;
+    const StableIValue *numbers = stack + NUM_LISTS + 3;
     struct adamw_options options = {
         .lr = op_float(numbers[0]),
         .beta1 = op_float(numbers[1]),
@@ -135,6 +156,7 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
     for (int i = 0; i < NUM_LISTS; i++)
         if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0)
             read_adam_operands(call, lists[i], (enum adam_operand)i, tensors, params.count, names[i]);
+    read_master_lows(call, &low_list, tensors, params.count);
     read_steps(call, &step_list, tensors, params.count);
     read_lr(call, &lr_list, &options);
     if (!call->is_meta && params.count > 0) {

@@ -208,7 +208,7 @@ static enum status checksums(uint64_t *checksums, const struct byte_range *range
     return finish(lock, "checksums", arguments);
 }
 
-/* A tuple of the operands, None for one that there is not, and the number of steps. */
+/* A tuple of the operands and a master's low halves, None for what there is not, and the number of steps. */
 static PyObject *adam_operands(const struct adam_tensor *tensor, const struct kernel_stream *stream) {
     PyObject *operands = PyList_New(0);
     int result = operands ? 0 : -1;
@@ -218,6 +218,10 @@ static PyObject *adam_operands(const struct adam_tensor *tensor, const struct ke
                                           ? over_flat(view->data, view->dtype, tensor->numel, stream)
                                           : Py_NewRef(Py_None));
     }
+    if (!result)
+        result = ref_append(
+            operands, tensor->master_low ? over_flat(tensor->master_low, DTYPE_OTHER_2, tensor->numel, stream)
+                                         : Py_NewRef(Py_None));
     if (!result)
         result = ref_append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
     PyObject *tuple = result ? NULL : PyList_AsTuple(operands);

@@ -187,6 +187,25 @@ def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(
             torch.testing.assert_close(actual, one, rtol=rtol, atol=rtol / 10)
 
 
+@pytest.mark.parametrize("options", [{"master_dtype": torch.float32, "amsgrad": True}], ids=str)
+def test_flat_adamw_keeps_what_bfloat16_lacks_as_on_the_cpu(options: dict[str, Any]) -> None:
+    weights = [numbers(numel, torch.bfloat16, numel) for numel in NUMELS]
+
+    def state_of(device: str) -> list[Tensor]:
+        params = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
+        optimizer = FlatAdamW(params, lr=0.01, **options)
+        for step in range(10):
+            for param, numel in zip(params, NUMELS, strict=True):
+                param.grad = numbers(numel, torch.bfloat16, 100 * step + numel % 97).to(device)
+            optimizer.step()
+        tensors = [optimizer.master(param) for param in params]
+        tensors += [optimizer.state[param]["exp_avg_sq"] for param in params]
+        return [tensor.cpu() for tensor in tensors]
+
+    for actual, one in zip(state_of("cuda"), state_of("cpu"), strict=True):
+        torch.testing.assert_close(actual, one, rtol=1e-6, atol=1e-7)
+
+
 def test_flat_adamw_waits_for_nothing_and_counts_on_in_a_graph() -> None:
     """With a rate on the device that changes between replays; as many steps without a graph end in the same
     bits."""

@@ -443,9 +443,20 @@ struct adam_case {
                 add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype,
                     is_aligned ? 0 : random_below(&random_state, 7));
             }
+            if (param == DTYPE_BFLOAT16 && random_below(&random_state, 2)) {
+                add_master(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
+            }
             on_the_cpu.push_back(cpu);
             on_the_gpu.push_back(gpu);
         }
+    }
+    void add_master(struct adam_tensor *cpu, struct adam_tensor *gpu, int64_t shift) {
+        cpus.push_back(new memory(DTYPE_FLOAT16, cpu->numel));
+        gpus.push_back(new memory(DTYPE_FLOAT16, cpu->numel, shift));
+        fill_numbers(cpus.back(), DTYPE_FLOAT16, cpu->numel);
+        gpus.back()->set(*cpus.back());
+        cpu->master_low = (int16_t *)(void *)cpus.back()->data;
+        gpu->master_low = (int16_t *)(void *)gpus.back()->data;
     }
     void add(struct adam_tensor *cpu, struct adam_tensor *gpu, int of, enum dtype dtype, int64_t shift) {
         cpus.push_back(new memory(dtype, cpu->numel));

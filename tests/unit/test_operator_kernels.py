@@ -94,20 +94,26 @@ def test_checksums(both: Any) -> None:
     assert torch.equal(*both(lambda: OPS.checksums(tensors)))
 
 
+def trained(dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 99).to(dtype))
+    optimizer = FlatAdamW([param], **({"lr": 0.1} | options))
+    for seed in range(4):
+        param.grad = torch.randn(99, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        optimizer.step()
+    return optimizer.master(param) if "master_dtype" in options else param.detach()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"amsgrad": True}, {"maximize": True, "lr": torch.tensor(0.1)}], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adamw_to_rounding(both: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    def trained() -> Tensor:
-        param = torch.nn.Parameter(torch.linspace(-1, 1, 99).to(dtype))
-        optimizer = FlatAdamW([param], **({"lr": 0.1} | options))
-        for seed in range(4):
-            param.grad = torch.randn(99, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            optimizer.step()
-        return param.detach()
+    torch.testing.assert_close(*both(lambda: trained(dtype, options)))
 
-    torch.testing.assert_close(*both(trained))
+
+def test_masters_to_their_own_rounding(both: Any) -> None:
+    masters = both(lambda: trained(torch.bfloat16, {"master_dtype": torch.float32}))
+    torch.testing.assert_close(*masters, rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,9 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
     "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
     "adamw_": lambda: (
-        *([torch.rand(8), torch.rand(3, 3).half()] for _ in range(5)),
+        [torch.rand(8).bfloat16(), torch.rand(3, 3).bfloat16()],
+        *([torch.rand(8), torch.rand(3, 3).half()] for _ in range(4)),
+        [torch.arange(8).short(), torch.ones(3, 3).short()],
         [torch.ones(()), torch.ones(())],
         [torch.tensor(0.1)],
         *(0.1, 0.9, 0.99, 1e-8, 0.1),
@@ -179,18 +181,33 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
     "grad missing": (
         "adamw_",
-        ([F], [], [F], [F], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [], [F], [F], [], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
         "1 params, but 0 grads",
     ),
     "other grad": (
         "adamw_",
-        ([F], [torch.ones(5)], [F], [F], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [torch.ones(5)], [F], [F], [], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
         r"params\[0\] has 4 elements, grads\[0\] 5",
     ),
     "two rates": (
         "adamw_",
-        ([F], [F], [F], [F], [], [F[0]], [F], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [F], [F], [F], [], [], [F[0]], [F], 0.1, 0.9, 0.9, 0.0, 0.0, False),
         "lr must have one element, not 4",
+    ),
+    "floating low halves": (
+        "adamw_",
+        ([F.bfloat16()], [F], [F], [F], [], [F.half()], [F[0]], [], *ADAMW),
+        r"master_lows\[0\] must be int16, contiguous and of 4 elements",
+    ),
+    "half a low half": (
+        "adamw_",
+        ([F.bfloat16()], [F], [F], [F], [], [F[:2].short()], [F[0]], [], *ADAMW),
+        r"master_lows\[0\] must be int16, contiguous and of 4 elements",
+    ),
+    "masters of float32": (
+        "adamw_",
+        ([F], [F], [F], [F], [], [F.short()], [F[0]], [], *ADAMW),
+        r"params\[0\] must be bfloat16, as it has a master",
     ),
     "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
 }

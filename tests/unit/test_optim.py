@@ -91,6 +91,10 @@ def test_steps_are_those_of_torchs_fused_adamw(dtype: torch.dtype, options: dict
 def test_every_instruction_set_and_number_of_threads_steps_alike(
     dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
+    assert_alike_everywhere(dtype, options)
+
+
+def assert_alike_everywhere(dtype: torch.dtype, options: dict[str, Any]) -> None:
     threads = torch.get_num_threads()
     results = []
     try:
@@ -119,6 +123,7 @@ def test_a_fused_product_is_rounded_once(capability: str) -> None:
             [grad],
             [exp_avg],
             [unused.clone()],
+            [],
             [],
             [torch.zeros(())],
             [],
@@ -229,6 +234,107 @@ def test_hooks_on_loading_are_followed_before_the_state_is_restored() -> None:
     assert seen == [torch.float32]
 
 
+# ----------------------------------------------------------------- masters
+
+MASTERS = {"master_dtype": torch.float32}
+
+
+def masters_of(optimizer: FlatAdamW) -> list[Tensor]:
+    return [optimizer.master(param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def assert_nearest(param: Tensor, master: Tensor) -> None:
+    """As a cast rounds, but for what lies in the middle."""
+    nearest, is_tie = master.bfloat16(), (master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(param[~is_tie], nearest[~is_tie])
+    assert (param[is_tie].float().abs() > master[is_tie].abs()).all()
+
+
+@every_option
+def test_masters_step_with_the_bits_of_float32_parameters(options: dict[str, Any]) -> None:
+    halves = params_of(torch.bfloat16)
+    wholes = [nn.Parameter(param.detach().float()) for param in halves]
+    ours, exact = FlatAdamW(halves, **MASTERS, **options), FlatAdamW(wholes, **options)
+    assert masters_of(ours)[3].equal(wholes[3])  # before the first step
+    for step in range(20):
+        for optimizer in (ours, exact):
+            train_in_bfloat16(optimizer, step)
+        for half, master, whole in zip(halves, masters_of(ours), wholes, strict=True):
+            assert torch.equal(master, whole)
+            assert_nearest(half.detach(), master)
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(ours.state[half][name], exact.state[whole][name])
+    assert not torch.equal(halves[-1].float(), wholes[-1])
+
+
+def train_in_bfloat16(optimizer: torch.optim.Optimizer, step: int) -> None:
+    for index, param in enumerate(optimizer.param_groups[0]["params"]):
+        param.grad = randn(param.numel(), 100 * step + index).bfloat16().to(param.dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("capability", _C.cpu_capabilities())
+def test_a_master_is_both_halves_of_any_bits(capability: str) -> None:
+    """A step of no length, over every low half below zeros, denormals, powers of two, the largest numbers,
+    infinities and NaN of both signs."""
+    highs = torch.tensor([0, 1, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x7F7F, 0x7F80, 0x7FC0])
+    bits = ((highs[:, None] << 16) + torch.arange(1 << 16)).reshape(-1)
+    bits = torch.cat((bits, bits + (1 << 31))).to(torch.int32)  # which wraps
+    masters = bits.view(torch.float32)
+    bits = torch.where(masters.isnan(), 0x7FC00000, bits)
+    low = bits.to(torch.int16)
+    param = ((bits - low) >> 16).to(torch.int16).view(torch.bfloat16)
+    assert (low.int() + (param.view(torch.int16).int() << 16)).equal(bits)
+    started = (torch.where(masters.isnan(), masters.bfloat16(), param), torch.where(masters.isnan(), 0, low))
+    zeros, stepped = torch.zeros(bits.numel()), [tensor.clone() for tensor in started]
+    numbers = (0.0, 0.9, 0.99, 1e-8, 0.0, False)
+    try:
+        _C.use_cpu_capability(capability)
+        torch.ops.fsdp_c.adamw_(
+            stepped[:1], [zeros], [zeros], [zeros], [], stepped[1:], [torch.zeros(())], [], *numbers
+        )
+    finally:
+        _C.use_cpu_capability(None)
+    assert torch.equal(stepped[0].view(torch.int16), param.view(torch.int16))
+    assert torch.equal(stepped[1], low)
+    is_number = ~masters.isnan()
+    assert_nearest(param[is_number], masters[is_number])
+
+
+def test_masters_step_alike_on_every_instruction_set_and_number_of_threads() -> None:
+    assert_alike_everywhere(torch.bfloat16, MASTERS | {"amsgrad": True})
+
+
+def test_resumed_masters_go_on_to_the_bit_and_torchs_state_begins_at_the_parameters() -> None:
+    saving = FlatAdamW(params_of(torch.bfloat16), **MASTERS)
+    train(saving, steps=3)
+    loading = FlatAdamW(params_of(torch.bfloat16), **MASTERS)
+    theirs = torch.optim.AdamW(params_of(torch.bfloat16))
+    for other in (loading, theirs):
+        for param, source in zip(
+            other.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
+        ):
+            param.data.copy_(source)
+    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+    for optimizer in (saving, loading):
+        train(optimizer, steps=2, first=3)
+    assert_same(loading, saving)
+    theirs.load_state_dict(copy.deepcopy(saving.state_dict()))
+    train(theirs, steps=1, first=3)
+    for state in theirs.state.values():  # of an optimizer that knows no masters
+        del state["master_low"]
+    saving.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    param = saving.param_groups[0]["params"][-1]
+    assert saving.param_groups[0]["master_dtype"] == torch.float32
+    assert torch.equal(saving.master(param), param.float())
+    assert saving.state[param]["exp_avg"].dtype == torch.float32
+    train(saving, steps=1, first=4)
+    assert not torch.equal(saving.master(param), param.float())
+    plain = FlatAdamW(params_of(torch.bfloat16))
+    plain.load_state_dict(saving.state_dict())
+    assert not any("master_low" in state for state in plain.state.values())
+
+
 # ----------------------------------------------------------------- parameters of any kind
 
 
@@ -307,6 +413,7 @@ def test_the_scheduler_and_the_gradient_scaler_of_torch_drive_it() -> None:
         ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), not \(0.9, 1.0\)"),
         ({"state_dtype": torch.int64}, "state_dtype must be None, float32, .*, not torch.int64"),
+        ({"master_dtype": torch.float64}, "master_dtype must be None or torch.float32, not torch.float64"),
     ],
 )
 def test_numbers_out_of_their_domain_are_refused(options: dict[str, Any], message: str) -> None:
@@ -324,6 +431,12 @@ def test_parameters_of_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match="parameter 0 of group 1 is torch.complex64"):
         optimizer.add_param_group({"params": [complex_one]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_masters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"masters of bfloat16 .*, but parameter 0 of group 0 is {dtype}"):
+        FlatAdamW(params_of(dtype), **MASTERS)
 
 
 @pytest.mark.parametrize(

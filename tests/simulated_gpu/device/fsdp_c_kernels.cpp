@@ -244,6 +244,7 @@ static enum status adamw(const struct adam_tensor *tensors, int64_t count,
                 now.changes(view.data, nbytes);
             }
         }
+        now.changes(tensors[i].master_low, tensors[i].master_low ? tensors[i].numel * 2 : 0);
         now.writes(tensors[i].step, sizeof(float));
     }
     return now.run(

@@ -1,0 +1,154 @@
+"""FlatAdamW over bfloat16 parameters that keep what rounding takes from them: on ranks the bits of one process,
+and state that is saved by original names."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
+from fsdp_c.optim import FlatAdamW
+from tests.models import WIDTH, Block, Net
+from tests.ranks import device, on_ranks
+
+KINDS: dict[str, dict[str, Any]] = {"master": {"master_dtype": torch.float32, "amsgrad": True}}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net(2).to(device(), torch.bfloat16)
+
+
+def wrapped(use_orig_params: bool, **options: Any) -> Any:
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block})} | options
+    return FSDP(net(), use_orig_params=use_orig_params, device_id=device(), **options)
+
+
+def optimizer_of(model: nn.Module, kind: str) -> FlatAdamW:
+    return FlatAdamW(model.parameters(), lr=1e-2, **KINDS[kind])
+
+
+def train(model: nn.Module, optimizer: FlatAdamW, steps: int = 3, seed: int = 0) -> None:
+    """On the same inputs everywhere: the mean over 2 or 4 ranks is then the gradient of one, to the bit."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    for _ in range(steps):
+        inputs = torch.randn(3, WIDTH, generator=generator).bfloat16()
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states_of(model: nn.Module, optimizer: FlatAdamW) -> dict[str, Any]:
+    config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+    with warnings.catch_warnings(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+        return FSDP.optim_state_dict(model, optimizer)
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return dict(model.state_dict())
+
+
+def assert_same(model: nn.Module, optimizer: FlatAdamW, expected: nn.Module, by: FlatAdamW) -> None:
+    """Parameters and state by original names, those of ``expected`` being whole or sharded."""
+    values, states = values_of(model), states_of(model, optimizer)["state"]
+    is_plain = not isinstance(expected, FSDP)
+    wanted = dict(expected.state_dict()) if is_plain else values_of(expected)
+    named = dict(expected.named_parameters())
+    wholes = (
+        {name: by.state[named[name]] for name in states} if is_plain else states_of(expected, by)["state"]
+    )
+    assert any((value["exp_avg"] != 0).any() for value in states.values())
+    for name, value in wanted.items():
+        assert torch.equal(values[name], value.to(values[name].device)), name
+    for name, state in wholes.items():
+        assert set(state) == set(states[name])
+        for key, value in state.items():
+            assert states[name][key].dtype == value.dtype
+            assert torch.equal(states[name][key].cpu(), value.cpu()), (name, key)
+
+
+def steps_as_one_process(kind: str, use_orig_params: bool, strategy: str) -> None:
+    model, plain = wrapped(use_orig_params, sharding_strategy=ShardingStrategy[strategy]), net()
+    optimizer, alone = optimizer_of(model, kind), optimizer_of(plain, kind)
+    train(model, optimizer)
+    train(plain, alone)
+    assert_same(model, optimizer, plain, alone)
+
+
+@each_kind
+@both_views
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_2_ranks_step_with_the_bits_of_one_process(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, kind: str
+) -> None:
+    steps_as_one_process(kind, use_orig_params, strategy)
+
+
+@each_kind
+@both_views
+@on_ranks(4)
+def test_4_ranks_step_with_the_bits_of_one_process(
+    rank: int, world_size: int, use_orig_params: bool, kind: str
+) -> None:
+    steps_as_one_process(kind, use_orig_params, "FULL_SHARD")
+
+
+@each_kind
+@both_views
+@pytest.mark.parametrize("how", ["full", "sharded", "checkpoint"])
+@on_ranks(2)
+def test_what_is_saved_goes_on_to_the_bit(
+    rank: int, world_size: int, how: str, use_orig_params: bool, kind: str, tmp_path: Path
+) -> None:
+    model = wrapped(use_orig_params)
+    optimizer = optimizer_of(model, kind)
+    train(model, optimizer)
+    again = wrapped(use_orig_params)
+    resumed = optimizer_of(again, kind)
+    if how == "checkpoint":
+        checkpoint.save(model, optimizer, tmp_path / "saved")
+        checkpoint.load(again, resumed, tmp_path / "saved")
+    else:
+        form = StateDictType.FULL_STATE_DICT if how == "full" else StateDictType.SHARDED_STATE_DICT
+        with FSDP.state_dict_type(model, form), FSDP.state_dict_type(again, form):
+            again.load_state_dict(model.state_dict())
+            saved = FSDP.optim_state_dict(model, optimizer)
+            resumed.load_state_dict(FSDP.optim_state_dict_to_load(again, resumed, saved))
+    assert_same(again, resumed, model, optimizer)
+    for one, other in ((model, optimizer), (again, resumed)):
+        train(one, other, steps=2, seed=1)
+    assert_same(again, resumed, model, optimizer)
+
+
+@on_ranks(2)
+def test_masters_go_into_another_wrapping_and_out_of_torchs_state(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model = wrapped(False)
+    optimizer = optimizer_of(model, "master")
+    train(model, optimizer)
+    checkpoint.save(model, optimizer, tmp_path / "saved")
+    again = wrapped(True, auto_wrap_policy=None)
+    resumed = optimizer_of(again, "master")
+    checkpoint.load(again, resumed, tmp_path / "saved")
+    assert_same(again, resumed, model, optimizer)
+    theirs = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    train(model, theirs)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(again, resumed, states_of(model, theirs)))
+    assert all("master_low" not in state for state in resumed.state.values())
+    train(again, resumed, steps=1)
+    lows = [state["master_low"] for state in resumed.state.values() if state["master_low"].numel()]
+    assert any(low.any() for low in lows)
