@@ -34,8 +34,8 @@ STATE_NAMES = ("exp_avg", "exp_avg_sq")
 COUNTED = """\
 The time of one `step()` in microseconds, the least of many in turn with each other: torch's AdamW with `foreach=True`
 and with `fused=True`, FlatAdamW, and memcpy on one thread for the bytes that a step has to read and write, once each
-(half read, half written). 'MB' is the size of all parameters. "bf16, fp32 state" is `state_dtype=torch.float32`, which
-torch has not.
+(half read, half written). 'MB' is the size of all parameters. "bf16, fp32 state" is `state_dtype=torch.float32`,
+"masters" `master_dtype=torch.float32`, "stochastic" `rounding="stochastic"`, none of which torch has.
 """
 HEADINGS = [
     "parameters",
@@ -95,9 +95,12 @@ def settings(mb: list[float]) -> Iterator[Setting]:
     }
     for (name, (dtype, state_dtype)), size in itertools.product(dtypes.items(), mb):
         yield Setting(name, dtype, state_dtype, 1, size)
+    stochastic = {"rounding": "stochastic"}
     for size in mb:
         masters = {"master_dtype": torch.float32}
         yield Setting("bf16 with masters", torch.bfloat16, torch.float32, 1, size, masters, 2)
+        yield Setting("bf16 stochastic", torch.bfloat16, torch.bfloat16, 1, size, stochastic)
+        yield Setting("bf16 stochastic, fp32 state", torch.bfloat16, torch.float32, 1, size, stochastic)
     for count in (100, 1000):
         yield Setting("fp32", torch.float32, torch.float32, count, 4)
 
@@ -106,7 +109,7 @@ def optimizers(setting: Setting) -> dict[str, torch.optim.Optimizer]:
     made: dict[str, torch.optim.Optimizer] = {
         "FlatAdamW": FlatAdamW(setting.params(), state_dtype=setting.state_dtype, **setting.kept),
     }
-    if setting.state_dtype == setting.dtype:
+    if setting.state_dtype == setting.dtype and not setting.kept:
         made["fused"] = torch.optim.AdamW(setting.params(), fused=True)
         made["foreach"] = torch.optim.AdamW(setting.params(), foreach=True)
     return made

@@ -7,6 +7,7 @@ FSDP1.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -18,6 +19,7 @@ from fsdp_c import _C
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _WORDS = 1 << 22
+_LOW = 0xFFFFFFFF
 
 
 def pack(
@@ -84,7 +86,9 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-Operands = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor]
+Operands = tuple[
+    Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor, "tuple[int, int] | None"
+]
 
 
 def adamw(
@@ -97,7 +101,8 @@ def adamw(
     maximize: bool,
 ) -> None:
     """The formula of adam.c, to rounding: what it fuses is rounded on the way here."""
-    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master_low, step in tensors:
+    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master_low, step, drawn in tensors:
+        store = functools.partial(_store, step=step.to(torch.int64), drawn=drawn)
         step += 1
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
         p, g, m, v = (operand.to(dtype) for operand in (param, grad, exp_avg, exp_avg_sq))
@@ -107,19 +112,44 @@ def adamw(
             g = -g
         m = m + (1 - beta1) * (g - m)
         v = v * beta2 + (1 - beta2) * g * g
-        exp_avg.copy_(m)
-        exp_avg_sq.copy_(v)
+        store(exp_avg, m, operand=2)
+        store(exp_avg_sq, v, operand=3)
         if max_exp_avg_sq is not None:
             v = torch.maximum(max_exp_avg_sq.to(dtype), v)
-            max_exp_avg_sq.copy_(v)
+            store(max_exp_avg_sq, v, operand=4)
         steps = step.to(torch.float64)
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
         denominator = v.sqrt() / correction2.sqrt().to(dtype) + eps
         p = p * (1 - lr * weight_decay) - (lr / correction1).to(dtype) * m / denominator
         if master_low is None:
-            param.copy_(p)
+            store(param, p, operand=0)
         else:
             _split(p, param, master_low)
+
+
+def _store(output: Tensor, values: Tensor, step: Tensor, drawn: tuple[int, int] | None, operand: int) -> None:
+    if drawn is None or output.dtype != torch.bfloat16:
+        output.copy_(values)
+        return
+    stream, first_index = drawn
+    counter = step * 5 + operand
+    key = _mixed(_mixed(torch.full_like(step, stream + 1)) + counter * _STEP)
+    bits = values.view(torch.int32).masked_fill(values.isnan(), 0x7FC00000)
+    cut_off = _drawn_bits(torch.arange(values.numel(), device=values.device) + first_index, key)
+    bits = bits + torch.where(values.isfinite(), cut_off, 0).to(torch.int32)
+    output.view(torch.int16).copy_(bits >> 16)
+
+
+def _drawn_bits(index: Tensor, key: Tensor) -> Tensor:
+    """16 bits for each element, by [Note: stochastic rounding] in adam.h."""
+    x = _permuted((index ^ key) & _LOW)
+    return _permuted((x + (_shifted(key, 32) ^ _shifted(index, 32))) & _LOW) >> 16
+
+
+def _permuted(x: Tensor) -> Tensor:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
 
 
 def joined_masters(param: Tensor, master_low: Tensor | int) -> Tensor:

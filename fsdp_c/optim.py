@@ -26,7 +26,8 @@ __all__ = ["FlatAdamW", "ParameterAverage", "WholeParameters", "param_groups", "
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MASTER_LOW = ("master_low",)
-_OWN_OPTIONS = ("state_dtype", "master_dtype")  # how it is kept: not what a loaded state dict says
+# how things are kept, whatever a loaded state dict says
+_OWN_OPTIONS = {"state_dtype": None, "master_dtype": None, "rounding": "nearest", "seed": 0}
 
 
 class FlatAdamW(torch.optim.Optimizer):
@@ -61,6 +62,13 @@ class FlatAdamW(torch.optim.Optimizer):
             parameter's bits lack of the master's is state "master_low", int16: ``master()`` puts both
             together, and they are saved with the parameters and the state. Without it a state dict, as
             torch's, has masters equal the parameters.
+        rounding: "stochastic" rounds parameters and state in bfloat16 up or down by chance, so that a sum of
+            steps that are each too small is right on average. What is drawn follows from the seed, the step,
+            the parameter's position in the optimizer and the element's index in the whole parameter: results
+            are those of the unsharded model with ``use_orig_params``, and without it, where the whole is the
+            flat parameter, the same on any number of ranks. For bfloat16 parameters, and for float32 ones with
+            ``state_dtype=torch.bfloat16``; not together with ``master_dtype``.
+        seed: of stochastic rounding, the same on all ranks: from 0 to 2**31 - 1.
 
     Raises ValueError for numbers out of their domain, TypeError for parameters of other dtypes.
     """
@@ -77,6 +85,8 @@ class FlatAdamW(torch.optim.Optimizer):
         maximize: bool = False,
         state_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -87,6 +97,8 @@ class FlatAdamW(torch.optim.Optimizer):
             "maximize": maximize,
             "state_dtype": state_dtype,
             "master_dtype": master_dtype,
+            "rounding": rounding,
+            "seed": seed,
         }
         _check_options(defaults)
         super().__init__(params, defaults)
@@ -144,11 +156,21 @@ class FlatAdamW(torch.optim.Optimizer):
             float(group["eps"]),
             float(group["weight_decay"]),
             group["maximize"],
+            *self._drawn(group, params),
         )
         for tensor, contiguous in zip(chain(*given), chain(*used), strict=True):
             if tensor is not contiguous:
                 tensor.copy_(contiguous)
         torch.autograd.graph.increment_version(params)
+
+    def _drawn(self, group: dict[str, Any], params: list[Tensor]) -> tuple[list[int], list[int]]:
+        """For each parameter the stream of what is drawn, and its first element's index in the whole."""
+        if group["rounding"] == "nearest":
+            return [], []
+        every = chain.from_iterable(group["params"] for group in self.param_groups)
+        position = {param: index for index, param in enumerate(every)}
+        streams = [(group["seed"] << 32) + position[param] for param in params]
+        return streams, [getattr(param, "_first_index", 0) for param in params]
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
@@ -172,8 +194,8 @@ class FlatAdamW(torch.optim.Optimizer):
     # ---- loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype`` and
-        ``master_dtype`` stay this optimizer's.
+        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype``,
+        ``master_dtype``, ``rounding`` and ``seed`` stay this optimizer's.
 
         Raises ValueError where the groups do not fit.
         """
@@ -210,7 +232,7 @@ class FlatAdamW(torch.optim.Optimizer):
             for option, value in (
                 ("amsgrad", False),
                 ("maximize", False),
-                *((name, None) for name in _OWN_OPTIONS),
+                *_OWN_OPTIONS.items(),
             ):
                 group.setdefault(option, value)
         for param, param_state in self.state.items():
@@ -232,6 +254,12 @@ def _why_not(dtype: torch.dtype, group: dict[str, Any]) -> str | None:
         )
     if group["master_dtype"] and dtype != torch.bfloat16:
         return "master_dtype keeps masters of bfloat16 (put others in a group with master_dtype=None)"
+    in_bfloat16 = dtype == torch.bfloat16 or (dtype, group["state_dtype"]) == (torch.float32, torch.bfloat16)
+    if group["rounding"] == "stochastic" and not in_bfloat16:
+        return (
+            'rounding="stochastic" is for bfloat16, and for float32 with state_dtype=torch.bfloat16 (put '
+            'others in a group with rounding="nearest")'
+        )
     return None
 
 
@@ -253,6 +281,15 @@ def _check_options(options: dict[str, Any]) -> None:
         )
     if options["master_dtype"] not in (None, torch.float32):
         raise ValueError(f"master_dtype must be None or torch.float32, not {options['master_dtype']}")
+    if options["rounding"] not in ("nearest", "stochastic"):
+        raise ValueError(f'rounding must be "nearest" or "stochastic", not {options["rounding"]!r}')
+    if options["rounding"] == "stochastic" and options["master_dtype"]:
+        raise ValueError(
+            "master_dtype keeps what rounding takes from a parameter, so there is no chance in it: give "
+            'master_dtype or rounding="stochastic", not both'
+        )
+    if not 0 <= options["seed"] < 1 << 31:
+        raise ValueError(f"seed must be from 0 to 2**31 - 1, not {options['seed']}")
 
 
 def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

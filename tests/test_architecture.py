@@ -40,13 +40,13 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 157,
     "csrc/layout": 558,
-    "csrc/kernels": 3_918,
-    "csrc/torch": 3_690,
+    "csrc/kernels": 4_026,
+    "csrc/torch": 3_717,
     "csrc/collective": 354,
     "csrc/handle": 5_230,
     "csrc/runtime": 5_818,
     "csrc/python": 1_788,
-    "fsdp_c": 25_411,
+    "fsdp_c": 26_172,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

@@ -23,6 +23,20 @@ struct adam_context {
     int64_t most;     /* elements at once: as many as scratch holds, where a dtype differs */
 };
 
+/* From scratch back to the operand's memory. */
+static void adam_store(const struct adam_context *adam, int operand, void *memory, const void *scratch,
+                       int64_t begin, int64_t numel) {
+    const struct adam_tensor *tensor = adam->tensor;
+    enum dtype dtype = tensor->operands[operand].dtype;
+    if (tensor->master_low && operand == ADAM_PARAM)
+        loops_active()->split_masters(memory, tensor->master_low + begin, scratch, numel);
+    else if (tensor->is_stochastic && dtype == DTYPE_BFLOAT16)
+        loops_active()->draw_bfloat16(memory, scratch, (int)numel, tensor->first_index + begin,
+                                      draw_key(tensor->stream, (double)*tensor->step, operand));
+    else
+        cast_block(memory, dtype, scratch, adam->dtype, numel);
+}
+
 /* Operands of other dtypes than the loop's, and masters, go through scratch, and back but for the
  * gradient. */
 static void adam_block(const struct adam_context *adam, int64_t begin, int64_t numel) {
@@ -45,10 +59,8 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
     }
     loops->adamw[adam->dtype](operands, numel, &adam->numbers);
     for (int i = 0; i < ADAM_OPERANDS; i++)
-        if (lows && i == ADAM_PARAM)
-            loops->split_masters(memory[i], lows, operands[i], numel);
-        else if (operands[i] != memory[i] && i != ADAM_GRAD)
-            cast_block(memory[i], adam->tensor->operands[i].dtype, operands[i], adam->dtype, numel);
+        if (operands[i] != memory[i] && i != ADAM_GRAD)
+            adam_store(adam, i, memory[i], operands[i], begin, numel);
 }
 
 static struct adam_context adam_context_of(const struct adam_tensor *tensor,
@@ -57,7 +69,8 @@ static struct adam_context adam_context_of(const struct adam_tensor *tensor,
     struct adam_context context = {tensor, adam_numbers_of(options, lr, (double)*tensor->step + 1.0), dtype,
                                    tensor->numel > 0 ? tensor->numel : 1};
     for (int i = 0; i < ADAM_OPERANDS; i++) {
-        if (tensor->master_low || (tensor->operands[i].data && tensor->operands[i].dtype != dtype)) {
+        bool differs = tensor->operands[i].data && tensor->operands[i].dtype != dtype;
+        if (differs || tensor->master_low || tensor->is_stochastic) {
             context.dtype = dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
             context.most = BLOCK_NUMEL;
         }

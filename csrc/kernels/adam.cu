@@ -16,6 +16,8 @@ struct adam_item {
     void *operands[ADAM_OPERANDS];
     float *step;
     int16_t *master_low; /* where the kernel is one of masters */
+    uint64_t stream;     /* of stochastic rounding, as the next */
+    int64_t first_index;
     int64_t numel;
     int64_t first_chunk;
     uint8_t dtypes[ADAM_OPERANDS];
@@ -31,6 +33,13 @@ struct adam_table {
     int32_t count;
     struct adam_item items[ADAM_ITEMS];
 };
+
+/* What a kernel does with bf16: rounds it to nearest, has masters, or rounds it stochastically. */
+enum adam_kind { ADAM_NEAREST, ADAM_MASTERS, ADAM_STOCHASTIC };
+
+static enum adam_kind kind_of(const struct adam_tensor *tensor) {
+    return tensor->master_low ? ADAM_MASTERS : tensor->is_stochastic ? ADAM_STOCHASTIC : ADAM_NEAREST;
+}
 
 /* ---- operands of any dtype ---- */
 
@@ -72,15 +81,27 @@ template <typename A> __device__ static void convert_operand(A *values, const un
     });
 }
 
-template <typename A>
-__device__ static void store_operand(const A *values, const struct adam_item &item, int operand, int64_t i) {
+/* Of the element at `index` in the whole. */
+template <typename T, enum adam_kind kind, typename A>
+__device__ static T rounded(A value, int64_t index, uint64_t key) {
+    if constexpr (kind == ADAM_STOCHASTIC && is_same_type<T, bfloat16>::value) {
+        uint32_t drawn = draw_bits((uint32_t)index, (uint32_t)((uint64_t)index >> 32), key);
+        return {draw_rounded(bits_of_float(value), drawn)};
+    } else {
+        return converted<T>(value);
+    }
+}
+
+template <typename A, enum adam_kind kind>
+__device__ static void store_operand(const A *values, const struct adam_item &item, int operand, int64_t i,
+                                     uint64_t key) {
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
         if constexpr (fills_vectors<A>(sizeof(T))) {
             T stored[adam_width<A>::VALUE];
 #pragma unroll
             for (int j = 0; j < adam_width<A>::VALUE; j++)
-                stored[j] = converted<T>(values[j]);
+                stored[j] = rounded<T, kind>(values[j], item.first_index + i + j, key);
             store_aligned<T, adam_width<A>::VALUE>((T *)item.operands[operand] + i, stored);
         }
     });
@@ -92,11 +113,12 @@ template <typename A> __device__ static A load_one(const struct adam_item &item,
     });
 }
 
-template <typename A>
-__device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i) {
+template <typename A, enum adam_kind kind>
+__device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i,
+                                 uint64_t key) {
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
-        ((T *)item.operands[operand])[i] = converted<T>(value);
+        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, item.first_index + i, key);
     });
 }
 
@@ -155,16 +177,26 @@ __device__ inline double root(double value) {
 
 template <typename A> struct adam_coefficients {
     A sign, grad_weight, beta2, square_weight, correction, eps, decay, step_size;
+    uint64_t keys[ADAM_OPERANDS]; /* of stochastic rounding */
 };
 
-template <typename A>
+template <typename A, enum adam_kind kind>
 __device__ adam_coefficients<A> coefficients_of(const struct adamw_options &options,
                                                 const struct adam_item &item) {
     double lr = options.lr_memory ? read_number(options.lr_memory, options.lr_dtype) : options.lr;
     struct adam_numbers numbers = adam_numbers_of(&options, lr, (double)*item.step + 1.0);
-    return {
-        (A)(numbers.maximize ? -1 : 1), (A)numbers.grad_weight, (A)numbers.beta2, (A)numbers.square_weight,
-        (A)numbers.correction2_sqrt,    (A)numbers.eps,         (A)numbers.decay, (A)numbers.step_size};
+    adam_coefficients<A> by = {(A)(numbers.maximize ? -1 : 1),
+                               (A)numbers.grad_weight,
+                               (A)numbers.beta2,
+                               (A)numbers.square_weight,
+                               (A)numbers.correction2_sqrt,
+                               (A)numbers.eps,
+                               (A)numbers.decay,
+                               (A)numbers.step_size,
+                               {}};
+    for (int of = 0; kind == ADAM_STOCHASTIC && of < ADAM_OPERANDS; of++)
+        by.keys[of] = draw_key(item.stream, (double)*item.step, of);
+    return by;
 }
 
 /* One element's operands become what they are after the step; without amsgrad the last is not looked at. */
@@ -189,7 +221,7 @@ __device__ static bool is_written(int operand, bool has_largest) {
 }
 
 /* A width of aligned operands from i on: all are on their way before the first is looked at. */
-template <typename A, bool has_master>
+template <typename A, enum adam_kind kind>
 __device__ static void step_vectors(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
     constexpr int WIDTH = adam_width<A>::VALUE;
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
@@ -201,9 +233,9 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
             load_operand<A>(words[of], item, of, i);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (!has_master || of != ADAM_PARAM)
+        if (kind != ADAM_MASTERS || of != ADAM_PARAM)
             convert_operand<A>(values[of], words[of], item.dtypes[of]);
-    if constexpr (has_master)
+    if constexpr (kind == ADAM_MASTERS)
         join_masters(values[ADAM_PARAM], words[ADAM_PARAM], item, i);
 #pragma unroll
     for (int j = 0; j < WIDTH; j++) {
@@ -218,13 +250,13 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
     }
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (is_written(of, has_largest) && (!has_master || of != ADAM_PARAM))
-            store_operand<A>(values[of], item, of, i);
-    if constexpr (has_master)
+        if (is_written(of, has_largest) && (kind != ADAM_MASTERS || of != ADAM_PARAM))
+            store_operand<A, kind>(values[of], item, of, i, by.keys[of]);
+    if constexpr (kind == ADAM_MASTERS)
         split_masters(values[ADAM_PARAM], item, i);
 }
 
-template <typename A, bool has_master>
+template <typename A, enum adam_kind kind>
 __device__ static void step_one(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
     A operands[ADAM_OPERANDS] = {};
@@ -233,30 +265,30 @@ __device__ static void step_one(const struct adam_item &item, int64_t i, const a
         if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
             operands[of] = load_one<A>(item, of, i);
     bfloat16 *param = (bfloat16 *)item.operands[ADAM_PARAM] + i;
-    if constexpr (has_master)
+    if constexpr (kind == ADAM_MASTERS)
         operands[ADAM_PARAM] = join_master(*param, item.master_low[i]);
     step_element(operands, has_largest, by);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (is_written(of, has_largest) && (!has_master || of != ADAM_PARAM))
-            store_one(operands[of], item, of, i);
-    if constexpr (has_master)
+        if (is_written(of, has_largest) && (kind != ADAM_MASTERS || of != ADAM_PARAM))
+            store_one<A, kind>(operands[of], item, of, i, by.keys[of]);
+    if constexpr (kind == ADAM_MASTERS)
         split_master(param, item.master_low + i, operands[ADAM_PARAM]);
 }
 
-template <typename A, bool has_master>
+template <typename A, enum adam_kind kind>
 __device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t end,
                            const adam_coefficients<A> &by) {
     constexpr int WIDTH = adam_width<A>::VALUE;
     int64_t vectored = item.aligned ? begin + (end - begin) / WIDTH * WIDTH : begin;
     for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < vectored; i += THREADS * WIDTH)
-        step_vectors<A, has_master>(item, i, by);
+        step_vectors<A, kind>(item, i, by);
     for (int64_t i = vectored + threadIdx.x; i < end; i += THREADS)
-        step_one<A, has_master>(item, i, by);
+        step_one<A, kind>(item, i, by);
 }
 
 /* Thread 0 raises the powers of a tensor for the whole block. */
-template <typename A, bool has_master>
+template <typename A, enum adam_kind kind>
 __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ struct adam_table table) {
     __shared__ adam_coefficients<A> by;
     const struct adam_item *known = nullptr;
@@ -265,13 +297,13 @@ __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ 
         if (&item != known) {
             __syncthreads(); /* the last tensor's have been read */
             if (threadIdx.x == 0)
-                by = coefficients_of<A>(table.options, item);
+                by = coefficients_of<A, kind>(table.options, item);
             __syncthreads();
             known = &item;
         }
         int64_t begin = (chunk - item.first_chunk) * ADAM_CHUNK_NUMEL;
         int64_t end = begin + ADAM_CHUNK_NUMEL;
-        step_chunk<A, has_master>(item, begin, end < item.numel ? end : item.numel, by);
+        step_chunk<A, kind>(item, begin, end < item.numel ? end : item.numel, by);
     }
 }
 
@@ -282,11 +314,11 @@ __global__ void __launch_bounds__(THREADS) count_steps(const __grid_constant__ s
 
 /* ---- launches ---- */
 
-template <typename A, bool has_master>
+template <typename A, enum adam_kind kind>
 static enum status enqueue(struct adam_table *table, const struct kernel_stream *stream) {
     static_assert(sizeof(struct adam_table) <= 4096, "a launch takes 4 KiB by value");
     if (table->num_chunks > 0)
-        ENQUEUE_WITH_BARRIERS((step_tensors<A, has_master>), cuda_blocks(table->num_chunks), stream, *table);
+        ENQUEUE_WITH_BARRIERS((step_tensors<A, kind>), cuda_blocks(table->num_chunks), stream, *table);
     enum status status = cuda_status(cudaGetLastError());
     if (table->count > 0 && status == STATUS_OK) {
         ENQUEUE(count_steps, 1, stream, *table);
@@ -301,6 +333,8 @@ template <typename A> static void add_item(struct adam_table *table, const struc
     struct adam_item *item = &table->items[table->count++];
     item->step = tensor->step;
     item->master_low = tensor->master_low;
+    item->stream = tensor->stream;
+    item->first_index = tensor->first_index;
     item->numel = tensor->numel;
     item->first_chunk = table->num_chunks;
     item->aligned = is_aligned(item->master_low);
@@ -314,8 +348,8 @@ template <typename A> static void add_item(struct adam_table *table, const struc
     table->num_chunks += (tensor->numel + ADAM_CHUNK_NUMEL - 1) / ADAM_CHUNK_NUMEL;
 }
 
-/* The tensors whose parameters are in fp64, have masters, or all others. */
-template <typename A, bool has_master>
+/* The tensors of that kind whose parameters are in fp64, or those of all others. */
+template <typename A, enum adam_kind kind>
 static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_tensors,
                                  const struct adamw_options *options, const struct kernel_stream *stream) {
     struct adam_table table;
@@ -325,12 +359,12 @@ static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_
     table.num_chunks = 0;
     for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
         bool is_double = tensors[i].operands[ADAM_PARAM].dtype == DTYPE_FLOAT64;
-        if (is_double == is_same_type<A, double>::value && has_master == !!tensors[i].master_low)
+        if (is_double == is_same_type<A, double>::value && kind == kind_of(&tensors[i]))
             add_item<A>(&table, &tensors[i]);
         if (table.count == (int32_t)ADAM_ITEMS)
-            status = enqueue<A, has_master>(&table, stream);
+            status = enqueue<A, kind>(&table, stream);
     }
-    return status == STATUS_OK ? enqueue<A, has_master>(&table, stream) : status;
+    return status == STATUS_OK ? enqueue<A, kind>(&table, stream) : status;
 }
 
 extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
@@ -339,9 +373,14 @@ extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num
     if (status != STATUS_OK || num_tensors == 0)
         return status;
     device_guard guard(stream);
-    status = guard.status == STATUS_OK ? step_those_in<float, false>(tensors, num_tensors, options, stream)
-                                       : guard.status;
+    status = guard.status;
     if (status == STATUS_OK)
-        status = step_those_in<float, true>(tensors, num_tensors, options, stream);
-    return status == STATUS_OK ? step_those_in<double, false>(tensors, num_tensors, options, stream) : status;
+        status = step_those_in<float, ADAM_NEAREST>(tensors, num_tensors, options, stream);
+    if (status == STATUS_OK)
+        status = step_those_in<float, ADAM_MASTERS>(tensors, num_tensors, options, stream);
+    if (status == STATUS_OK)
+        status = step_those_in<float, ADAM_STOCHASTIC>(tensors, num_tensors, options, stream);
+    if (status == STATUS_OK)
+        status = step_those_in<double, ADAM_NEAREST>(tensors, num_tensors, options, stream);
+    return status;
 }

@@ -5,6 +5,7 @@
 
 #include <math.h>
 
+#include "kernels/checksum.h"
 #include "kernels/kernels.h"
 
 enum { ADAM_OPERANDS = ADAM_MAX_EXP_AVG_SQ + 1 };
@@ -54,6 +55,34 @@ HOST_DEVICE static inline int16_t master_low(uint32_t kept) {
     return (int16_t)(kept & 0xffffu);
 }
 
+/* [Note: stochastic rounding] A number goes to either bf16 beside it, to the nearer one with the higher
+ * probability, so that a sum of many small steps is right on average: 16 drawn bits are added to the half that
+ * is cut off. What is drawn for an element follows from its index in the whole, the tensor's stream, the step
+ * and the operand, and from nothing else: ranks, threads and vectors may divide a tensor in any way.
+ *
+ * Stream, step and operand make a key of 64 bits, as splitmix64 makes its numbers. The index goes through a
+ * permutation of 32 bits after either half of the key: lowbias32, of the search for hash functions with
+ * little bias in hash-prospector. */
+HOST_DEVICE static inline uint64_t draw_key(uint64_t stream, double step, int operand) {
+    uint64_t counter = (uint64_t)step * ADAM_OPERANDS + (uint64_t)operand;
+    return checksum_mixed(checksum_mixed(stream + 1) + counter * CHECKSUM_STEP);
+}
+HOST_DEVICE static inline uint32_t draw_permuted(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+/* 16 bits for the element whose index has these halves of 32. */
+HOST_DEVICE static inline uint32_t draw_bits(uint32_t index_low, uint32_t index_high, uint64_t key) {
+    uint32_t x = draw_permuted(index_low ^ (uint32_t)key);
+    return draw_permuted(x + ((uint32_t)(key >> 32) ^ index_high)) >> 16;
+}
+/* The bf16 for a number of these bits. Infinities stay, a NaN is 0x7fc0. */
+HOST_DEVICE static inline uint16_t draw_rounded(uint32_t bits, uint32_t drawn) {
+    bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
+    return (uint16_t)((master_kept(bits) + (is_finite ? drawn : 0)) >> 16);
+}
+
 static inline bool adam_has_operand(const struct adam_tensor *tensor, int operand) {
     return tensor->operands[operand].data || operand != ADAM_MAX_EXP_AVG_SQ;
 }
@@ -66,6 +95,9 @@ static inline enum status adam_check(const struct adam_tensor *tensors, int64_t 
                 (unsigned)tensors[i].operands[operand].dtype >= DTYPE_COUNT)
                 return STATUS_UNSUPPORTED;
         if (tensors[i].master_low && tensors[i].operands[ADAM_PARAM].dtype != DTYPE_BFLOAT16)
+            return STATUS_UNSUPPORTED;
+        if (tensors[i].is_stochastic &&
+            (tensors[i].master_low || tensors[i].operands[ADAM_PARAM].dtype == DTYPE_FLOAT64))
             return STATUS_UNSUPPORTED;
         if (tensors[i].numel < 0 || !tensors[i].step)
             return STATUS_INVALID;

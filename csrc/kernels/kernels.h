@@ -130,6 +130,9 @@ struct adam_tensor {
     int64_t numel;
     float *step;
     int16_t *master_low; /* of bf16 parameters: [Note: masters] in adam.h; or NULL */
+    bool is_stochastic;  /* what is stored in bf16: [Note: stochastic rounding] in adam.h */
+    uint64_t stream;     /* then: of the numbers drawn */
+    int64_t first_index; /* and: of the first element, in the whole of which the tensor is a part */
 };
 struct adamw_options {
     double lr;

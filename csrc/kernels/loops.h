@@ -39,6 +39,9 @@ struct loops {
     void (*join_masters)(void *masters, const void *params, const int16_t *lows, int64_t numel);
     void (*split_masters)(void *params, int16_t *lows, const void *masters, int64_t numel);
 
+    /* [Note: stochastic rounding]: bf16 from fp32, of the element at `first_index` and the next ones */
+    void (*draw_bfloat16)(void *output, const void *input, int numel, int64_t first_index, uint64_t key);
+
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };
 

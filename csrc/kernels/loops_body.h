@@ -303,6 +303,23 @@ static void split_masters(void *params, int16_t *lows, const void *masters, int6
     }
 }
 
+/* Elements whose indices have one upper half. */
+static void draw_bfloat16_below(bfloat16 *output, const float *input, int numel, int64_t first_index,
+                                uint64_t key) {
+    const uint32_t low = (uint32_t)first_index, high = (uint32_t)((uint64_t)first_index >> 32);
+    ELEMENTWISE for (int i = 0; i < numel; i++) {
+        output[i].bits = draw_rounded(bits_of_float(input[i]), draw_bits(low + (uint32_t)i, high, key));
+    }
+}
+
+static void draw_bfloat16(void *output, const void *input, int numel, int64_t first_index, uint64_t key) {
+    int64_t left = ((int64_t)1 << 32) - (int64_t)(uint32_t)first_index;
+    int below = left < numel ? (int)left : numel;
+    draw_bfloat16_below(output, input, below, first_index, key);
+    draw_bfloat16_below((bfloat16 *)output + below, (const float *)input + below, numel - below,
+                        first_index + below, key);
+}
+
 /* ---- checksum ---- */
 
 static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words) {
@@ -362,5 +379,6 @@ const struct loops LOOPS_TABLE = {
     .adamw = {float_adamw, double_adamw, bfloat16_adamw, float16_adamw},
     .join_masters = join_masters,
     .split_masters = split_masters,
+    .draw_bfloat16 = draw_bfloat16,
     .checksum = checksum,
 };

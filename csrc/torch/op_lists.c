@@ -98,6 +98,22 @@ static void read_master_lows(struct op_call *call, const struct op_list *list, s
     }
 }
 
+/* Of stochastic rounding, one stream and index per parameter, or none at all. */
+static void read_streams(struct op_call *call, const struct op_list *streams, const struct op_list *indices,
+                         struct adam_tensor *tensors, size_t count) {
+    bool has_all = streams->count == count && indices->count == count;
+    OP_CHECK(has_all || (streams->count == 0 && indices->count == 0),
+             "%s: %zu params, but %zu streams and %zu first_indices", call->name, count, streams->count,
+             indices->count);
+    for (size_t i = 0; i < streams->count; i++) {
+        OP_CHECK(!tensors[i].master_low, "%s: params[%zu] has a master, which is not rounded by chance",
+                 call->name, i);
+        tensors[i].is_stochastic = true;
+        tensors[i].stream = (uint64_t)op_int(streams->items[i]);
+        tensors[i].first_index = op_int(indices->items[i]);
+    }
+}
+
 /* The steps taken so far, one float32 per parameter; the kernel counts them up. */
 static void read_steps(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors,
                        size_t count) {
@@ -121,7 +137,7 @@ static void read_lr(struct op_call *call, const struct op_list *list, struct ada
 }
 
 /* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without
- * amsgrad, master_lows without masters, lr_tensors where the learning rate is the number `lr`. */
+ * amsgrad, master_lows without masters, streams and first_indices without stochastic rounding, lr_tensors where the learning rate is the number `lr`. */
 void op_adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
@@ -144,6 +160,10 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
     op_read_list(&step_list);
     op_read_list(&lr_list);
     const StableIValue *numbers = stack + NUM_LISTS + 3;
+    OP_OWNED_LIST streams = op_list_of(numbers[6], false);
+    OP_OWNED_LIST first_indices = op_list_of(numbers[7], false);
+    op_read_list(&streams);
+    op_read_list(&first_indices);
     struct adamw_options options = {
         .lr = op_float(numbers[0]),
         .beta1 = op_float(numbers[1]),
@@ -157,6 +177,7 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
         if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0)
             read_adam_operands(call, lists[i], (enum adam_operand)i, tensors, params.count, names[i]);
     read_master_lows(call, &low_list, tensors, params.count);
+    read_streams(call, &streams, &first_indices, tensors, params.count);
     read_steps(call, &step_list, tensors, params.count);
     read_lr(call, &lr_list, &options);
     if (!call->is_meta && params.count > 0) {

@@ -208,7 +208,8 @@ static enum status checksums(uint64_t *checksums, const struct byte_range *range
     return finish(lock, "checksums", arguments);
 }
 
-/* A tuple of the operands and a master's low halves, None for what there is not, and the number of steps. */
+/* A tuple of the operands and a master's low halves, None for what there is not, the number of steps,
+ * and of stochastic rounding the stream and the first index, or None. */
 static PyObject *adam_operands(const struct adam_tensor *tensor, const struct kernel_stream *stream) {
     PyObject *operands = PyList_New(0);
     int result = operands ? 0 : -1;
@@ -224,6 +225,10 @@ static PyObject *adam_operands(const struct adam_tensor *tensor, const struct ke
                                          : Py_NewRef(Py_None));
     if (!result)
         result = ref_append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
+    if (!result)
+        result = ref_append(operands, tensor->is_stochastic ? Py_BuildValue("LL", (long long)tensor->stream,
+                                                                            (long long)tensor->first_index)
+                                                            : Py_NewRef(Py_None));
     PyObject *tuple = result ? NULL : PyList_AsTuple(operands);
     Py_XDECREF(operands);
     return tuple;

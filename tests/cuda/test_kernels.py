@@ -187,13 +187,17 @@ def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(
             torch.testing.assert_close(actual, one, rtol=rtol, atol=rtol / 10)
 
 
-@pytest.mark.parametrize("options", [{"master_dtype": torch.float32, "amsgrad": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"master_dtype": torch.float32, "amsgrad": True}, {"rounding": "stochastic", "lr": 0.0}],
+    ids=str,
+)
 def test_flat_adamw_keeps_what_bfloat16_lacks_as_on_the_cpu(options: dict[str, Any]) -> None:
     weights = [numbers(numel, torch.bfloat16, numel) for numel in NUMELS]
 
     def state_of(device: str) -> list[Tensor]:
         params = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
-        optimizer = FlatAdamW(params, lr=0.01, **options)
+        optimizer = FlatAdamW(params, **({"lr": 0.01} | options))
         for step in range(10):
             for param, numel in zip(params, NUMELS, strict=True):
                 param.grad = numbers(numel, torch.bfloat16, 100 * step + numel % 97).to(device)

@@ -15,11 +15,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
-from fsdp_c.optim import FlatAdamW
+from fsdp_c.optim import FlatAdamW, param_groups
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
 
-KINDS: dict[str, dict[str, Any]] = {"master": {"master_dtype": torch.float32, "amsgrad": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "master": {"master_dtype": torch.float32, "amsgrad": True},
+    "stochastic": {"rounding": "stochastic", "amsgrad": True, "seed": 7},
+}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,7 +83,10 @@ def assert_same(model: nn.Module, optimizer: FlatAdamW, expected: nn.Module, by:
 
 
 def steps_as_one_process(kind: str, use_orig_params: bool, strategy: str) -> None:
-    model, plain = wrapped(use_orig_params, sharding_strategy=ShardingStrategy[strategy]), net()
+    model = wrapped(use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+    # whose draws, without original parameters, are those of whole flat parameters
+    is_flat = kind == "stochastic" and not use_orig_params
+    plain = wrapped(False, sharding_strategy=ShardingStrategy.NO_SHARD) if is_flat else net()
     optimizer, alone = optimizer_of(model, kind), optimizer_of(plain, kind)
     train(model, optimizer)
     train(plain, alone)
@@ -104,6 +110,19 @@ def test_4_ranks_step_with_the_bits_of_one_process(
     rank: int, world_size: int, use_orig_params: bool, kind: str
 ) -> None:
     steps_as_one_process(kind, use_orig_params, "FULL_SHARD")
+
+
+@on_ranks(2)
+def test_ranges_of_flat_parameters_draw_as_whole_ones(rank: int, world_size: int) -> None:
+    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
+    models = [wrapped(False, sharding_strategy=strategy) for strategy in strategies]
+    optimizers = []
+    for model in models:
+        groups = param_groups(model, lambda name, shape: {"weight_decay": 0.1 * (len(shape) > 1)})
+        assert sum(len(group["params"]) for group in groups) == len(list(net().parameters()))
+        optimizers.append(FlatAdamW(groups, lr=1e-2, **KINDS["stochastic"]))
+        train(model, optimizers[-1])
+    assert_same(models[0], optimizers[0], models[1], optimizers[1])
 
 
 @each_kind

@@ -446,6 +446,12 @@ struct adam_case {
             if (param == DTYPE_BFLOAT16 && random_below(&random_state, 2)) {
                 add_master(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
             }
+            cpu.is_stochastic = !cpu.master_low && param != DTYPE_FLOAT64 && random_below(&random_state, 2);
+            cpu.stream = (uint64_t)random_below(&random_state, 1 << 30) << 20;
+            cpu.first_index = ((int64_t)1 << 32) - random_below(&random_state, 5000);
+            gpu.is_stochastic = cpu.is_stochastic;
+            gpu.stream = cpu.stream;
+            gpu.first_index = cpu.first_index;
             on_the_cpu.push_back(cpu);
             on_the_gpu.push_back(gpu);
         }

@@ -111,6 +111,18 @@ def test_adamw_to_rounding(both: Any, dtype: torch.dtype, options: dict[str, Any
     torch.testing.assert_close(*both(lambda: trained(dtype, options)))
 
 
+def test_adamw_draws_the_same_numbers(both: Any) -> None:
+    def decayed() -> Tensor:
+        param = torch.nn.Parameter(torch.linspace(-3, 3, 1000).bfloat16())
+        optimizer = FlatAdamW([param], lr=0.1, weight_decay=0.3, rounding="stochastic", seed=5)
+        param.grad, param._first_index = torch.zeros_like(param), (1 << 32) - 400
+        for _ in range(3):
+            optimizer.step()
+        return param.detach()
+
+    assert_same_bits(*both(decayed))
+
+
 def test_masters_to_their_own_rounding(both: Any) -> None:
     masters = both(lambda: trained(torch.bfloat16, {"master_dtype": torch.float32}))
     torch.testing.assert_close(*masters, rtol=1e-5, atol=1e-6)

@@ -39,8 +39,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
         [torch.arange(8).short(), torch.ones(3, 3).short()],
         [torch.ones(()), torch.ones(())],
         [torch.tensor(0.1)],
-        *(0.1, 0.9, 0.99, 1e-8, 0.1),
-        True,
+        *(0.1, 0.9, 0.99, 1e-8, 0.1, True, [], []),
     ),
     "checksums": lambda: ([torch.randn(8), torch.arange(5)],),
 }
@@ -112,7 +111,7 @@ def test_shards_are_padded_chunks(numel: int, world_size: int) -> None:
 
 
 F = torch.ones(4)
-ADAMW = 0.1, 0.9, 0.9, 0.0, 0.0, False
+ADAMW = 0.1, 0.9, 0.9, 0.0, 0.0, False, [], []
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "too little padding": (
         "flatten",
@@ -181,17 +180,17 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
     "grad missing": (
         "adamw_",
-        ([F], [], [F], [F], [], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [], [F], [F], [], [], [F[0]], [], *ADAMW),
         "1 params, but 0 grads",
     ),
     "other grad": (
         "adamw_",
-        ([F], [torch.ones(5)], [F], [F], [], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [torch.ones(5)], [F], [F], [], [], [F[0]], [], *ADAMW),
         r"params\[0\] has 4 elements, grads\[0\] 5",
     ),
     "two rates": (
         "adamw_",
-        ([F], [F], [F], [F], [], [], [F[0]], [F], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [F], [F], [F], [], [], [F[0]], [F], *ADAMW),
         "lr must have one element, not 4",
     ),
     "floating low halves": (
@@ -208,6 +207,16 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         "adamw_",
         ([F], [F], [F], [F], [], [F.short()], [F[0]], [], *ADAMW),
         r"params\[0\] must be bfloat16, as it has a master",
+    ),
+    "half a draw": (
+        "adamw_",
+        ([F], [F], [F], [F], [], [], [F[0]], [], *ADAMW[:6], [1], []),
+        "1 params, but 1 streams and 0 first_indices",
+    ),
+    "masters by chance": (
+        "adamw_",
+        ([F.bfloat16()], [F], [F], [F], [], [F.short()], [F[0]], [], *ADAMW[:6], [1], [0]),
+        r"params\[0\] has a master",
     ),
     "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
 }

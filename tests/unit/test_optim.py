@@ -133,6 +133,8 @@ def test_a_fused_product_is_rounded_once(capability: str) -> None:
             1e-8,
             0.0,
             False,
+            [],
+            [],
         )
     finally:
         _C.use_cpu_capability(None)
@@ -287,7 +289,7 @@ def test_a_master_is_both_halves_of_any_bits(capability: str) -> None:
     assert (low.int() + (param.view(torch.int16).int() << 16)).equal(bits)
     started = (torch.where(masters.isnan(), masters.bfloat16(), param), torch.where(masters.isnan(), 0, low))
     zeros, stepped = torch.zeros(bits.numel()), [tensor.clone() for tensor in started]
-    numbers = (0.0, 0.9, 0.99, 1e-8, 0.0, False)
+    numbers = (0.0, 0.9, 0.99, 1e-8, 0.0, False, [], [])
     try:
         _C.use_cpu_capability(capability)
         torch.ops.fsdp_c.adamw_(
@@ -333,6 +335,135 @@ def test_resumed_masters_go_on_to_the_bit_and_torchs_state_begins_at_the_paramet
     plain = FlatAdamW(params_of(torch.bfloat16))
     plain.load_state_dict(saving.state_dict())
     assert not any("master_low" in state for state in plain.state.values())
+
+
+# ----------------------------------------------------------------- stochastic rounding
+
+STOCHASTIC: dict[str, Any] = {"rounding": "stochastic"}
+MANY = 1 << 16
+
+
+def decayed(start: Tensor, weight_decay: float, stream: int = 1, step: int = 0, first: int = 0) -> Tensor:
+    """bfloat16 parameters times 1 - weight_decay, rounded by chance."""
+    param, zeros = start.clone(), torch.zeros(start.numel())
+    numbers = (1.0, 0.9, 0.99, 1e-8, weight_decay, False, [stream], [first])
+    states = [zeros.clone()], [zeros.clone()], [], [], [torch.tensor(float(step))]
+    torch.ops.fsdp_c.adamw_([param], [zeros], *states, [], *numbers)
+    return param
+
+
+def went_up(weight_decay: float, value: float = 1.0, **of: int) -> Tensor:
+    """Which of many equal elements went to the larger one of their two neighbours."""
+    found = decayed(torch.full((MANY,), value, dtype=torch.bfloat16), weight_decay, **of)
+    neighbours = found.unique().tolist()
+    assert len(neighbours) == 2 and neighbours[0] <= value * (1 - weight_decay) <= neighbours[1]
+    return found == neighbours[1]
+
+
+@pytest.mark.parametrize("part", [1 / 4, 1 / 2, 1 / 16, 15 / 16])
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_a_number_goes_up_as_often_as_it_is_near(part: float, value: float) -> None:
+    share = went_up(part * 2.0**-8, value).double().mean().item()  # just below 1 the last place is 2**-8
+    expected = part if value < 0 else 1 - part
+    assert share == pytest.approx(expected, abs=4 * math.sqrt(part * (1 - part) / MANY))
+
+
+def test_draws_of_elements_steps_and_streams_know_nothing_of_each_other() -> None:
+    decay = 2.0**-9
+    start = went_up(decay)
+    others = {
+        "neighbour": start.roll(1),
+        "eighth": start.roll(8),
+        "step": went_up(decay, step=1),
+        "stream": went_up(decay, stream=2),
+        "position": went_up(decay, stream=1 + (1 << 32)),
+        "far index": went_up(decay, first=1 << 32),
+    }
+    for name, other in others.items():
+        correlation = torch.corrcoef(torch.stack((start, other)).double())[0, 1].item()
+        assert abs(correlation) < 4 / math.sqrt(MANY), name
+    spectrum = torch.fft.rfft(start.double() - start.double().mean()).abs().square()
+    assert spectrum.max() < 25 * spectrum.mean()  # no period: above, by chance, once in a million
+
+
+def test_draws_follow_the_index_in_the_whole_over_its_32nd_bit() -> None:
+    start, first = randn(5000, 1).bfloat16(), (1 << 32) - 2017
+    whole = decayed(start, 0.3, first=first)
+    parts = [decayed(start[at : at + 617], 0.3, first=first + at) for at in range(0, 5000, 617)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(decayed(start, 0.3, first=first + 1), whole)
+
+
+@pytest.mark.parametrize("capability", _C.cpu_capabilities())
+def test_what_is_not_finite_stays_so(capability: str) -> None:
+    start = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0] * 20, dtype=torch.bfloat16)
+    try:
+        _C.use_cpu_capability(capability)
+        assert torch.equal(decayed(start, 0.5).view(torch.int16), start.view(torch.int16))
+    finally:
+        _C.use_cpu_capability(None)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": torch.float32}], ids=str)
+def test_stochastic_steps_are_alike_on_every_instruction_set_and_number_of_threads(options: Any) -> None:
+    assert_alike_everywhere(torch.bfloat16, STOCHASTIC | options)
+
+
+def test_float32_parameters_have_state_in_bfloat16_rounded_by_chance() -> None:
+    assert_alike_everywhere(torch.float32, STOCHASTIC | {"state_dtype": torch.bfloat16})
+    ours, exact = (
+        FlatAdamW(params_of(torch.float32), **options)
+        for options in (STOCHASTIC | {"state_dtype": torch.bfloat16}, {})
+    )
+    for optimizer in (ours, exact):
+        train(optimizer, steps=1)
+    for one, other in zip(*(optimizer.param_groups[0]["params"] for optimizer in (ours, exact)), strict=True):
+        assert torch.equal(one, other)  # of which the first step knows nothing
+        average, true = ours.state[one]["exp_avg"], exact.state[other]["exp_avg"]
+        assert average.dtype == torch.bfloat16
+        assert ((average.float() - true).abs() <= true.abs() * 2**-7).all()
+
+
+def test_small_steps_are_lost_but_for_masters_and_stochastic_rounding() -> None:
+    means = {}
+    for name, options in {"nearest": {}, "master": MASTERS, "stochastic": STOCHASTIC}.items():
+        param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = FlatAdamW([param], lr=1e-4, weight_decay=0.0, **options)
+        for _ in range(500):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        means[name] = param.detach().float().mean().item()
+    assert means["nearest"] == 1.0
+    assert means["master"] == pytest.approx(0.95, abs=2.0**-9)
+    assert means["stochastic"] == pytest.approx(0.95, abs=1e-3)
+
+
+def test_averages_rounded_by_chance_are_right_on_average() -> None:
+    """Where rounding to nearest loses them: as in the test of state in float32."""
+    param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = FlatAdamW([param], lr=0.0, **STOCHASTIC)
+    for _ in range(500):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    square = optimizer.state[param]["exp_avg_sq"]
+    assert square.dtype == torch.bfloat16
+    assert square.float().mean().item() == pytest.approx(1 - 0.999**500, rel=2e-3)
+
+
+def test_stochastic_training_goes_on_to_the_bit_and_another_seed_draws_otherwise() -> None:
+    trained = []
+    for seed in (0, 0, 1):
+        optimizer = FlatAdamW(params_of(torch.bfloat16), seed=seed, **STOCHASTIC)
+        train(optimizer, steps=2)
+        if trained:  # the second one is a resumed one
+            fresh = FlatAdamW(optimizer.param_groups[0]["params"], seed=seed, **STOCHASTIC)
+            fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer = fresh
+        train(optimizer, steps=2, first=2)
+        trained.append(optimizer)
+    assert_same(trained[1], trained[0])
+    params = [optimizer.param_groups[0]["params"][-1] for optimizer in trained]
+    assert not torch.equal(params[2], params[0])
 
 
 # ----------------------------------------------------------------- parameters of any kind
@@ -414,6 +545,9 @@ def test_the_scheduler_and_the_gradient_scaler_of_torch_drive_it() -> None:
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), not \(0.9, 1.0\)"),
         ({"state_dtype": torch.int64}, "state_dtype must be None, float32, .*, not torch.int64"),
         ({"master_dtype": torch.float64}, "master_dtype must be None or torch.float32, not torch.float64"),
+        ({"rounding": "up"}, 'rounding must be "nearest" or "stochastic", not \'up\''),
+        (MASTERS | STOCHASTIC, 'give master_dtype or rounding="stochastic", not both'),
+        ({"seed": -1}, r"seed must be from 0 to 2\*\*31 - 1, not -1"),
     ],
 )
 def test_numbers_out_of_their_domain_are_refused(options: dict[str, Any], message: str) -> None:
@@ -437,6 +571,12 @@ def test_parameters_of_other_dtypes_are_refused() -> None:
 def test_masters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"masters of bfloat16 .*, but parameter 0 of group 0 is {dtype}"):
         FlatAdamW(params_of(dtype), **MASTERS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_rounding_by_chance_of_other_dtypes_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f'rounding="stochastic" is for bfloat16, .* group 0 is {dtype}'):
+        FlatAdamW(params_of(dtype), **STOCHASTIC)
 
 
 @pytest.mark.parametrize(
