@@ -112,6 +112,11 @@ class FlatAdamW(torch.optim.Optimizer):
                 group = len(self.param_groups) - 1
                 del self.param_groups[-1]
                 raise TypeError(f"{why}, but parameter {index} of group {group} is {param.dtype}")
+        self._note_positions()
+
+    def _note_positions(self) -> None:
+        every = chain.from_iterable(group["params"] for group in self.param_groups)
+        self._positions = {param: index for index, param in enumerate(every)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -167,9 +172,9 @@ class FlatAdamW(torch.optim.Optimizer):
         """For each parameter the stream of what is drawn, and its first element's index in the whole."""
         if group["rounding"] == "nearest":
             return [], []
-        every = chain.from_iterable(group["params"] for group in self.param_groups)
-        position = {param: index for index, param in enumerate(every)}
-        streams = [(group["seed"] << 32) + position[param] for param in params]
+        if not self._positions.keys() >= set(params):  # others were put into the groups
+            self._note_positions()
+        streams = [(group["seed"] << 32) + self._positions[param] for param in params]
         return streams, [getattr(param, "_first_index", 0) for param in params]
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -228,6 +233,7 @@ class FlatAdamW(torch.optim.Optimizer):
         """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain
         numbers."""
         super().__setstate__(state)
+        self._note_positions()
         for group in self.param_groups:
             for option, value in (
                 ("amsgrad", False),

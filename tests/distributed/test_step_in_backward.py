@@ -60,7 +60,7 @@ def wrapped(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **settin
         "use_orig_params": use_orig_params,
         **settings,
     }
-    net = Net()
+    net = Net().to(options.pop("dtype", torch.float32))
     for index, layer in enumerate(net.layers):
         net.layers[index] = FSDP(layer, **options)
     return FSDP(net, **options)
@@ -81,7 +81,8 @@ def train(
 ) -> list[float]:
     losses = []
     for step in steps:
-        loss = model(batch(step, rank), **forward).square().mean()
+        x = batch(step, rank).to(next(model.parameters()).dtype)
+        loss = model(x, **forward).square().mean()
         loss.backward()
         after_backward()
         optimizer.step()
@@ -127,6 +128,16 @@ def test_bits_are_those_of_a_step_after_the_backward(
 @on_ranks(2)
 def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, setting: str) -> None:
     pairs = both(OPTIMIZERS["FlatAdamW"], use_orig_params=use_orig_params, **SETTINGS[setting])
+    losses = [train(model, optimizer, rank) for model, optimizer in pairs]
+    assert losses[0] == losses[1]
+    assert_same(*(full(*pair) for pair in pairs))
+
+
+@pytest.mark.parametrize("options", [{"master_dtype": torch.float32}, {"rounding": "stochastic"}], ids=str)
+@on_ranks(2)
+def test_masters_and_draws_of_bfloat16(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    make = partial(optim.FlatAdamW, lr=0.01, **options)
+    pairs = both(make, dtype=torch.bfloat16)
     losses = [train(model, optimizer, rank) for model, optimizer in pairs]
     assert losses[0] == losses[1]
     assert_same(*(full(*pair) for pair in pairs))
