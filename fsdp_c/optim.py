@@ -66,7 +66,8 @@ class FlatAdamW(torch.optim.Optimizer):
             steps that are each too small is right on average. What is drawn follows from the seed, the step,
             the parameter's position in the optimizer and the element's index in the whole parameter: results
             are those of the unsharded model with ``use_orig_params``, and without it, where the whole is the
-            flat parameter, the same on any number of ranks. For bfloat16 parameters, and for float32 ones with
+            flat parameter, the same on any number of ranks; of a parameter with tensor parallelism inside the
+            whole is what lies on this rank's place of that mesh. For bfloat16 parameters, and for float32 ones with
             ``state_dtype=torch.bfloat16``; not together with ``master_dtype``.
         seed: of stochastic rounding, the same on all ranks: from 0 to 2**31 - 1.
 

@@ -42,7 +42,7 @@ static void adam_store(const struct adam_context *adam, int operand, void *memor
 static void adam_block(const struct adam_context *adam, int64_t begin, int64_t numel) {
     const struct loops *loops = loops_active();
     int16_t *lows = adam->tensor->master_low ? adam->tensor->master_low + begin : NULL;
-    union block scratch[ADAM_OPERANDS];
+    _Alignas(64) union block scratch[ADAM_OPERANDS];
     void *operands[ADAM_OPERANDS];
     char *memory[ADAM_OPERANDS];
     for (int i = 0; i < ADAM_OPERANDS; i++) {
