@@ -528,4 +528,4 @@ def test_folders_are_checkpoints_of_the_command_line_either_way(tmp_path: Path) 
         assert loaded(tmp_path / "there") == torch_loaded(tmp_path / "there") == 1
         assert len(list((tmp_path / "there").glob("*/__*.distcp"))) == 3
     assert cli.main(["convert", str(tmp_path / "there"), str(tmp_path / "there"), "--overwrite"]) == 0
-    assert loaded(tmp_path / "there") == 1 and len(listed(tmp_path / "there")) == 3
+    assert loaded(tmp_path / "there") == 1 and len(listed(tmp_path / "there")) == 4  # with the layout
