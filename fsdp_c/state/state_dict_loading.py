@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdp_c.compat import misuse
 from fsdp_c.compat.aliases import StateDict
@@ -85,9 +86,9 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
         for path, inner in units_with_paths(fsdp_module)
         if not _is_local(inner)
     ]
-    check_entries(fsdp_module, state_dict, prefix)
+    transforming = check_entries(fsdp_module, state_dict, prefix)
     _warn_of_conversions(fsdp_modules, state_dict)
-    if any(_transforms_on_load(module) for module in fsdp_module.modules()):
+    if transforming:
         fsdp_modules = fsdp_modules[: len(parts)]
         early = (
             []
@@ -296,19 +297,23 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
 
 # ----------------------------------------------------------------- checks
 
+_ABSENT = object()
 
-def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+
+def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[nn.Module]:
     """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been
-    copied."""
-    errors = []
+    copied. Returns modules that transform what they load."""
+    errors: list[str] = []
+    transforming: list[nn.Module] = []
     own = {
         id(param)
         for module in units_of(fsdp_module)
         if module._handle
         for param in module._handle.flat_param._params or ()
     }
-    for key, shape in _expected_shapes(fsdp_module, prefix):
-        if key not in state_dict or id(value := state_dict[key]) in own:
+    for key, shape in _expected_shapes(fsdp_module, prefix, transforming):
+        value = state_dict.get(key, _ABSENT)
+        if value is _ABSENT or (type(value) is Tensor and value.shape == shape) or id(value) in own:
             continue
         if not torch.overrides.is_tensor_like(value):
             errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")
@@ -323,6 +328,7 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
             f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
         )
         raise RuntimeError("\n\t".join([header, *errors]))
+    return transforming
 
 
 def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> None:
@@ -353,9 +359,11 @@ def _shape(value: Tensor) -> torch.Size:
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
 
 
-def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[str, torch.Size]]:
+def _expected_shapes(
+    fsdp_module: ShardedModule, prefix: str, transforming: list[nn.Module]
+) -> Iterator[tuple[str, torch.Size]]:
     """Names and full shapes below a unit, except of local values and below modules that transform what they
-    load."""
+    load, which come into ``transforming``."""
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
@@ -364,30 +372,29 @@ def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[
     while pending:
         path, module = pending.pop()
         if _transforms_on_load(module):
+            transforming.append(module)
             continue
-        for name, shape in _own_shapes(module, managed.get(module, {})).items():
+        of_unit = managed.get(module, {})
+        for name, shape in of_unit.items():
             if shape is not None:
                 yield prefix + path + name, shape
-        pending.extend(
-            (clean_name(f"{path}{name}."), child)
-            for name, child in module._modules.items()
-            if child is not None
-        )
-
-
-def _own_shapes(module: nn.Module, managed: dict[str, torch.Size | None]) -> dict[str, torch.Size | None]:
-    """Full shapes of a module's own parameters and persistent buffers."""
-    shapes: dict[str, torch.Size | None] = {}
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is None or is_flat_param_name(name) or name in module._non_persistent_buffers_set:
-            continue
-        if not torch.nn.parameter.is_lazy(tensor):
-            shapes[name] = tensor.shape
-    return {**shapes, **managed}
+        for name, shown in module._parameters.items():
+            if shown is not None and name not in of_unit and not is_flat_param_name(name):
+                if not is_lazy(shown):
+                    yield prefix + path + name, shown.shape
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                if not is_lazy(buffer):
+                    yield prefix + path + name, buffer.shape
+        for name, child in module._modules.items():
+            if child is not None:
+                pending.append((path + clean_name(name + "."), child))
 
 
 def _transforms_on_load(module: nn.Module) -> bool:
     """Whether ``module`` has loading code of its own, so that what it accepts is not known here."""
-    own_hooks = 1 if is_unit(module) or isinstance(module, ActivationWrapper) else 0
+    hooks = module._load_state_dict_pre_hooks
+    if hooks and len(hooks) > (is_unit(module) or isinstance(module, ActivationWrapper)):
+        return True
     loader = type(module)._load_from_state_dict
-    return len(module._load_state_dict_pre_hooks) > own_hooks or not loader.__module__.startswith("torch.nn.")
+    return loader is not nn.Module._load_from_state_dict and not loader.__module__.startswith("torch.nn.")
