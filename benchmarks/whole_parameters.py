@@ -2,14 +2,18 @@
 
 python -m benchmarks.whole_parameters
 python -m benchmarks.whole_parameters --ranks 4 --width 256 --markdown table.md
+python -m benchmarks.whole_parameters --timeline 6.7B nvlink8 ib512  # on machines that are not there, by a model
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,6 +157,121 @@ def measure(rank: int, told: Any, way: str, options: argparse.Namespace) -> None
     dist.destroy_process_group()
 
 
+# ---- on machines that are not there
+
+MODELLED = """\
+A step of Muon over the blocks' matrices and AdamW over the rest, in fp32, by the model of time (docs/timeline.md), the
+host free: nothing is computed, and this process is the rank with most of Muon's work. "slower": the longer of
+computation and movement. "every rank all": computation of all of it, and an all-gather of gradients and parameters
+of each block, at best beside each other. The two small all-reduces in which ranks agree are not in it.
+"""
+
+
+def modelled(model_name: str, machine_name: str) -> dict[str, float]:
+    """In a process of the simulated GPU."""
+    import torch._meta_registrations  # shapes of the operators that have them in Python alone
+
+    from benchmarks.timeline import MODELS, Row, machine_of, set_machine
+    from benchmarks.timeline_models import build
+    from fsdp_c.state import whole_parameters
+    from tests.simulated_gpu import timeline
+
+    machine, shape = machine_of(machine_name), MODELS[model_name]
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=machine["world_size"])
+    set_machine(machine)
+    timeline.host_is_free()
+    model, parameters = build(Row("fsdp_c", model_name, machine_name), shape, shape.sequence, machine)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param)
+    choose = whole_parameters._choose_owners
+
+    def give_most_to_rank_0(wholes: Any) -> None:
+        choose(wholes)
+        costs: dict[tuple[int, int], int] = {}
+        for whole in wholes:
+            if is_for_muon(whole.name, whole.held):
+                costs[whole.owner] = costs.get(whole.owner, 0) + whole.cost
+        most = max(costs, key=lambda owner: costs[owner])
+        for whole in wholes:
+            whole.owner = {most: (0, 0), (0, 0): most}.get(whole.owner, whole.owner)
+
+    # what ranks tell each other has no values here
+    whole_parameters._choose_owners = give_most_to_rank_0
+    whole_parameters._agree_on_gradients = lambda wholes, _: (dict.fromkeys(wholes, torch.float32), False)
+    whole_parameters._raise_everywhere = lambda *_: None
+    optimizer = WholeParameters(model, muon_and_adamw)
+    sent = Sent()
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with sent.counting(), timeline.step() as taken:
+        optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    del optimizer
+
+    block = build(Row("alone", model_name, machine_name), shape, shape.sequence, machine)[0].blocks[0].float()
+    named = [(f"blocks.{name}", param) for name, param in block.named_parameters()]
+    for _, param in named:
+        param.grad = torch.empty_like(param)
+    inner = muon_and_adamw(named)
+    nbytes = sum(param.nbytes for _, param in named)
+    whole = torch.empty(nbytes // 4, device="cuda")
+    shard = torch.empty(len(whole) // machine["world_size"], device="cuda")
+    for _ in range(2):
+        with timeline.step() as of_all:
+            for each in inner:
+                each.step()
+    with timeline.step() as gathered:
+        dist.all_gather_into_tensor(whole[: len(shard) * machine["world_size"]], shard)
+    blocks = len(list(model.module.blocks))
+    return {
+        "time": taken.time / 1e3,
+        "compute": taken.compute / 1e3,
+        "moves": taken.communication / 1e3,
+        "sent": sent.nbytes / 2**20,
+        "peak": peak / 2**20,
+        "all compute": of_all.compute * blocks / 1e3,
+        "all moves": gathered.time * 2 * blocks / 1e3,
+        "all sent": 2 * shard.nbytes * (machine["world_size"] - 1) * blocks / 2**20,
+    }
+
+
+def is_for_muon(name: str, param: Tensor) -> bool:
+    return param.dim() == 2 and "blocks" in name
+
+
+def muon_and_adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    matrices = [param for name, param in named if is_for_muon(name, param)]
+    others = [param for name, param in named if not is_for_muon(name, param)]
+    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, foreach=True)]
+
+
+def modelled_page(model_name: str, machines: list[str]) -> str:
+    from tests.simulated_gpu import timeline
+
+    heads = ("step ms", "computation", "movement", "/ slower", "MiB sent", "peak +MiB")
+    alike = ("every rank all: ms at best", "computation", "movement", "MiB sent")
+    columns = (*heads, *alike)
+    lines = [f"| {model_name} on | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for machine in machines:
+        command = [sys.executable, "-m", "benchmarks.whole_parameters", "--modelled", model_name, machine]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | timeline.environment(160)
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-3000:])
+        found = json.loads(done.stdout.splitlines()[-1])
+        slower = max(found["compute"], found["moves"])
+        cells = [f"{found[key]:.1f}" for key in ("time", "compute", "moves")]
+        cells += [f"{found['time'] / slower:.2f}", f"{found['sent']:.0f}", f"{found['peak']:.0f}"]
+        at_best = max(found["all compute"], found["all moves"])
+        cells += [f"{each:.1f}" for each in (at_best, found["all compute"], found["all moves"])]
+        cells.append(f"{found['all sent']:.0f}")
+        lines.append(f"| {machine} | {' | '.join(cells)} |")
+    return MODELLED + "\n" + "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.whole_parameters", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
@@ -160,7 +279,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--timeline", nargs="+", metavar=("MODEL", "MACHINE"))
+    parser.add_argument("--modelled", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.modelled:
+        print(json.dumps(modelled(*options.modelled)), flush=True)
+        os._exit(0)
+    if options.timeline:
+        print(modelled_page(options.timeline[0], options.timeline[1:]))
+        return
     found: dict[str, Any] = {
         way: told_by_ranks(measure, 1 if way == PLAIN else options.ranks, way, options) for way in WAYS
     }

@@ -22,7 +22,7 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
-from fsdp_c.state.redistribution import Partition, rank_partition, redistribute
+from fsdp_c.state.redistribution import BATCH_NBYTES, Partition, rank_partition, redistribute
 from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_memory_order
 from fsdp_c.state.whole_state import WholeState, has_tensors
 
@@ -91,10 +91,16 @@ class _Whole:
         return self.ranks is not None and self.ranks.shards is not None
 
     @property
+    def nbytes(self) -> int:
+        return self.numel * self.param.itemsize
+
+    @property
     def cost(self) -> int:
-        """Of a step, in multiplications: a matrix may be multiplied by itself."""
+        """Of a step, in proportion to multiplications: a matrix X counts as X @ X.T, its square, and that times
+        X."""
         rows = self.held.shape[0] if self.held.dim() > 1 else 0
-        return self.numel * min(rows, self.numel // rows) if rows and self.numel else self.numel
+        least = min(rows, self.numel // rows) if rows else 0
+        return least * (2 * self.numel + least**2) if least else self.numel
 
     @property
     def over_shards(self) -> Partition:
@@ -129,8 +135,8 @@ class WholeParameters(Optimizer):
     Each parameter has an owner rank. In ``step()`` gradients and parameters move from the shards to the
     owners, there the optimizer that ``factory`` made steps on tensors of the shapes before wrapping, and the
     parameters move back. Results are the bits of that optimizer on the unsharded model, given the same
-    gradients. The ranks, replicas of hybrid strategies among them, get equal work: a matrix counts as its
-    product with itself, anything else as its elements. ``print(optimizer)`` says who owns how much.
+    gradients. The ranks, replicas of hybrid strategies among them, get equal work: a matrix counts as an
+    iteration of Newton and Schulz, anything else as its elements. ``print(optimizer)`` says who owns how much.
 
     Args:
         model: has at least one FullyShardedDataParallel in it.
@@ -279,20 +285,17 @@ class WholeParameters(Optimizer):
             inner.step()
 
     def _buckets(self, wholes: list[_Whole]) -> Iterator[list[_Whole]]:
-        """In each, all ranks have as much to do as in the others."""
+        """In each, all ranks have as much to do as in the others, as far as single parameters let them."""
         queues: dict[_Ranks | None, dict[tuple[int, int], list[_Whole]]] = {}
         for whole in wholes:
             queues.setdefault(whole.ranks, {}).setdefault(whole.owner, []).append(whole)
-        for ranks, by_owner in queues.items():
-            quota = self._bucket_nbytes and self._bucket_nbytes / len(ranks.places if ranks else [0])
-            while any(by_owner.values()):
-                bucket = []
-                for queue in by_owner.values():
-                    nbytes = 0
-                    while queue and (quota is None or nbytes < quota):
-                        bucket.append(queue.pop(0))
-                        nbytes += bucket[-1].numel * bucket[-1].param.itemsize
-                yield bucket
+        for by_owner in queues.values():
+            count = _bucket_count(list(by_owner.values()), self._bucket_nbytes)
+            buckets: list[list[_Whole]] = [[] for _ in range(count)]
+            for queue in by_owner.values():
+                for whole, place in zip(queue, _places(queue), strict=True):
+                    buckets[int(place * count)].append(whole)
+            yield from filter(None, buckets)
         if not wholes:
             yield []  # an optimizer steps, though nothing has a gradient: it may count
 
@@ -450,7 +453,7 @@ def _shares(wholes: Iterable[_Whole]) -> Iterator[str]:
         count, nbytes, cost = (dict.fromkeys(ranks.places, 0) for _ in range(3))
         for whole in members:
             count[whole.owner] += 1
-            nbytes[whole.owner] += whole.numel * whole.param.itemsize
+            nbytes[whole.owner] += whole.nbytes
             cost[whole.owner] += whole.cost
         own = ranks.own_place
         share = max(cost.values()) * len(cost) / max(sum(cost.values()), 1)
@@ -460,6 +463,27 @@ def _shares(wholes: Iterable[_Whole]) -> Iterator[str]:
             f"{max(nbytes.values()) / 2**20:.2f} MiB, at most {share:.2f} of an equal share of the work; this one "
             f"{count[own]}, {nbytes[own] / 2**20:.2f} MiB"
         )
+
+
+def _bucket_count(queues: Sequence[Sequence[_Whole]], bucket_nbytes: int | None) -> int:
+    """No more than leave each rank a parameter of each bucket, as it would wait for the movement of one without;
+    but as many as the largest parameter on each rank lets be."""
+    if bucket_nbytes is None:
+        return 1
+    sizes = [whole.nbytes for queue in queues for whole in queue]
+    largest = max(sizes) * len(queues)
+    least = sum(sizes) // max(largest, 1)
+    return max(1, min(-(-sum(sizes) // bucket_nbytes), max(least, min(map(len, queues)))))
+
+
+def _places(queue: Sequence[_Whole]) -> Iterator[float]:
+    """How far in the work and the bytes of a queue the middle of each parameter is, in [0, 1)."""
+    cost, nbytes = sum(whole.cost for whole in queue) or 1, sum(whole.nbytes for whole in queue) or 1
+    before = 0.0
+    for whole in queue:
+        part = (whole.cost / cost + whole.nbytes / nbytes) / 2
+        yield min(before + part / 2, 1 - 1e-9)
+        before += part
 
 
 def _held_numel(whole: _Whole, rank: int) -> int:
@@ -627,6 +651,7 @@ def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor 
             [whole.on_owner for whole, _ in divided],
             ranks.shards,
             device=ranks.device,
+            batch_nbytes=BATCH_NBYTES * ranks.shards.size(),  # on each rank: with many, latency would decide
         )
     for whole, part in parts:
         if not _is_of_replica(whole):
@@ -693,7 +718,11 @@ def _from_owners(
         return flats
     wholes = [whole for _, whole, _, _ in theirs]
     sources, targets = [whole.on_owner for whole in wholes], [whole.over_shards for whole in wholes]
-    return list(redistribute(flats, sources, targets, ranks.shards, device=ranks.device))
+    batch_nbytes = BATCH_NBYTES * ranks.shards.size()
+    moved = redistribute(
+        flats, sources, targets, ranks.shards, device=ranks.device, batch_nbytes=batch_nbytes
+    )
+    return list(moved)
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:

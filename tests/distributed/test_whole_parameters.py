@@ -249,6 +249,25 @@ def test_ranks_have_equal_work(rank: int, world_size: int) -> None:
     assert all(one == told[0] for one in told)
 
 
+@on_ranks(4)
+def test_each_rank_has_work_in_each_bucket(rank: int, world_size: int) -> None:
+    """One without would wait for what moves."""
+    model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
+    optimizer._bucket_nbytes = -(-sum(whole.nbytes for whole in optimizer._wholes) // 8)
+    buckets = list(optimizer._buckets(optimizer._wholes))
+    assert len(buckets) == 8
+    for bucket in buckets:
+        costs = dict.fromkeys(range(world_size), 0)
+        for whole in bucket:
+            costs[whole.owner[0]] += whole.cost
+        assert min(costs.values()) > 0 and max(costs.values()) < 2 * sum(costs.values()) / world_size
+    several = [len(list(optimizer._buckets(optimizer._wholes))) for optimizer._bucket_nbytes in (None, 1)]
+    assert several[0] == 1 and several[1] == min(
+        sum(whole.owner[0] == owner for whole in optimizer._wholes) for owner in range(world_size)
+    )
+
+
 @on_ranks(2)
 def test_between_steps_a_rank_holds_state_of_its_own_alone(rank: int, world_size: int) -> None:
     model = wrapped(plain_model(), use_orig_params=True)
@@ -290,8 +309,10 @@ def test_random_programs_train_as_the_plain_model(rank: int, world_size: int, se
             saved = FSDP.optim_state_dict(model, optimizer)
             optimizer = WholeParameters(model, program.factory, bucket_nbytes=program.bucket_nbytes)
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
-        train(plain, expected, range(step, step + 1), clear=step != 2)
-        train(model, [optimizer], range(step, step + 1), clear=step != 2)
+        for trained, optimizers in ((plain, expected), (model, [optimizer])):
+            if step == 2:
+                train(trained, [], range(9, 10))  # a backward more, before the one that is stepped
+            train(trained, optimizers, range(step, step + 1))
     same_values(model, plain)
 
 
