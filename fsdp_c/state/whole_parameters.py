@@ -7,6 +7,7 @@ gradients: they divide the work too, and each tells the others what came of its 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,6 +130,14 @@ class _Whole:
         self.held.data, self.held.grad = self._empty, None
 
 
+class _Begun(collections.defaultdict[Tensor, ParamState]):
+    """What ``state`` is once there is some, on its owners: true, as torch.distributed.checkpoint makes a step
+    without gradients for an optimizer whose ``state`` is not."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class WholeParameters(Optimizer):
     """Any optimizer that looks at whole parameters (Muon, Shampoo, Adafactor), over a wrapped model.
 
@@ -224,7 +233,7 @@ class WholeParameters(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._beside.moving():
-            having, state_is_loaded = _agree_on_gradients(self._stepped, bool(self.state))
+            having, state_is_loaded = _agree_on_gradients(self._stepped, len(self.state) > 0)
         if state_is_loaded:
             self._take_state()
         outer = [_options(group) for group in self.param_groups]
@@ -239,6 +248,7 @@ class WholeParameters(Optimizer):
         for group, inner_group in zip(self.param_groups, self._inner_groups(), strict=True):
             group.update(_options(inner_group))
         torch.autograd.graph.increment_version([whole.param for whole in having if whole.ranks is None])
+        self.state = _Begun(dict)
         return loss
 
     def _step_buckets(
@@ -306,7 +316,7 @@ class WholeParameters(Optimizer):
 
         What has not its parameter's shape is a ``WholeState``.
         """
-        if _LOADED in _told(self._stepped, {_LOADED: {}} if self.state else {}):
+        if _LOADED in _told(self._stepped, {_LOADED: {}} if len(self.state) else {}):
             self._take_state()
         described = _told(self._stepped, self._described())
         state: dict[Tensor, ParamState] = {}
@@ -348,12 +358,12 @@ class WholeParameters(Optimizer):
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""
-        loaded = self.state
-        self.state = self.sharded_state()  # type: ignore[assignment]
+        sharded = self.sharded_state()
+        own, self.state = self.state, sharded  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
-            self.state = loaded
+            self.state = own
 
     def _take_state(self) -> None:
         """What was loaded goes to the owners. Collective."""
@@ -396,7 +406,7 @@ class WholeParameters(Optimizer):
             for (whole, key, _), value in zip(members, values, strict=True):
                 if value is not None:
                     self._inner_of[whole.held].state[whole.held][key] = value
-        self.state.clear()
+        self.state = _Begun(dict)
 
 
 def _stays(key: str, group: ParamGroup) -> bool:

@@ -153,10 +153,10 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
     if not isinstance(tensor, ShardedTensor):
         return tensor
-    (shard,) = tensor.local_shards()
-    if shard.tensor.shape == tensor.size():
+    (shard,), shape = tensor.local_shards(), tensor.metadata().size
+    if shard.tensor.shape == shape:
         return shard.tensor
-    return torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")
+    return torch.empty(shape, dtype=shard.tensor.dtype, device="meta")
 
 
 def moved_to_owners(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
@@ -539,6 +540,28 @@ def test_dcp_saves_and_loads_sharded_state(rank: int, world_size: int, use_orig_
     train(other, [resumed], range(2, 4))
     ours, theirs = summoned(model), summoned(other)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@on_ranks(2)
+def test_dcp_makes_no_step_of_its_own_where_there_is_state(rank: int, world_size: int) -> None:
+    """As get_optimizer_state_dict() does for a new optimizer, to know what it will hold."""
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=True)
+    expected, optimizer = (
+        matrices_by_muon(list(plain.named_parameters())),
+        WholeParameters(model, matrices_by_muon),
+    )
+    train(plain, expected, range(2))
+    train(model, [optimizer], range(2))
+    _init_optim_state(optimizer)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    same_state(saved["state"], expected, plain)
+    resumed = WholeParameters(model, matrices_by_muon)
+    _init_optim_state(resumed)
+    same_values(model, plain)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
+    _init_optim_state(resumed)
+    same_state(FSDP.optim_state_dict(model, resumed)["state"], expected, plain)
 
 
 @pytest.mark.parametrize("rank0_only", [True, False])
