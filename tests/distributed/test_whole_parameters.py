@@ -502,6 +502,37 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(rank: int, world_size: i
     same_values(again, other)
 
 
+@on_ranks(4)
+def test_state_of_replicas_owners_is_saved_and_loaded(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    hybrid = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "process_group": (pairs[rank // 2], across[rank % 2]),
+    }
+    plain = plain_model()
+    model = wrapped(plain, use_orig_params=True, **hybrid)
+    expected = [FACTORIES["factored"](list(plain.named_parameters()))]
+    optimizer = WholeParameters(model, FACTORIES["factored"])
+    train(plain, expected, range(2))
+    train(model, [optimizer], range(2))
+    folder = common_folder()
+    checkpoint.save(model, optimizer, f"{folder}/checkpoint")
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        for loads in (False, True):
+            other = wrapped(plain, use_orig_params=not loads, **hybrid)
+            resumed = WholeParameters(other, FACTORIES["factored"])
+            if loads:
+                checkpoint.load(other, resumed, f"{folder}/checkpoint")
+            else:
+                for one in (model, other):
+                    FSDP.set_state_dict_type(one, kind)
+                saved = FSDP.optim_state_dict(model, optimizer)
+                resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, saved))
+            FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
+            same_state(FSDP.optim_state_dict(other, resumed)["state"], expected, plain)
+
+
 def common_folder() -> str:
     """A new one, the same on all ranks."""
     told = [tempfile.mkdtemp()]
