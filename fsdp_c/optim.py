@@ -342,7 +342,8 @@ def step_in_backward(
     Each backward that reduces gradients is a step: accumulate under ``no_sync``. ``clip_grad_norm_`` raises,
     as the total norm is not known in time; with ``clip_by_last_norm`` it returns the norm, and the factor by
     which it would clip scales the gradients of the next backward (of the first one nothing does). Scaled
-    losses (GradScaler) do not go with it: gradients would be stepped with before they are unscaled.
+    losses do not go with it, as gradients are stepped with before they are unscaled: ``ShardedGradScaler``
+    raises.
 
     Not collective. Raises ValueError where no unit has parameters of the optimizer, a unit has another one,
     or the optimizer needs all parameters at once: a closure, ``WholeParameters``; in the backward where it

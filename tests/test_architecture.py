@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_230,
     "csrc/runtime": 5_818,
     "csrc/python": 1_788,
-    "fsdp_c": 26_225,
+    "fsdp_c": 26_242,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

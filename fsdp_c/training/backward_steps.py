@@ -9,6 +9,7 @@ gradients, again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,12 +21,25 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.training import grad_clipping
 
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
+    """RuntimeError for an optimizer whose gradients are unscaled after the backward that it has stepped in."""
+    if optimizer in _optimizers:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has stepped in the backward with gradients of a scaled loss "
+            "(fsdp_c.optim.step_in_backward): train without a GradScaler, in bfloat16 for instance, or step after "
+            "the backward"
+        )
+
 
 class BackwardSteps:
     """The ``stepper`` of all units whose parameters one optimizer has."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, clips: bool) -> None:
         self.optimizer, self.clips = optimizer, clips
+        _optimizers.add(optimizer)
         self.coefficient: Tensor | None = None  # of the last clip_grad_norm_()
         self._norms: dict[int, grad_clipping.GradsByGroups] = {}  # by the handle's id, of the last backward
         self._pending: dict[int, Future[None]] = {}  # likewise

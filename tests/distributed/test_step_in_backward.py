@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import optim
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+from fsdp_c.sharded_grad_scaler import ShardedGradScaler
 from tests.ranks import device, on_ranks
 
 WIDTH = 640  # shards above 1 MiB
@@ -308,6 +309,19 @@ def test_clipping_is_refused_where_it_was_not_asked_for(rank: int, world_size: i
     words = rf"rank {rank}, unit .*: gradients cannot be clipped .* clip_by_last_norm=True"
     with pytest.raises(RuntimeError, match=words):
         model.clip_grad_norm_(1.0)
+
+
+@on_ranks(2)
+def test_scaled_losses_are_refused(rank: int, world_size: int) -> None:
+    model = wrapped()
+    optimizer = optim.step_in_backward(model, OPTIMIZERS["momentum"])
+    scaler = ShardedGradScaler(device=device().type)
+    scaler.scale(model(batch(0, rank)).square().mean()).backward()
+    for look in (scaler.unscale_, scaler.step):
+        with pytest.raises(
+            RuntimeError, match="SGD has stepped in the backward with gradients of a scaled loss"
+        ):
+            look(optimizer)
 
 
 class Failing(torch.optim.SGD):
