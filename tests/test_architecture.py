@@ -43,8 +43,8 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 4_026,
     "csrc/torch": 3_717,
     "csrc/collective": 354,
-    "csrc/handle": 5_230,
-    "csrc/runtime": 5_818,
+    "csrc/handle": 5_240,
+    "csrc/runtime": 5_826,
     "csrc/python": 1_788,
     "fsdp_c": 26_242,
 }

@@ -182,6 +182,7 @@ int gradients_show_again(struct gradients *gradients); /* after an exception. 0 
 /* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or
  * -1. */
 int gradients_add_late(struct gradients *gradients, PyObject **shard);
+int gradients_have_late(struct gradients *gradients); /* is there any? 1, 0 or -1 */
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's
  * has. */
 int64_t gradients_offset(const struct gradients *gradients, int64_t index);

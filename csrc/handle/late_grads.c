@@ -71,7 +71,8 @@ static int add(const struct gradients *gradients, PyObject **shard, PyObject *la
     return result;
 }
 
-int gradients_add_late(struct gradients *gradients, PyObject **shard) {
+/* Each is added to *shard; without a `shard`, 1 where there is one. */
+static int go_through_late(struct gradients *gradients, PyObject **shard) {
     const struct flat_param *param = gradients->param;
     int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
     int64_t end = param->use_orig_params ? param->num_params : 0;
@@ -81,8 +82,16 @@ int gradients_add_late(struct gradients *gradients, PyObject **shard) {
             continue;
         PyObject *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
         if (late != Py_None)
-            result = late ? add(gradients, shard, late, i) : -1;
+            result = !late ? -1 : shard ? add(gradients, shard, late, i) : 1;
         Py_XDECREF(late);
     }
     return result;
+}
+
+int gradients_add_late(struct gradients *gradients, PyObject **shard) {
+    return go_through_late(gradients, shard);
+}
+
+int gradients_have_late(struct gradients *gradients) {
+    return go_through_late(gradients, NULL);
 }

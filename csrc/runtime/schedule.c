@@ -292,11 +292,11 @@ int schedule_wait_reduced(struct schedule *schedule) {
 
 /* ---- steps in a backward ---- */
 
-int schedule_begin_stepping(struct schedule *schedule) {
+int schedule_begin_stepping(struct schedule *schedule, bool after_computation) {
     struct streams *streams = &schedule->streams;
     if (schedule_wait_stepped(schedule) < 0 ||
-        stream_record(streams, STREAM_COMPUTE, &schedule->joined) < 0 ||
-        stream_wait(streams, STREAM_ALL_REDUCE, schedule->joined) < 0 ||
+        (after_computation && (stream_record(streams, STREAM_COMPUTE, &schedule->joined) < 0 ||
+                               stream_wait(streams, STREAM_ALL_REDUCE, schedule->joined) < 0)) ||
         stream_wait(streams, STREAM_ALL_REDUCE, schedule->reduced) < 0)
         return -1;
     return stream_enter(streams, STREAM_ALL_REDUCE);

@@ -16,7 +16,7 @@
  *
  * Optimizers that step in a backward do so beside it:
  *
- *   ALL_REDUCE     |wait reduced, what COMPUTE was given so far| step |stepped|
+ *   ALL_REDUCE     |wait reduced| step |stepped|
  *   COMPUTE        ... |wait stepped| at the next unit's step, and at the end, as POST_BACKWARD does
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:
@@ -134,11 +134,11 @@ int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradi
 /* computation waits for all that was finished, and stepped with */
 int schedule_wait_reduced(struct schedule *schedule);
 
-/* ---- a unit's optimizers step beside the backward, on the second stream of reductions: after the unit's own
- * and all that computation was given so far. `gradient` is what they step with, or NULL; stolen by `end`. 0 or
- * -1 ---- */
+/* ---- a unit's optimizers step beside the backward, on the second stream of reductions: after the unit's
+ * own. `gradient` is what they step with, or NULL; stolen by `end`. 0 or -1 ---- */
 
-int schedule_begin_stepping(struct schedule *schedule);
+/* after all that computation was given so far, too? */
+int schedule_begin_stepping(struct schedule *schedule, bool after_computation);
 int schedule_end_stepping(struct schedule *schedule, PyObject *gradient, int result);
 int schedule_wait_stepped(struct schedule *schedule); /* computation waits for the last of them */
 

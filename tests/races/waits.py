@@ -87,10 +87,6 @@ WRITTEN_BACK = (
     "each unit whose shard was written back waits for that by itself: the wait of the first of them would do"
 )
 
-LATE = (
-    "what a unit's optimizers step with is in order by its reduction: this wait is for what autograd may "
-    "have added to .grad since it was packed"
-)
 STEPPED = (
     "the gradient that was stepped with goes back to the stream that computes, which takes no such memory "
     "again before the next of these waits"
@@ -134,17 +130,8 @@ REASONS: dict[str, dict[Kind, str]] = {
         ("pre-unshard", "compute"): UPLOADED,
         ("unshard", "compute"): MADE_BEFORE,
     },
-    "HYBRID_SHARD, step in backward": {
-        ("all-reduce", "compute"): LATE,
-        ("compute", "all-reduce"): STEPPED,
-    },
-    "_HYBRID_SHARD_ZERO2, step in backward": {
-        ("all-reduce", "compute"): LATE,
-        ("compute", "all-reduce"): STEPPED,
-    },
-    "step beside backward, late gradients": {("all-reduce", "compute"): LATE},
-    "step in backward": {("all-reduce", "compute"): LATE},
-    "step beside backward": {("all-reduce", "compute"): LATE},
+    "HYBRID_SHARD, step in backward": {("compute", "all-reduce"): STEPPED},
+    "_HYBRID_SHARD_ZERO2, step in backward": {("compute", "all-reduce"): STEPPED},
     "accumulate, SHARD_GRAD_OP": {("compute", "post-backward"): SHOWN, ("unshard", "compute"): NOT_WRITTEN},
 }
 
