@@ -48,7 +48,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, recomputes: bool | None = None) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(x if recomputes is None else x)
+            x = torch.tanh(x)
             x = layer(x) if recomputes is None else checkpoint(layer, x, use_reentrant=recomputes)
         return self.head(x)
 
@@ -111,6 +111,13 @@ def both(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> list[tu
     return [(after, make(after.parameters())), (inside, optim.step_in_backward(inside, make))]
 
 
+def train_alike(pairs: list[tuple[FSDP, Any]], rank: int, **forward: Any) -> None:
+    """To the bit, in losses, parameters and state."""
+    losses = [train(model, optimizer, rank, **forward) for model, optimizer in pairs]
+    assert losses[0] == losses[1]
+    assert_same(*(full(*pair) for pair in pairs))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -118,10 +125,7 @@ def both(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> list[tu
 def test_bits_are_those_of_a_step_after_the_backward(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, name: str
 ) -> None:
-    pairs = both(OPTIMIZERS[name], strategy=strategy, use_orig_params=use_orig_params)
-    losses = [train(model, optimizer, rank) for model, optimizer in pairs]
-    assert losses[0] == losses[1]
-    assert_same(*(full(*pair) for pair in pairs))
+    train_alike(both(OPTIMIZERS[name], strategy=strategy, use_orig_params=use_orig_params), rank)
 
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "usual"])
@@ -129,9 +133,7 @@ def test_bits_are_those_of_a_step_after_the_backward(
 @on_ranks(2)
 def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, setting: str) -> None:
     pairs = both(OPTIMIZERS["FlatAdamW"], use_orig_params=use_orig_params, **SETTINGS[setting])
-    losses = [train(model, optimizer, rank) for model, optimizer in pairs]
-    assert losses[0] == losses[1]
-    assert_same(*(full(*pair) for pair in pairs))
+    train_alike(pairs, rank)
 
 
 @pytest.mark.parametrize("options", [{"master_dtype": torch.float32}, {"rounding": "stochastic"}], ids=str)
@@ -139,9 +141,7 @@ def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, 
 def test_masters_and_draws_of_bfloat16(rank: int, world_size: int, options: dict[str, Any]) -> None:
     make = partial(optim.FlatAdamW, lr=0.01, **options)
     pairs = both(make, dtype=torch.bfloat16)
-    losses = [train(model, optimizer, rank) for model, optimizer in pairs]
-    assert losses[0] == losses[1]
-    assert_same(*(full(*pair) for pair in pairs))
+    train_alike(pairs, rank)
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
@@ -149,9 +149,7 @@ def test_masters_and_draws_of_bfloat16(rank: int, world_size: int, options: dict
 def test_bits_of_hybrid_strategies(rank: int, world_size: int, strategy: str) -> None:
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
     pairs = both(OPTIMIZERS["momentum"], strategy=strategy, device_mesh=mesh)
-    losses = [train(model, optimizer, rank) for model, optimizer in pairs]
-    assert losses[0] == losses[1]
-    assert_same(*(full(*pair) for pair in pairs))
+    train_alike(pairs, rank)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -176,9 +174,7 @@ def test_gradients_are_gone_and_parameters_stepped_when_the_backward_returns(
 @on_ranks(2)
 def test_checkpointed_layers(rank: int, world_size: int, recomputes: bool, strategy: str) -> None:
     pairs = both(OPTIMIZERS["AdamW"], strategy=strategy)
-    losses = [train(model, optimizer, rank, recomputes=recomputes) for model, optimizer in pairs]
-    assert losses[0] == losses[1]
-    assert_same(*(full(*pair) for pair in pairs))
+    train_alike(pairs, rank, recomputes=recomputes)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
