@@ -41,12 +41,12 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 157,
     "csrc/layout": 558,
     "csrc/kernels": 4_026,
-    "csrc/torch": 3_717,
+    "csrc/torch": 3_718,
     "csrc/collective": 354,
     "csrc/handle": 5_240,
     "csrc/runtime": 5_826,
     "csrc/python": 1_788,
-    "fsdp_c": 26_242,
+    "fsdp_c": 26_256,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

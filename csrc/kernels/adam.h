@@ -56,9 +56,9 @@ HOST_DEVICE static inline int16_t master_low(uint32_t kept) {
 }
 
 /* [Note: stochastic rounding] A number goes to either bf16 beside it, to the nearer one with the higher
- * probability, so that a sum of many small steps is right on average: 16 drawn bits are added to the half that
- * is cut off. What is drawn for an element follows from its index in the whole, the tensor's stream, the step
- * and the operand, and from nothing else: ranks, threads and vectors may divide a tensor in any way.
+ * probability, so that a sum of many small steps is right on average: 16 drawn bits are added to the half
+ * that is cut off. What is drawn for an element follows from its index in the whole, the tensor's stream, the
+ * step and the operand, and from nothing else: ranks, threads and vectors may divide a tensor in any way.
  *
  * Stream, step and operand make a key of 64 bits, as splitmix64 makes its numbers. The index goes through a
  * permutation of 32 bits after either half of the key: lowbias32, of the search for hash functions with

@@ -137,7 +137,8 @@ static void read_lr(struct op_call *call, const struct op_list *list, struct ada
 }
 
 /* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without
- * amsgrad, master_lows without masters, streams and first_indices without stochastic rounding, lr_tensors where the learning rate is the number `lr`. */
+ * amsgrad, master_lows without masters, streams and first_indices without stochastic rounding, lr_tensors
+ * where the learning rate is the number `lr`. */
 void op_adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
