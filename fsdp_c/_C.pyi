@@ -432,8 +432,8 @@ def bind_callbacks(
 
     Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where
     ``optimizer_in_backward`` is set, on a stream beside the backward's, and ``await_step`` after that, at the
-    backward's end or before the unit is gathered again; ``log_post_backward`` when they have come, where the handle is
-    ``verbose``. The names of units that no gradient can reach, or to which none has come, are told once.
+    backward's end or before the unit is gathered again; ``log_post_backward`` when they have come, where the
+    handle is ``verbose``. The names of units that no gradient can reach, or to which none has come, are told once.
     ``check_backward`` at its end, where the Runtime is unchecked.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has

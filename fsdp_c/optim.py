@@ -67,8 +67,8 @@ class FlatAdamW(torch.optim.Optimizer):
             the parameter's position in the optimizer and the element's index in the whole parameter: results
             are those of the unsharded model with ``use_orig_params``, and without it, where the whole is the
             flat parameter, the same on any number of ranks; of a parameter with tensor parallelism inside the
-            whole is what lies on this rank's place of that mesh. For bfloat16 parameters, and for float32 ones with
-            ``state_dtype=torch.bfloat16``; not together with ``master_dtype``.
+            whole is what lies on this rank's place of that mesh. For bfloat16 parameters, and for float32 ones
+            with ``state_dtype=torch.bfloat16``; not together with ``master_dtype``.
         seed: of stochastic rounding, the same on all ranks: from 0 to 2**31 - 1.
 
     Raises ValueError for numbers out of their domain, TypeError for parameters of other dtypes.
@@ -113,7 +113,9 @@ class FlatAdamW(torch.optim.Optimizer):
                 group = len(self.param_groups) - 1
                 del self.param_groups[-1]
                 raise TypeError(f"{why}, but parameter {index} of group {group} is {param.dtype}")
-        self._note_positions()
+        positions: dict[Tensor, int] = self.__dict__.setdefault("_positions", {})
+        for param in self.param_groups[-1]["params"]:
+            positions[param] = len(positions)
 
     def _note_positions(self) -> None:
         every = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -333,11 +335,12 @@ def step_in_backward(
     """From now on ``optimizer`` steps each unit of ``model`` amid the backward, as soon as the unit's
     gradients are reduced, and the gradients are freed.
 
-    ``optimizer`` is one over the wrapped model's parameters, or what makes it of ``list(model.parameters())``;
-    it is returned. Steps run beside the backward: on the CPU, and with ``CPUOffload``, in a thread, on a GPU
-    on a stream. After ``loss.backward()`` all are over, with the bits of ``optimizer.step()`` there. A loop
-    may go on to call ``step()`` and ``zero_grad()``: that steps what belongs to no unit, and nothing else.
-    Schedulers, state dicts and checkpoints take the optimizer as before.
+    ``optimizer`` is one over the wrapped model's parameters, or what makes it of
+    ``list(model.parameters())``; it is returned. Steps run beside the backward: on the CPU, and with
+    ``CPUOffload``, in a thread, on a GPU on a stream. After ``loss.backward()`` all are over, with the bits
+    of ``optimizer.step()`` there. A loop may go on to call ``step()`` and ``zero_grad()``: that steps what
+    belongs to no unit, and nothing else. Schedulers, state dicts and checkpoints take the optimizer as
+    before.
 
     Each backward that reduces gradients is a step: accumulate under ``no_sync``. ``clip_grad_norm_`` raises,
     as the total norm is not known in time; with ``clip_by_last_norm`` it returns the norm, and the factor by
@@ -360,8 +363,7 @@ def step_in_backward(
     handles = [
         handle
         for unit in units_of(model)
-        if (handle := unit._handle) is not None
-        and not wanted.isdisjoint(handle.flat_param._params or [handle.flat_param])
+        if (handle := unit._handle) is not None and not wanted.isdisjoint(handle.script_params)
     ]
     if not handles:
         raise ValueError(

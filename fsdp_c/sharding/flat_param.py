@@ -578,6 +578,11 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.stepper.wait(self)
 
     @property
+    def script_params(self) -> Sequence[nn.Parameter]:
+        """What the script has of the unit: the original parameters, or the flat one."""
+        return self.flat_param._params or [self.flat_param]
+
+    @property
     def _fqns_in_shard(self) -> list[str]:
         flat_param = self.flat_param
         infos = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)

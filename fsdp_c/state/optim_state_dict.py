@@ -71,8 +71,7 @@ def optim_state_dict_to_load(
         raise AssertionError(
             "Expected optim_input to be None and rank0_only to be False for sharded state, got True"
         )
-    owned = optim.owned_names() if isinstance(optim, WholeParameters) else None
-    options = LoadOptions(rank0_only, optim if is_named_optimizer else None, group, owned)
+    options = _load_options(optim, rank0_only, optim if is_named_optimizer else None, group)
     with common.collector_paused():
         result = load_optim_state(
             params, params.keys(optim, None, () if is_named_optimizer else None), osd, options
@@ -167,8 +166,17 @@ def _load(
 ) -> StateDict:
     params = OptimParams(model)
     keys = params.keys(optim, optim_input, None)
+    return load_optim_state(params, keys, osd, _load_options(optim, rank0_only, None, group))
+
+
+def _load_options(
+    optim: Optimizer | None,
+    rank0_only: bool,
+    named_optim: Optimizer | None,
+    group: Group,
+) -> LoadOptions:
     owned = optim.owned_names() if isinstance(optim, WholeParameters) else None
-    return load_optim_state(params, keys, osd, LoadOptions(rank0_only, None, group, owned))
+    return LoadOptions(rank0_only, named_optim, group, owned)
 
 
 # ----------------------------------------------------------------- keys of a plain model's state

@@ -44,15 +44,15 @@ class BackwardSteps:
         self._norms: dict[int, grad_clipping.GradsByGroups] = {}  # by the handle's id, of the last backward
         self._pending: dict[int, Future[None]] = {}  # likewise
         self._thread: ThreadPoolExecutor | None = None
-        self._groups: list[dict[str, Any]] = []  # the optimizer's
+        self._groups: list[dict[str, Any]] = []  # the optimizer's, when there were so many:
+        self._num_groups = 0
         self._group_of: dict[Tensor, int] = {}
 
     def step(self, handle: FlatParamHandle) -> None:
         """Step the parameters that have a gradient, which they have no longer; or begin to."""
         if not self._pending:
             self._read_groups()
-        flat_param = handle.flat_param
-        known = [param for param in flat_param._params or [flat_param] if param in self._group_of]
+        known = [param for param in handle.script_params if param in self._group_of]
         params = [param for param in known if param.grad is not None]
         if not params:
             return
@@ -81,8 +81,8 @@ class BackwardSteps:
 
     def _read_groups(self) -> None:
         groups = self.optimizer.param_groups
-        if groups is not self._groups or len(self._group_of) != sum(len(each["params"]) for each in groups):
-            self._groups = groups
+        if groups is not self._groups or len(groups) != self._num_groups:
+            self._groups, self._num_groups = groups, len(groups)
             self._group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
 
     def _step_later(

@@ -46,7 +46,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
             f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude"
         )
     sharded_handles, whole_handles = _handles(root)
-    steppers = _steppers([root], norm_type)
+    steppers = _steppers([*sharded_handles, *whole_handles], norm_type)
     if not sharded_handles and not steppers and not any(handle.is_parallel for handle in whole_handles):
         return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
     grads, total_norm = _found(root, norm_type)
@@ -65,7 +65,7 @@ def clip_params_(
     wanted = set(map(id, params))
     roots = [root for root in _roots() if not wanted.isdisjoint(map(id, root.parameters()))]
     handles = [_handles(root) for root in roots]
-    steppers = _steppers(roots, norm_type)
+    steppers = _steppers([one for own in handles for part in own for one in part], norm_type)
     if not steppers and not any(
         sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles
     ):
@@ -162,9 +162,8 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
 
 
-def _steppers(roots: Sequence[ShardedModule], norm_type: float) -> list[Stepper]:
+def _steppers(handles: Sequence[FlatParamHandle], norm_type: float) -> list[Stepper]:
     """Who has stepped in the backward. Raises where that does not go with clipping."""
-    handles = [handle for root in roots for found in _handles(root) for handle in found]
     for handle in handles:
         if handle.stepper is not None and not handle.stepper.clips:
             raise RuntimeError(
@@ -204,7 +203,7 @@ def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None)
         elif wanted is None:
             found[()] += handle.sharded_grads()
         else:
-            params: Sequence[Tensor] = handle.flat_param._params or [handle.flat_param]
+            params = handle.script_params
             found[()] += [param.grad for param in params if id(param) in wanted and param.grad is not None]
     return found
 

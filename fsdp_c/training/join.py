@@ -121,7 +121,7 @@ def _rebuilt(batch: T) -> T:
 def _bringing_zeros(model: nn.Module) -> Iterator[None]:
     parts = units_of(model)
     handles = [part._handle for part in parts if part._handle is not None]
-    shown = [param for handle in handles for param in handle.flat_param._params or (handle.flat_param,)]
+    shown = [param for handle in handles for param in handle.script_params]
     hooks = [
         param.register_hook(torch.zeros_like)
         for param in other_params(model, shown)

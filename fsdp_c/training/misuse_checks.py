@@ -127,7 +127,7 @@ def _warn_of_stale_optimizers(root: ShardedModule) -> None:
     if not before:
         return
     handles = [unit._handle for unit in units_of(root) if unit._handle is not None]
-    own = {id(param) for handle in handles for param in handle.flat_param._params or (handle.flat_param,)}
+    own = {id(param) for handle in handles for param in handle.script_params}
     own |= {id(part) for handle in handles for part in ranges_of(handle)}
     stale = []
     for optimizer in gc.get_objects():
