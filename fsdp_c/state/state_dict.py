@@ -372,7 +372,7 @@ def _pre_load_hook(
     fsdp_module: ShardedModule,
     state_dict: StateDict,
     prefix: str,
-    local_metadata: object,
+    local_metadata: dict[str, Any],
     strict: bool,
     missing_keys: list[str],
     *_: object,
@@ -388,9 +388,10 @@ def _pre_load_hook(
             for part in parts:
                 supplied |= supplied_names(part, prefix, load_local_value(part, state_dict, prefix))
         else:
-            for part, mark in zip(
-                parts_of(fsdp_module), begin_load(fsdp_module, state_dict, prefix), strict=True
-            ):
+            assigns = local_metadata.get("assign_to_params_buffers", False)
+            marks, buffers = begin_load(fsdp_module, state_dict, prefix, assigns)
+            supplied |= buffers
+            for part, mark in zip(parts_of(fsdp_module), marks, strict=True):
                 if mark.is_loaded:
                     supplied |= supplied_names(part, prefix, mark)
                     if not fsdp_module._use_orig_params:  # the modules do not know what they miss

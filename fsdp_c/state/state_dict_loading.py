@@ -69,10 +69,12 @@ def _is_local(module: ShardedModule) -> bool:
     return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
 
 
-def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
+def begin_load(
+    fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, assigns: bool
+) -> tuple[list[Mark], frozenset[str]]:
     """Check and load what can be before the modules do, for this unit and those inside it. Collective.
 
-    Returns a mark for each part of this unit.
+    Returns a mark for each part of this unit, and the names of buffers that have been loaded.
 
     Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is
     written then.
@@ -80,13 +82,13 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     parts = parts_of(fsdp_module)
     marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]
     if all(isinstance(mark, Mark) for mark in marks):
-        return marks
+        return marks, frozenset()
     fsdp_modules = [
         (prefix + clean_name(f"{path}.") if path else prefix, inner)
         for path, inner in units_with_paths(fsdp_module)
         if not _is_local(inner)
     ]
-    transforming = check_entries(fsdp_module, state_dict, prefix)
+    transforming, buffers = check_entries(fsdp_module, state_dict, prefix)
     _warn_of_conversions(fsdp_modules, state_dict)
     if transforming:
         fsdp_modules = fsdp_modules[: len(parts)]
@@ -105,7 +107,23 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
         _check_shown(inner)  # after all transfers: it may fail on some ranks only
     for at, inner in fsdp_modules[len(parts) :]:
         state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
-    return [loaded.get(part, Mark(False, frozenset())) for part in parts]
+    names = frozenset() if transforming or assigns else _load_buffers(buffers, state_dict)
+    return [loaded.get(part, Mark(False, frozenset())) for part in parts], names
+
+
+def _load_buffers(buffers: Sequence[tuple[str, Tensor]], state_dict: StateDict) -> frozenset[str]:
+    """Copy what nn.Module would, which looks through all entries of a dict for each module. Returns names."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return frozenset()
+    loaded = set()
+    for key, buffer in buffers:
+        value = state_dict.get(key)
+        if type(value) is Tensor and value.shape == buffer.shape and not buffer.is_meta:
+            with contextlib.suppress(Exception):  # the module that has it tries again, and words the error
+                buffer.copy_(value)
+                loaded.add(clean_name(key))
+                del state_dict[key]
+    return frozenset(loaded)
 
 
 def _waits(module: ShardedModule) -> bool:
@@ -300,18 +318,21 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
 _ABSENT = object()
 
 
-def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[nn.Module]:
+def check_entries(
+    fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
+) -> tuple[list[nn.Module], list[tuple[str, Tensor]]]:
     """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been
-    copied. Returns modules that transform what they load."""
+    copied. Returns modules that transform what they load, and the buffers of those that only copy."""
     errors: list[str] = []
     transforming: list[nn.Module] = []
+    buffers: list[tuple[str, Tensor]] = []
     own = {
         id(param)
         for module in units_of(fsdp_module)
         if module._handle
         for param in module._handle.flat_param._params or ()
     }
-    for key, shape in _expected_shapes(fsdp_module, prefix, transforming):
+    for key, shape in _expected_shapes(fsdp_module, prefix, transforming, buffers):
         value = state_dict.get(key, _ABSENT)
         if value is _ABSENT or (type(value) is Tensor and value.shape == shape) or id(value) in own:
             continue
@@ -328,7 +349,7 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
             f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
         )
         raise RuntimeError("\n\t".join([header, *errors]))
-    return transforming
+    return transforming, buffers
 
 
 def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> None:
@@ -360,10 +381,15 @@ def _shape(value: Tensor) -> torch.Size:
 
 
 def _expected_shapes(
-    fsdp_module: ShardedModule, prefix: str, transforming: list[nn.Module]
+    fsdp_module: ShardedModule,
+    prefix: str,
+    transforming: list[nn.Module],
+    buffers: list[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, torch.Size]]:
     """Names and full shapes below a unit, except of local values and below modules that transform what they
-    load, which come into ``transforming``."""
+    load, which come into ``transforming``. Into ``buffers`` come, in the order of modules, those of modules
+    that have nothing but nn.Module's own loading; none where a hook would see their names as missing."""
+    is_watched = False
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
@@ -382,13 +408,20 @@ def _expected_shapes(
             if shown is not None and name not in of_unit and not is_flat_param_name(name):
                 if not is_lazy(shown):
                     yield prefix + path + name, shown.shape
+        is_watched |= bool(module._load_state_dict_post_hooks) and not is_unit(module)
+        copies = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 if not is_lazy(buffer):
-                    yield prefix + path + name, buffer.shape
-        for name, child in module._modules.items():
+                    key = prefix + path + name
+                    if copies:
+                        buffers.append((key, buffer))
+                    yield key, buffer.shape
+        for name, child in reversed(module._modules.items()):
             if child is not None:
                 pending.append((path + clean_name(name + "."), child))
+    if is_watched:
+        buffers.clear()
 
 
 def _transforms_on_load(module: nn.Module) -> bool:

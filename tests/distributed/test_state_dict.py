@@ -326,6 +326,62 @@ def test_wrong_shape_names_the_entry_and_loads_nothing(
     assert_same(plain(3).state_dict(), full_state_dict(model))
 
 
+class Counted(nn.Module):
+    """A block with buffers, one of which it shares with another's."""
+
+    def __init__(self, shared: Tensor) -> None:
+        super().__init__()
+        self.block = Block()
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("shared", shared)
+        self.register_buffer("repeated", torch.zeros(1).expand(4))  # nothing can be copied into it
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+@on_ranks(2)
+def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(
+    rank: int, world_size: int, is_watched: bool
+) -> None:
+    seen: dict[str, list[str]] = {"plain": [], "fsdp_c": []}
+
+    def loaded(which: str) -> tuple[dict[str, Tensor], list[list[str]], str]:
+        torch.manual_seed(0)
+        with torch.device(device()):
+            shared = torch.zeros(2)
+            module = nn.Sequential(Counted(shared), Counted(shared))
+        if is_watched:
+            module[1].register_load_state_dict_post_hook(
+                lambda _, keys: seen[which].extend(keys.missing_keys)
+            )
+        entries = {
+            name: torch.full_like(value, 1 + index)
+            for index, (name, value) in enumerate(module.state_dict().items())
+        }
+        entries["1.none"] = entries.pop("0.count")
+        model = module if which == "plain" else wrap(module)
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(entries)
+        for index in range(2):
+            module[index].repeated = torch.zeros(4, device=device())
+        found = model.load_state_dict(entries, strict=False)
+        return (
+            full_state_dict(model) if which == "fsdp_c" else model.state_dict(),
+            [*found],
+            str(caught.value),
+        )
+
+    (expected, keys, words), (values, own_keys, own_words) = loaded("plain"), loaded("fsdp_c")
+    assert_same(expected, values)
+    assert values["0.shared"][0] == values["1.shared"][0] == 1 + list(expected).index("1.shared")
+    assert own_keys == keys == [["0.count"], ["1.none"]] and seen["fsdp_c"] == seen["plain"]
+    assert words.splitlines()[1:] == own_words.replace("_fsdp_wrapped_module.", "").splitlines()[1:]
+    assert "1.repeated" in words
+
+
 @both_views
 @on_ranks(2)
 def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(

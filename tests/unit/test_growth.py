@@ -16,7 +16,7 @@ LIMIT = 1.3
 FEW = 200  # calls, of which a handful more or less would be a growth
 OF_TORCHS_OWN = {  # nn.Module.load_state_dict goes through what is left for each child; hooks rename it at each unit
     "depth": {"LOCAL load"},
-    "buffers": {"FULL load", "SHARDED load", "LOCAL load"},
+    "buffers": {"LOCAL load"},
 }
 
 
