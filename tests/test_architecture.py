@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_240,
     "csrc/runtime": 5_826,
     "csrc/python": 1_788,
-    "fsdp_c": 26_290,
+    "fsdp_c": 26_292,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {

@@ -197,6 +197,8 @@ def _found(
             value = rows_of_value(value, key, module, layout).to(target.dtype)
             if parallel:  # as the others of the unit: whole
                 value = whole_of_rows(value, layout, module)
+        elif isinstance(value, (ShardedTensor, DTensor)):  # of a sharded state dict
+            value = whole_of_rows(rows_of_value(value, key, module, layout), layout, module)
         values[param.place] = (layout, value, target)
     return [values[index] for index in sorted(values)]
 

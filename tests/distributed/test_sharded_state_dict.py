@@ -153,6 +153,18 @@ def test_sharded_dict_loads_into_another_model(rank, world_size, use_orig_params
 
 
 @both_forms
+@both_views
+@on_ranks(2)
+def test_sharded_dict_loads_where_whole_tensors_are_loaded(rank, world_size, use_orig_params, mesh):
+    source = wrap(odd(0), use_orig_params, mesh=mesh)
+    for strategy, kind in (("FULL_SHARD", FULL), ("NO_SHARD", FULL), ("NO_SHARD", SHARDED)):
+        target = wrap(odd(1), use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+        result = load(target, kind, saved(source, SHARDED))
+        assert result.missing_keys == result.unexpected_keys == []
+        assert_same_full(source, target)
+
+
+@both_forms
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch"])
 @on_ranks(2)
 def test_sharded_dict_is_exchanged_with_torch(rank, world_size, mesh, direction):
