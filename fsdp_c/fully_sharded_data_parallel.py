@@ -42,7 +42,7 @@ from fsdp_c.api import (
     TrainingState,
 )
 from fsdp_c.compat import left_out
-from fsdp_c.compat.aliases import OptimInput, StateDict
+from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
@@ -74,7 +74,7 @@ from fsdp_c.sharding.traversal import (
 )
 from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
 from fsdp_c.state import optim_state_dict as optim_states
-from fsdp_c.state import state_dict
+from fsdp_c.state import state_dict as state_dicts
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import describe_unit, log_units
 from fsdp_c.training import (
@@ -289,7 +289,7 @@ class FullyShardedDataParallel(ShardedModule):
             construction.check_all_flattened(tree, ignored.params, name)
             for part in parts_of(self):
                 _register_flat_param(part)
-        state_dict.register_hooks(self)
+        state_dicts.register_hooks(self)
 
     # ---- construction
 
@@ -754,31 +754,18 @@ class FullyShardedDataParallel(ShardedModule):
 
     # ---- full parameters and state dicts
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in
-        a context.
-
-        Collective on entry. Inside, forwards use what is shown and gather nothing; they run under
-        ``torch.no_grad()``, and no backward may. On exit this rank's share of what was written is kept,
-        unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
-        their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients,
-        with use_orig_params only.
-
-        Raises AssertionError inside a forward, a backward or another ``summon_full_params``,
-        NotImplementedError for ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and
-        ``with_grads`` without use_orig_params or with ``offload_to_cpu``.
-        """
-        return unshard_params.summon_full_params(
-            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
-        )
+    summon_full_params = staticmethod(unshard_params.summon_full_params)
+    set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
+    state_dict_type = staticmethod(state_dicts.state_dict_type)
+    get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
+    optim_state_dict = staticmethod(optim_states.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_states.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_states.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_states.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_states.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_states.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_states.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_states.rekey_optim_state_dict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:  # type: ignore[override]  # of two forms in torch, one deprecated
         """The state dict of the selected type, with the names of the unwrapped module. Collective.
@@ -789,7 +776,7 @@ class FullyShardedDataParallel(ShardedModule):
         SHARDED state dicts are copies, that of a LOCAL one is a view of the shard unless it is moved. Raises
         AssertionError inside a forward or backward.
         """
-        with flight_recorder.phase(_C.RECORDER_STATE_DICT), state_dict.saving(self):
+        with flight_recorder.phase(_C.RECORDER_STATE_DICT), state_dicts.saving(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
@@ -800,159 +787,11 @@ class FullyShardedDataParallel(ShardedModule):
         """
         with (
             flight_recorder.phase(_C.RECORDER_LOAD_STATE_DICT),
-            state_dict.held(self),
-            state_dict.closing_units(),
+            state_dicts.held(self),
+            state_dicts.closing_units(),
         ):
             keys: _IncompatibleKeys = super().load_state_dict(*args, **kwargs)
             return keys
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns:
-        deprecated.
-
-        Not collective; all ranks set the same. The configurations default to those of the type. Raises
-        RuntimeError for a configuration of another type's class, AssertionError where the units disagreed
-        before.
-        """
-        return state_dict.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context with the settings of set_state_dict_type(); leaving it, also by an exception, restores
-        the old."""
-        return state_dict.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of the units in ``module``, None without units. Not collective.
-
-        Raises AssertionError where the units differ, RuntimeError for LOCAL_STATE_DICT with a device mesh.
-        """
-        return state_dict.get_state_dict_type(module)
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: StateDict | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> StateDict:
-        """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type.
-        Collective.
-
-        ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole
-        tensors, on rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as
-        ShardedTensor or, where the model has a mesh, DTensor. No tensor is shared with the optimizer.
-
-        Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should
-        have, ValueError for state that is not of its parameter's shape, AssertionError where scalars differ
-        between ranks.
-        """
-        return optim_states.optim_state_dict(model, optim, optim_state_dict, group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: StateDict,
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> StateDict:
-        """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()``
-        returns it.
-
-        It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With
-        ``rank0_only`` only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays
-        as it is. Collective.
-
-        Raises ValueError for a dict without "state" or values that do not fit their parameters.
-        """
-        return optim_states.optim_state_dict_to_load(
-            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: OptimInput = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> StateDict:
-        """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is.
-        Collective."""
-        return optim_states.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> StateDict:
-        """``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
-        return optim_states.sharded_optim_state_dict(model, optim, group)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: StateDict,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> StateDict:
-        """``optim_state_dict_to_load()`` of whole tensors that every rank passes. Deprecated."""
-        return optim_states.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
-    ) -> StateDict:
-        """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated.
-        Collective."""
-        return optim_states.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: StateDict | None,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> StateDict:
-        """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None.
-        Deprecated. Collective."""
-        return optim_states.scatter_full_optim_state_dict(
-            full_optim_state_dict, model, optim_input, optim, group
-        )
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: StateDict,
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> StateDict:
-        """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a
-        plain model.
-
-        The same object where the keys are of that type already. Raises ValueError for keys of mixed types,
-        RuntimeError for a parameter with several names.
-        """
-        return optim_states.rekey_optim_state_dict(
-            optim_state_dict, optim_state_key_type, model, optim_input, optim
-        )
 
 
 # ---- communication

@@ -464,7 +464,7 @@ def _initial_state(param: nn.Parameter, known: OptimParam, optim: torch.optim.Op
     """Optimizers keyed by names want state of every parameter, also of one without elements here."""
     state = optim.state.get(param)
     if state is None:
-        warnings.warn(f"optim_state[{known.fqns}] is not on rank{known.owner.rank}.", stacklevel=6)
+        warnings.warn(f"optim_state[{known.fqns}] is not on rank{known.owner.rank}.", stacklevel=5)
         return {}
     return copy.deepcopy(state)
 

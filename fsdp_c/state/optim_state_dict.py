@@ -23,13 +23,26 @@ from fsdp_c.tools import flight_recorder
 Group = dist.ProcessGroup | None
 
 
-def optim_state_dict(model: nn.Module, optim: Optimizer, osd: StateDict | None, group: Group) -> StateDict:
-    """See FullyShardedDataParallel.optim_state_dict."""
+def optim_state_dict(
+    model: nn.Module, optim: Optimizer, optim_state_dict: StateDict | None = None, group: Group = None
+) -> StateDict:
+    """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type.
+    Collective.
+
+    ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole
+    tensors, on rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as
+    ShardedTensor or, where the model has a mesh, DTensor. No tensor is shared with the optimizer.
+
+    Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should
+    have, ValueError for state that is not of its parameter's shape, AssertionError where scalars differ
+    between ranks.
+    """
     params = OptimParams(model)
     check_optimizer(optim)
     settings = settings_of(params.all_units)
     options = SaveOptions.of(settings, settings.optim_state_dict_config, offloads=True, group=group)
-    return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
+    osd = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    return _save(params, optim, osd, None, options)
 
 
 def _save(
@@ -57,12 +70,20 @@ def is_named_state(osd: StateDict) -> bool:
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: Optimizer,
-    osd: StateDict,
-    is_named_optimizer: bool,
-    load_directly: bool,
-    group: Group,
+    optim_state_dict: StateDict,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: Group = None,
 ) -> StateDict:
-    """See FullyShardedDataParallel.optim_state_dict_to_load."""
+    """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()``
+    returns it.
+
+    It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With
+    ``rank0_only`` only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays
+    as it is. Collective.
+
+    Raises ValueError for a dict without "state" or values that do not fit their parameters.
+    """
     params = OptimParams(model)
     check_optimizer(optim)
     settings = settings_of(params.all_units)
@@ -73,9 +94,8 @@ def optim_state_dict_to_load(
         )
     options = _load_options(optim, rank0_only, optim if is_named_optimizer else None, group)
     with common.collector_paused():
-        result = load_optim_state(
-            params, params.keys(optim, None, () if is_named_optimizer else None), osd, options
-        )
+        keys = params.keys(optim, None, () if is_named_optimizer else None)
+        result = load_optim_state(params, keys, optim_state_dict, options)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -89,7 +109,7 @@ def _warn_legacy(old: str, new: str) -> None:
         f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by "
         f"``FullyShardedDataParallel.{new}``.",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
@@ -99,18 +119,19 @@ def _warn_optim_input(optim_input: OptimInput) -> None:
             "The `optim_input` argument is deprecated and will be removed: pass `optim`, whose groups say "
             "the same.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
 def full_optim_state_dict(
     model: nn.Module,
     optim: Optimizer,
-    optim_input: OptimInput,
-    rank0_only: bool,
-    group: Group,
+    optim_input: OptimInput = None,
+    rank0_only: bool = True,
+    group: Group = None,
 ) -> StateDict:
-    """See FullyShardedDataParallel.full_optim_state_dict."""
+    """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is.
+    Collective."""
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
     return _save(
@@ -122,38 +143,45 @@ def full_optim_state_dict(
     )
 
 
-def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group) -> StateDict:
-    """See FullyShardedDataParallel.sharded_optim_state_dict."""
+def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> StateDict:
+    """``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
     _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
     return _save(OptimParams(model), optim, optim.state_dict(), None, SaveOptions(False, True, True, group))
 
 
 def shard_full_optim_state_dict(
-    full: StateDict, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None
+    full_optim_state_dict: StateDict,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
 ) -> StateDict:
-    """See FullyShardedDataParallel.shard_full_optim_state_dict."""
+    """``optim_state_dict_to_load()`` of whole tensors that every rank passes. Deprecated."""
     _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
-    return _load(full, model, optim_input, optim, False, None)
+    return _load(full_optim_state_dict, model, optim_input, optim, False, None)
 
 
-def flatten_sharded_optim_state_dict(sharded: StateDict, model: nn.Module, optim: Optimizer) -> StateDict:
-    """See FullyShardedDataParallel.flatten_sharded_optim_state_dict."""
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
+) -> StateDict:
+    """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated.
+    Collective."""
     _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return _load(sharded, model, None, optim, False, None)
+    return _load(sharded_optim_state_dict, model, None, optim, False, None)
 
 
 def scatter_full_optim_state_dict(
-    full: StateDict | None,
+    full_optim_state_dict: StateDict | None,
     model: nn.Module,
-    optim_input: OptimInput,
-    optim: Optimizer | None,
-    group: Group,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+    group: Group = None,
 ) -> StateDict:
-    """See FullyShardedDataParallel.scatter_full_optim_state_dict."""
+    """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None.
+    Deprecated. Collective."""
     _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
-    return _load(full or {}, model, optim_input, optim, True, group)
+    return _load(full_optim_state_dict or {}, model, optim_input, optim, True, group)
 
 
 def _load(
@@ -183,13 +211,19 @@ def _load_options(
 
 
 def rekey_optim_state_dict(
-    osd: StateDict,
-    key_type: OptimStateKeyType,
+    optim_state_dict: StateDict,
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
-    optim_input: OptimInput,
-    optim: Optimizer | None,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
 ) -> StateDict:
-    """See FullyShardedDataParallel.rekey_optim_state_dict."""
+    """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a
+    plain model.
+
+    The same object where the keys are of that type already. Raises ValueError for keys of mixed types,
+    RuntimeError for a parameter with several names.
+    """
+    osd, key_type = optim_state_dict, optim_state_key_type
     _warn_optim_input(optim_input)
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         raise AssertionError(f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {key_type}")

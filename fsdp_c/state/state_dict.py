@@ -83,13 +83,14 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Select the kind of state dict for all units in ``module``; returns the previous settings (None without
-    units).
+    """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns:
+    deprecated.
 
-    The configs default to those of the type and are shared by the units. Raises RuntimeError for a config of
-    another type, AssertionError where the units disagreed before.
+    Not collective; all ranks set the same. The configurations default to those of the type. Raises
+    RuntimeError for a configuration of another type's class, AssertionError where the units disagreed
+    before.
     """
-    _warn_deprecated()
+    _warn_deprecated(stacklevel=3)
     return _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
 
@@ -100,14 +101,14 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """``set_state_dict_type`` for the body alone; the previous settings come back also when the body
-    raises."""
-    _warn_deprecated()
+    """A context with the settings of set_state_dict_type(); leaving it, also by an exception, restores
+    the old."""
+    _warn_deprecated(stacklevel=4)
     previous = _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        _warn_deprecated()
+        _warn_deprecated(stacklevel=4)
         if previous.state_dict_type is not None:
             _select(
                 module, previous.state_dict_type, previous.state_dict_config, previous.optim_state_dict_config
@@ -115,8 +116,10 @@ def state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the units in ``module``, None without units. Raises AssertionError where they
-    differ."""
+    """The settings of the units in ``module``, None without units. Not collective.
+
+    Raises AssertionError where the units differ, RuntimeError for LOCAL_STATE_DICT with a device mesh.
+    """
     fsdp_modules = units_of(module)
     return settings_of(fsdp_modules) if fsdp_modules else None
 
@@ -137,14 +140,14 @@ def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
     return found
 
 
-def _warn_deprecated() -> None:
+def _warn_deprecated(stacklevel: int) -> None:
     # Callers filter this warning by how it starts.
     warnings.warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Use get_state_dict() "
         "and set_state_dict() of torch.distributed.checkpoint.state_dict, which serve every kind of "
         "parallelism.",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
 
 

@@ -35,7 +35,19 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """See FullyShardedDataParallel.summon_full_params."""
+    """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in
+    a context.
+
+    Collective on entry. Inside, forwards use what is shown and gather nothing; they run under
+    ``torch.no_grad()``, and no backward may. On exit this rank's share of what was written is kept,
+    unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
+    their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients,
+    with use_orig_params only.
+
+    Raises AssertionError inside a forward, a backward or another ``summon_full_params``,
+    NotImplementedError for ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and
+    ``with_grads`` without use_orig_params or with ``offload_to_cpu``.
+    """
     check_switches(
         recurse=recurse,
         writeback=writeback,
