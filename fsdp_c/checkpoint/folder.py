@@ -65,6 +65,18 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded; the message names rank, file and FQN."""
 
 
+@contextmanager
+def refusing(say: Callable[[Exception], str]) -> Iterator[None]:
+    """Around reading what a stranger may have written, which can fail in any way: but for an OSError that is
+    a CheckpointError, in which ``say`` says why."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(say(error)) from error
+
+
 # ----------------------------------------------------------------- paths
 
 

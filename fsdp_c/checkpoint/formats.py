@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint.archives import open_file, read_into
-from fsdp_c.checkpoint.folder import METADATA, CheckpointError, check_path, is_checkpoint, unless_replaced
-from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, TensorEntry, do_tile, ints, read_checkpoint
+from fsdp_c.checkpoint.folder import (
+    METADATA,
+    CheckpointError,
+    check_path,
+    is_checkpoint,
+    refusing,
+    unless_replaced,
+)
+from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, do_tile, ints, read_checkpoint
 from fsdp_c.checkpoint.sources import Info, Source
-from fsdp_c.checkpoint.storage import narrowed, read_object, read_tensor
+from fsdp_c.checkpoint.storage import joined, read_entry
 from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_parts
 from fsdp_c.checkpoint.verifying import verify_checkpoint
 
@@ -118,7 +125,7 @@ def _index_of(folder: Path, suffix: str) -> _Index | None:
         raise CheckpointError(
             f"{folder}: {paths[0].name} and {paths[1].name} are both there: name a single file"
         )
-    try:
+    with refusing(lambda error: f"{paths[0]}: damaged ({error!r})"):
         with open_file(paths[0]) as opened:
             content = opened.read(_MAX_HEADER_NBYTES + 1)
         if len(content) > _MAX_HEADER_NBYTES:
@@ -128,10 +135,6 @@ def _index_of(folder: Path, suffix: str) -> _Index | None:
             parts = pathlib.PurePosixPath(name).parts
             if not parts or ".." in parts or name.startswith("/") or "\0" in name:
                 raise ValueError(f"the file of {key} is {name!r}, which leads out of the folder")
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{paths[0]}: damaged ({error!r})") from error
     index = _Index(paths[0], {key: folder / name for key, name in listed.items()})
     for key, file in sorted(index.file_of.items()):
         if not file.exists():
@@ -157,20 +160,14 @@ class DcpSource:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         checkpoint.hold(checkpoint.file_sizes)
-        by = "fsdp_c, with checksums" if checkpoint.has_checksums else "torch, without checksums"
+        by = "fsdp_c, with checksums" if checkpoint.framing else "torch, without checksums"
         self.kind = f"torch.distributed.checkpoint, {len(checkpoint.file_sizes)} files (written by {by})"
         self.entries = {
-            key: Info(checkpoint.paths[key], entry.shape, entry.dtype)
-            if isinstance(entry, TensorEntry)
-            else Info(checkpoint.paths[key])
-            for key, entry in checkpoint.entries.items()
+            key: Info.of(checkpoint.paths[key], entry) for key, entry in checkpoint.entries.items()
         }
 
     def read(self, key: str) -> Any:
-        entry = self.checkpoint.entries[key]
-        if isinstance(entry, TensorEntry):
-            return read_tensor(self.checkpoint, key)
-        return read_object(self.checkpoint, key, entry)
+        return read_entry(self.checkpoint, key)
 
     def problems(self) -> Iterator[str]:
         return verify_checkpoint(self.checkpoint)
@@ -211,18 +208,7 @@ class SafetensorsSource:
         }
 
     def read(self, key: str) -> Tensor:
-        shape = self.entries[key].shape
-        assert shape is not None
-        whole: Tensor | None = None
-        for part in self.parts[key]:
-            tensor = _read_stored(part)
-            if part.shape == shape:
-                return tensor
-            if whole is None:
-                whole = torch.zeros(shape, dtype=part.dtype, device="cpu")
-            narrowed(whole, part.offsets, part.shape).copy_(tensor)
-        assert whole is not None
-        return whole
+        return joined(self.entries[key], ((part.offsets, _read_stored(part)) for part in self.parts[key]))
 
     def problems(self) -> Iterator[str]:
         for key, parts in self.parts.items():
@@ -235,7 +221,7 @@ class SafetensorsSource:
 
 def _stored_tensors(file: Path) -> list[tuple[str, _Stored]]:
     """What the header says, checked. See https://github.com/huggingface/safetensors#format"""
-    try:
+    with refusing(lambda error: f"{file}: not a safetensors file, or a damaged one ({error!r})"):
         with open_file(file) as opened:
             size = opened.seek(0, 2)
             opened.seek(0)
@@ -255,10 +241,6 @@ def _stored_tensors(file: Path) -> list[tuple[str, _Stored]]:
             end += part.nbytes
         if end != size:
             raise ValueError(f"its tensors end at byte {end} of {size}")
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{file}: not a safetensors file, or a damaged one ({error!r})") from error
     return found
 
 

@@ -29,6 +29,7 @@ import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,6 +45,7 @@ from fsdp_c.checkpoint.folder import (
     CheckpointError,
     lies_in,
     locate,
+    refusing,
 )
 from fsdp_c.checkpoint.held import Held, HeldBox, boxes_of_pieces
 from fsdp_c.checkpoint.metadata import (
@@ -142,15 +144,8 @@ def read_layout(path: Path) -> Checkpoint:
         found = _find(folder, file)
     if found is None:
         return of_dcp.read_checkpoint(path, whole=False)
-    try:
+    with _refusing(found[0]):
         return _Layout(folder, *found).checkpoint()
-    except CheckpointError:
-        raise
-    except OSError:
-        raise
-    except Exception as error:
-        # what a stranger wrote can fail in any way
-        raise _damaged(found[0], error) from error
 
 
 def _find(folder: Path, metadata: BinaryIO) -> tuple[Path, str, str] | None:
@@ -169,8 +164,8 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
     return counted.size, counted.crc32
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged, or not of this checkpoint ({error})")
+def _refusing(path: Path) -> AbstractContextManager[None]:
+    return refusing(lambda error: f"{path}: damaged, or not of this checkpoint ({error})")
 
 
 class _Layout:
@@ -353,12 +348,9 @@ class _Chunks(Sequence[Chunk]):
         at = index
         for box in self.boxes:
             if 0 <= at < box.count:
-                number = bisect_right(box.firsts, at) - 1
-                try:
-                    first, boxes = box.range(number)
+                with _refusing(self.layout.path):
+                    first, boxes = box.range(bisect_right(box.firsts, at) - 1)
                     return self._chunk(box, first, boxes, at - first)
-                except ValueError as error:
-                    raise _damaged(self.layout.path, error) from error
             at -= box.count
         raise IndexError(index)
 
@@ -366,14 +358,12 @@ class _Chunks(Sequence[Chunk]):
         before = 0
         for box in self.boxes:
             for number in box.numbers(offsets, sizes):
-                try:
+                with _refusing(self.layout.path):
                     first, boxes = box.range(number)
                     for nth, own in enumerate(boxes):
                         each = zip(own.offsets, own.sizes, offsets, sizes, strict=True)
                         if all(a < c + d and c < a + b for a, b, c, d in each):
                             yield before + first + nth, self._chunk(box, first, boxes, nth)
-                except ValueError as error:
-                    raise _damaged(self.layout.path, error) from error
             before += box.count
 
     def _chunk(self, box: _StoredBox, first: int, boxes: Sequence[HeldBox], nth: int) -> Chunk:

@@ -38,6 +38,7 @@ from fsdp_c.checkpoint.folder import (
     data_folders,
     lies_in,
     locate,
+    refusing,
 )
 from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
@@ -199,12 +200,14 @@ class Checkpoint:
     framing: dict[str, int] = field(default_factory=dict)
     held: dict[str, BinaryIO] = field(default_factory=dict)  # files that stay open
 
-    @property
-    def has_checksums(self) -> bool:
-        return bool(self.framing)
-
     def __post_init__(self) -> None:
         weakref.finalize(self, _close_all, self.held)
+
+    def tensor(self, key: str) -> TensorEntry:
+        """The entry of what is known to be a tensor."""
+        entry = self.entries[key]
+        assert isinstance(entry, TensorEntry)
+        return entry
 
     def hold(self, names: Iterable[str]) -> None:
         """Open files now, to read them whatever takes the checkpoint's place: as many as leave half of those
@@ -254,19 +257,11 @@ def read_checkpoint(path: Path, *, whole: bool = True) -> Checkpoint:
     written by DCP.
     """
     folder = locate(path)
-    try:
-        with _no_collections():
-            checkpoint = _Reader(folder).read()
-            if whole:
-                _make_all(checkpoint.entries)
-            return checkpoint
-    except CheckpointError:
-        raise
-    except OSError:
-        raise
-    except Exception as error:
-        # unpickling and the values found can fail in any way
-        raise _damaged(folder, error) from error
+    with _reading(folder):
+        checkpoint = _Reader(folder).read()
+        if whole:
+            _make_all(checkpoint.entries)
+        return checkpoint
 
 
 def _make_all(entries: dict[str, Entry]) -> None:
@@ -275,18 +270,15 @@ def _make_all(entries: dict[str, Entry]) -> None:
             _ = entry.chunks
 
 
-def _damaged(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{folder / METADATA}: damaged, or not written by DCP ({error})")
-
-
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep Python from looking for garbage among objects that are made by the hundred thousand and all
+def _reading(folder: Path) -> Iterator[None]:
+    """Keeps Python from looking for garbage among objects that are made by the hundred thousand and all
     needed."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with refusing(lambda error: f"{folder / METADATA}: damaged, or not written by DCP ({error})"):
+            yield
     finally:
         if enabled:
             gc.enable()
@@ -409,13 +401,8 @@ class _Reader:
         )
 
         def make_chunks() -> list[Chunk]:
-            try:
-                with _no_collections():
-                    return self._chunks(key, shape, dtype, value.chunks, self._places(key, stored))
-            except CheckpointError:
-                raise
-            except Exception as error:
-                raise _damaged(self.folder, error) from error
+            with _reading(self.folder):
+                return self._chunks(key, shape, dtype, value.chunks, self._places(key, stored))
 
         return TensorEntry(shape, dtype, make_chunks)
 
@@ -587,7 +574,7 @@ def checked_sizes(folder: Path, inner: str, checksums: dict[str, Any]) -> dict[s
 
 
 def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int] | None) -> dict[str, Any]:
-    try:
+    with refusing(lambda error: f"{path}: damaged ({error})"):
         require(path.stat().st_size <= 2**30, "too large")
         content = json.loads(path.read_bytes())
         header = {name: content.pop(name) for name in ("format", "version", "algorithm")}
@@ -601,10 +588,6 @@ def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int] | None) 
             require(set(info) == {"size", kind}, f"what it says of {name}")
             ints(tuple(info.values()), name)
         own = files[METADATA]
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path}: damaged ({error})") from error
     if metadata is not None and (own["size"], own["crc32"]) != metadata:
         raise CheckpointError(f"{folder / METADATA}: damaged: its checksum is not the one in {path}")
     return files

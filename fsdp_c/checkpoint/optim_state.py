@@ -326,7 +326,8 @@ class OptimTarget:
             value = self._memory(param, name, tuple(param.shape) if in_parts else entry.shape, entry.dtype)
             self.tensors[keys[0]] = value_of_state(value, param)
         elif name in self._scalars:
-            return self._scalar_targets(keys, entry)
+            self.scalars.update((key, self._scalar(key)) for key in keys)
+            return keys
         elif known.is_original:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             layout = param_layouts(known.owner)[known.indices[0]]
@@ -361,11 +362,10 @@ class OptimTarget:
         return names
 
     def _expect_shape(self, key: str, shape: torch.Size) -> None:
-        entry = self.checkpoint.entries[key]
-        assert isinstance(entry, TensorEntry)
-        if entry.shape != tuple(shape):
+        found = self.checkpoint.tensor(key).shape
+        if found != tuple(shape):
             raise ValueError(
-                f"{key} has shape {entry.shape} in {self.checkpoint.folder}, the parameter {tuple(shape)}"
+                f"{key} has shape {found} in {self.checkpoint.folder}, the parameter {tuple(shape)}"
             )
 
     def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -386,12 +386,10 @@ class OptimTarget:
                 return bool(group.get("capturable") or group.get("fused"))
         return False
 
-    def _scalar_targets(self, keys: list[str], entry: TensorEntry) -> list[str]:
-        for key in keys:
-            own = self.checkpoint.entries[key]
-            assert isinstance(own, TensorEntry)
-            self.scalars[key] = torch.zeros(own.shape, dtype=own.dtype, device="cpu")
-        return keys
+    def _scalar(self, key: str) -> Tensor:
+        """Memory for what is read before anything is changed."""
+        entry = self.checkpoint.tensor(key)
+        return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
 
     # ------------------------------------------------------------- groups
 
@@ -402,9 +400,8 @@ class OptimTarget:
             if key.startswith(prefix):
                 after = path[path.index("param_groups") + 1 :] if "param_groups" in path else ()
                 found[key] = after or tuple(key.removeprefix(prefix).rpartition(".")[::2])
-                entry = self.checkpoint.entries[key]
-                if isinstance(entry, TensorEntry):
-                    self.scalars[key] = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
+                if isinstance(self.checkpoint.entries[key], TensorEntry):
+                    self.scalars[key] = self._scalar(key)
                 else:
                     self.object_keys.append(key)
         return found

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint.archives import Archive, StoredByAddress, read_stored
-from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.folder import CheckpointError, refusing
 from fsdp_c.checkpoint.metadata import do_tile, ints
 from fsdp_c.checkpoint.pickles import Value, dtype_named, is_getattr
 from fsdp_c.sharding.traversal import FLAT_PARAM, is_flat_param_name
@@ -138,15 +138,9 @@ class RankFile(NamedTuple):
 
 def load_rank_file(path: Path) -> RankFile:
     """CheckpointError for a file that has anything else than a state dict, or is damaged."""
-    try:
+    with refusing(lambda error: f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})"):
         archive = Archive(path)
         loaded = archive.unpickle(_Unpickler)
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})"
-        ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
     return RankFile(loaded, archive)

@@ -33,7 +33,7 @@ from fsdp_c.checkpoint.folder import (
 )
 from fsdp_c.checkpoint.host_copies import AVERAGES, EXTRA, HostCopies
 from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
-from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import (
     EXTRA_STATE,
     _model_state,
@@ -453,7 +453,7 @@ class _Loading:
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
         if self.optim is not None:
             self._read([item for key in self.optim.scalars for item in self.items.pop(key)])
-            self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
+            self.optim.objects = {key: read_object(self.checkpoint, key) for key in self.optim.object_keys}
             self.optim.check()
         self.own_state = {
             n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()
@@ -515,8 +515,7 @@ class _Loading:
             self.counts.append((average, count))
 
     def _read_items(self, key: str, target: Tensor) -> list[ReadItem]:
-        entry = self.checkpoint.entries[key]
-        assert isinstance(entry, TensorEntry)
+        entry = self.checkpoint.tensor(key)
         wanted = [chunk for chunk in _create_chunk_list(target) if chunk.sizes.numel()]
         items = [item for chunk in wanted for item in read_items(key, entry, chunk)]
         found, numel = (
@@ -560,11 +559,6 @@ class _Loading:
     def _memory(self, item: ReadItem) -> Tensor:
         target = find_tensor_shard(self.targets[item.dest_index.fqn], item.dest_index).detach()
         return narrowed(target, item.dest_offsets, item.lengths)
-
-    def _object(self, key: str) -> object:
-        entry = self.checkpoint.entries[key]
-        assert isinstance(entry, BytesEntry)
-        return read_object(self.checkpoint, key, entry)
 
 
 def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:

@@ -18,6 +18,12 @@ class Info(NamedTuple):
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, path: PathInDict, value: Any) -> Info:
+        """Of a value, or what stands for it until it is read."""
+        is_tensor = isinstance(getattr(value, "dtype", None), torch.dtype)
+        return cls(path, tuple(value.shape), value.dtype) if is_tensor else cls(path)
+
     @property
     def is_tensor(self) -> bool:
         return self.dtype is not None

@@ -10,7 +10,7 @@ import os
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.archives import check_archive
-from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
+from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, refusing, write_file
 from fsdp_c.checkpoint.metadata import (
     BytesEntry,
     Checkpoint,
@@ -41,6 +41,7 @@ from fsdp_c.checkpoint.metadata import (
     checksums_content,
 )
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, Place, memory, read_data
+from fsdp_c.checkpoint.sources import Info
 from fsdp_c.compat.aliases import StateDict
 
 _MAX_THREADS = 8
@@ -116,20 +117,20 @@ def _by_value(member: enum.Enum) -> tuple[Any, ...]:
 # ----------------------------------------------------------------- reading
 
 
-def read_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chunk, file: BinaryIO) -> Tensor:
+def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: BinaryIO) -> Tensor:
     """One part of a tensor, verified. Raises CheckpointError naming the file and the key."""
     if chunk.place is None:
-        return _torch_load_chunk(checkpoint, key, entry, chunk, file)
-    tensor = _empty(chunk, entry)
+        return _torch_load_chunk(checkpoint, key, chunk, file)
+    tensor = _empty(chunk, checkpoint.tensor(key).dtype)
     _read_into(checkpoint, key, chunk, tensor, file)
     return tensor
 
 
-def _empty(chunk: Chunk, entry: TensorEntry) -> Tensor:
+def _empty(chunk: Chunk, dtype: torch.dtype) -> Tensor:
     assert chunk.place is not None
     if chunk.place.strides is None:
-        return torch.empty(chunk.sizes, dtype=entry.dtype, device="cpu")
-    return torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=entry.dtype, device="cpu")
+        return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
+    return torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=dtype, device="cpu")
 
 
 def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, file: BinaryIO) -> None:
@@ -144,14 +145,12 @@ def damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
     )
 
 
-def _torch_load_chunk(
-    checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chunk, file: BinaryIO
-) -> Tensor:
-    what = f"{checkpoint.folder / chunk.file}: {key}"
+def _torch_load_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: BinaryIO) -> Tensor:
+    what, dtype = f"{checkpoint.folder / chunk.file}: {key}", checkpoint.tensor(key).dtype
     loaded = _torch_load(what, _blob(what, file, chunk.start, chunk.length))
-    if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != entry.dtype:
+    if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
         raise CheckpointError(
-            f"{what} is not a tensor of shape {chunk.sizes} and {entry.dtype}, as the metadata say"
+            f"{what} is not a tensor of shape {chunk.sizes} and {dtype}, as the metadata say"
         )
     return loaded
 
@@ -165,15 +164,15 @@ def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
 
 
 def _torch_load(what: str, content: bytes) -> Any:
-    try:
+    with refusing(lambda error: f"{what} cannot be read ({objects.reason(error)})"):
         check_archive(io.BytesIO(content))
         return objects.load(content)
-    except Exception as error:
-        raise CheckpointError(f"{what} cannot be read ({objects.reason(error)})") from error
 
 
-def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:
+def read_object(checkpoint: Checkpoint, key: str) -> Any:
     """Read an object, without running code: see [Note: Names in a pickle]."""
+    entry = checkpoint.entries[key]
+    assert isinstance(entry, BytesEntry)
     what = f"{checkpoint.folder / entry.file}: {key}"
     with checkpoint.open(entry.file) as file:
         if entry.place is None:
@@ -186,18 +185,34 @@ def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:
 
 def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
     """Read a whole tensor."""
-    entry = checkpoint.entries[key]
-    assert isinstance(entry, TensorEntry)
+    entry = checkpoint.tensor(key)
+
+    def parts() -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
+            with checkpoint.open(chunk.file) as file:
+                part = read_chunk(checkpoint, key, chunk, file)
+            yield chunk.offsets, part
+
+    return joined(entry, parts())
+
+
+def joined(of: TensorEntry | Info, parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """The tensor of which these are the parts, with their offsets: one that is all of it, or a copy of
+    each."""
     whole: Tensor | None = None
-    for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
-        with checkpoint.open(chunk.file) as file:
-            part = read_chunk(checkpoint, key, entry, chunk, file)
-        if chunk.sizes == entry.shape:
+    for offsets, part in parts:
+        if tuple(part.shape) == of.shape:
             return part
         if whole is None:
-            whole = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
-        narrowed(whole, chunk.offsets, chunk.sizes).copy_(part)
-    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu") if whole is None else whole
+            whole = torch.zeros(of.shape or (), dtype=of.dtype, device="cpu")
+        narrowed(whole, offsets, part.shape).copy_(part)
+    return torch.zeros(of.shape or (), dtype=of.dtype, device="cpu") if whole is None else whole
+
+
+def read_entry(checkpoint: Checkpoint, key: str) -> Any:
+    """Read a whole tensor, or an object."""
+    is_tensor = isinstance(checkpoint.entries[key], TensorEntry)
+    return read_tensor(checkpoint, key) if is_tensor else read_object(checkpoint, key)
 
 
 def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
@@ -211,30 +226,15 @@ def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict
         ) from error
 
 
-def keys_below(checkpoint: Checkpoint, root: str) -> list[str]:
-    """The keys of what was saved as ``root``."""
-    return [key for key in checkpoint.entries if key == root or key.startswith(f"{root}.")]
-
-
 def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     """What was saved as ``root``: one value, or a nested dict of them; None for nothing."""
     result: StateDict = {}
-    for key in keys_below(checkpoint, root):
-        entry = checkpoint.entries[key]
-        value = (
-            read_tensor(checkpoint, key)
-            if isinstance(entry, TensorEntry)
-            else read_object(checkpoint, key, entry)
-        )
-        path = checkpoint.paths[key]
-        depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
-        put_at(
-            checkpoint,
-            key,
-            result,
-            ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])),
-            value,
-        )
+    for key in checkpoint.entries:
+        if key == root or key.startswith(f"{root}."):
+            path = checkpoint.paths[key]
+            depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
+            below = path[depth:] if depth else key.removeprefix(root).split(".")[1:]
+            put_at(checkpoint, key, result, ("", *below), read_entry(checkpoint, key))
     return result.get("")
 
 
@@ -258,9 +258,8 @@ def read_items(key: str, entry: TensorEntry, wanted: ChunkStorageMetadata) -> It
 
 def chunk_of(checkpoint: Checkpoint, item: ReadItem) -> Chunk:
     """Where it is read from."""
-    entry, index = checkpoint.entries[item.storage_index.fqn], item.storage_index.index
-    assert isinstance(entry, TensorEntry) and index is not None
-    return entry.chunks[index]
+    assert item.storage_index.index is not None
+    return checkpoint.tensor(item.storage_index.fqn).chunks[item.storage_index.index]
 
 
 class _Part(NamedTuple):
@@ -321,17 +320,16 @@ class Reader:
                 self._finish(*underway.popleft())
 
     def _part(self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], seen: set[int]) -> _Part:
-        entry = self.checkpoint.entries[key]
-        assert isinstance(entry, TensorEntry)
+        dtype = self.checkpoint.tensor(key).dtype
         (item, target), *others = wanted
         known = len(seen)
         seen.update(each.data_ptr() for _, each in wanted)
         if chunk.place is None:
             data = None
-        elif len(seen) - known == 1 and not others and _can_read_into(chunk, entry, item, target):
+        elif len(seen) - known == 1 and not others and _can_read_into(chunk, dtype, item, target):
             data = target
         else:
-            data = _empty(chunk, entry)
+            data = _empty(chunk, dtype)
         return _Part(key, chunk, wanted, data)
 
     def _fill(self, job: _Job) -> None:
@@ -344,10 +342,8 @@ class Reader:
         filled.result()
         for key, chunk, wanted, data in job.parts:
             if data is None:
-                entry = self.checkpoint.entries[key]
-                assert isinstance(entry, TensorEntry)
                 with self.checkpoint.open(chunk.file) as file:
-                    data = _torch_load_chunk(self.checkpoint, key, entry, chunk, file)
+                    data = _torch_load_chunk(self.checkpoint, key, chunk, file)
             if data is not wanted[0][1]:
                 for item, target in wanted:
                     target.copy_(narrowed(data, item.storage_offsets, item.lengths))
@@ -374,11 +370,11 @@ def _jobs(parts: Iterable[_Part]) -> Iterator[_Job]:
             yield job
 
 
-def _can_read_into(chunk: Chunk, entry: TensorEntry, item: ReadItem, target: Tensor) -> bool:
+def _can_read_into(chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> bool:
     """Whether a target is all of a chunk, and lies in memory as the chunk does in the file."""
     if chunk.place is None or tuple(item.lengths) != chunk.sizes or tuple(target.shape) != chunk.sizes:
         return False
-    if target.device.type != "cpu" or target.dtype != entry.dtype or target.is_conj() or target.is_neg():
+    if target.device.type != "cpu" or target.dtype != dtype or target.is_conj() or target.is_neg():
         return False
     if chunk.place.strides is None:
         return target.is_contiguous()

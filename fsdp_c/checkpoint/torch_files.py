@@ -21,7 +21,7 @@ from fsdp_c.checkpoint.archives import (
     is_within,
     read_stored,
 )
-from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.folder import CheckpointError, refusing
 from fsdp_c.checkpoint.metadata import PathInDict, strides_fit
 from fsdp_c.checkpoint.rank_files import (
     Parted,
@@ -33,7 +33,7 @@ from fsdp_c.checkpoint.rank_files import (
     put_together,
 )
 from fsdp_c.checkpoint.sources import Info
-from fsdp_c.checkpoint.storage import narrowed
+from fsdp_c.checkpoint.storage import joined
 
 
 def holds_parts(path: Path) -> bool:
@@ -45,12 +45,8 @@ def holds_parts(path: Path) -> bool:
 
 
 def _opened(path: Path, kind: type[Archive] = Archive) -> Archive:
-    try:
+    with refusing(lambda error: f"{path}: {_reason(error)}"):
         return kind(path)
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path}: {_reason(error)}") from error
 
 
 def in_order(files: Sequence[Path]) -> list[Path]:
@@ -78,21 +74,12 @@ class TorchSource:
                 raise CheckpointError(
                     f"{path}: {key} is sparse or quantized, or has more elements than the file"
                 )
-        self.entries = {
-            key: Info(paths[key], tuple(value.shape), value.dtype)
-            if isinstance(value, Tensor)
-            else Info(paths[key])
-            for key, value in self.values.items()
-        }
+        self.entries = {key: Info.of(paths[key], value) for key, value in self.values.items()}
 
     def _load(self) -> Any:
         try:
-            with objects.names_known():
+            with refusing(lambda error: f"{self.path}: {_reason(error)}"), objects.names_known():
                 return objects.plain_arrays(self.archive.unpickle(_weights_only_unpickler.Unpickler))
-        except (CheckpointError, OSError):
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{self.path}: {_reason(error)}") from error
         finally:
             torch._utils._sparse_tensors_to_validate.clear()  # which the next torch.load would look at
 
@@ -115,10 +102,8 @@ class TorchSource:
 
 
 def _flattened(loaded: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, PathInDict]]:
-    try:
+    with refusing(lambda error: f"{path}: {_reason(error)}"):
         return flatten_state_dict(loaded)
-    except (RecursionError, ValueError) as error:
-        raise CheckpointError(f"{path}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -161,32 +146,21 @@ class RankFilesSource:
             raise CheckpointError(
                 f"{path}: {len(files)} files with state dicts that are not sharded; name one of them"
             )
-        try:
+        with refusing(lambda error: f"{path}: {error or repr(error)}"):
             self.flat_storages = self._flat_storages()
             for key in paths:
                 self._add(key, paths[key])
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{path}: {error or repr(error)}") from error
 
     def _add(self, key: str, path: PathInDict) -> None:
         values = [content.get(key) for content in self.contents]
-        first = next(content[key] for content in self.contents if key in content)
-        if isinstance(first, Sharded):
-            self.values[key] = value = put_together(key, values, self.stored)
-            if math.prod(value.shape) * value.dtype.itemsize > sum(
-                file.stat().st_size for file in self.files
-            ):
+        value = next(content[key] for content in self.contents if key in content)
+        if isinstance(value, Sharded):
+            value = put_together(key, values, self.stored)
+            if Info.of(path, value).nbytes > sum(file.stat().st_size for file in self.files):
                 raise ValueError(f"{key} is larger than all files")
-            self.entries[key] = Info(path, value.shape, value.dtype)
-        elif isinstance(first, Tensor):
-            if not self._is_view(values):
-                self.values[key] = first
-                self.entries[key] = Info(path, tuple(first.shape), first.dtype)
-        else:
-            self.values[key] = first
-            self.entries[key] = Info(path)
+        elif isinstance(value, Tensor) and self._is_view(values):
+            return
+        self.values[key], self.entries[key] = value, Info.of(path, value)
 
     def _is_view(self, values: Sequence[Any]) -> bool:
         """Whether tensors are the ranks' own parts of a parameter that is in a flat one
@@ -204,12 +178,8 @@ class RankFilesSource:
         value = self.values[key]
         if not isinstance(value, Parted):
             return read_stored(value, self.stored)
-        if len(value.parts) == 1:
-            return read_stored(value.parts[0].tensor, self.stored)
-        whole = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-        for part in value.parts:
-            narrowed(whole, part.offsets, part.tensor.shape).copy_(read_stored(part.tensor, self.stored))
-        return whole
+        parts = ((part.offsets, read_stored(part.tensor, self.stored)) for part in value.parts)
+        return joined(self.entries[key], parts)
 
     def read_range(self, key: str, start: int, numel: int) -> Tensor:
         """Read elements of a flat parameter."""
@@ -242,10 +212,8 @@ class NamedSource:
             for name, info in like.entries.items()
             if info.shape is not None and name not in shared and not self._is_apart(prefix + name, info)
         }
-        try:
+        with refusing(lambda error: f"{source.path}: {error}"):
             self.places = flat_places(sizes, shapes, len(source.files))
-        except ValueError as error:
-            raise CheckpointError(f"{source.path}: {error}") from error
         for name, other in shared.items():
             if prefix + other in self.places:
                 self.places[prefix + name] = self.places[prefix + other]

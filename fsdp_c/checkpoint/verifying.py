@@ -19,9 +19,9 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
             if isinstance(entry, TensorEntry):
                 for chunk in entry.chunks:
                     with checkpoint.open(chunk.file) as file:
-                        read_chunk(checkpoint, key, entry, chunk, file)
+                        read_chunk(checkpoint, key, chunk, file)
             else:
-                read_object(checkpoint, key, entry)
+                read_object(checkpoint, key)
         except (CheckpointError, OSError) as error:
             yield str(error)
     for name, gaps in framing_gaps(checkpoint):
