@@ -141,15 +141,16 @@ class DcpSink:
         paths.append(path)
         records.append(
             [
-                b"".join(self._write(rank, box) for _, box in boxes_of(flat[part], shape, part.start, None))
-                for rank, part in enumerate(self._parts(whole.numel))
+                b"".join(self._write(rank, box) for _, box in boxes_of(flat[held.start :], held))
+                for rank, held in enumerate(self._parts(whole))
             ]
         )
 
-    def _parts(self, numel: int) -> list[slice]:
+    def _parts(self, whole: Held) -> list[Held]:
         """Those of the ranks, of which the last may have none."""
-        step = max(1, -(-numel // len(self.writers)))
-        return [slice(start, start + step) for start in range(0, max(numel, 1), step)]
+        step = max(1, -(-whole.numel // len(self.writers)))
+        starts = range(0, max(whole.numel, 1), step)
+        return [whole._replace(start=start, numel=min(step, whole.numel - start)) for start in starts]
 
     def _write(self, rank: int, box: Tensor) -> bytes:
         start = self.writers[rank].size
@@ -159,7 +160,7 @@ class DcpSink:
     def finish(self, temporary: Path, path: Path) -> None:
         table = self.objects
         for whole, (paths, records) in self.tensors.items():
-            box = Box(whole, [part.start for part in self._parts(whole.numel)])
+            box = Box(whole, [part.start for part in self._parts(whole)])
             content = b"".join(itertools.chain.from_iterable(zip(*records, strict=True)))
             table.append(Stored(Group(paths, [box], []), [content], b""))
         files = {}

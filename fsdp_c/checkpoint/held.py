@@ -17,6 +17,7 @@ import torch
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import pieces
+from fsdp_c.state.sharded_values import strides_in
 
 Offsets = tuple[int, ...]
 Order = tuple[int, ...] | None  # of dimensions in memory, from the outermost; None for a contiguous tensor
@@ -92,22 +93,10 @@ def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Reorder from the order in memory to the order of the dimensions."""
-    result = [0] * len(order)
-    for value, dim in zip(values, order, strict=True):
-        result[dim] = value
-    return tuple(result)
+    return tuple(value for _, value in sorted(zip(order, values, strict=True)))
 
 
 def _strides(sizes: tuple[int, ...], order: Order) -> tuple[int, ...] | None:
-    if order is None:
-        return None
-    strides, step = [0] * len(sizes), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(sizes[dim], 1)
-    one = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != one:
-            return tuple(strides)
-        one *= size
-    return None
+    strides = strides_in(sizes, order)
+    each = zip(sizes, strides, strides_in(sizes, None), strict=True)
+    return strides if any(size != 1 and own != natural for size, own, natural in each) else None

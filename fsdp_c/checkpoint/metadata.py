@@ -42,6 +42,7 @@ from fsdp_c.checkpoint.folder import (
 )
 from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
+from fsdp_c.sharding.flat_param import are_dense
 
 VERSION = 1
 _MAX_METADATA_NBYTES = 8 * 2**30
@@ -431,7 +432,10 @@ class _Reader:
             found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data"
         )
         strides = found.place and found.place.strides
-        require(strides is None or strides_fit(sizes, strides), f"the strides of {key} do not fit")
+        require(
+            strides is None or (len(strides) == len(sizes) and are_dense(sizes, strides)),
+            f"the strides of {key} do not fit",
+        )
         return found
 
 
@@ -471,18 +475,6 @@ def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
     ints((offset, nbytes, crc32), what)
     require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
     return Place(offset, nbytes, crc32, None if strides is None else ints(strides, what))
-
-
-def strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether these are the strides of a dense tensor."""
-    if len(sizes) != len(strides):
-        return False
-    expected = 1
-    for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size if size != 1 else 1
-    return True
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.serialization import get_safe_globals, safe_globals
 
+from fsdp_c.checkpoint.pickles import rebuilt
 from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy, StateDictType
 
 
@@ -52,10 +53,7 @@ def plain(value: object) -> Any:
     if isinstance(value, list):
         return [plain(one) for one in value]
     if isinstance(value, tuple):
-        made = [plain(one) for one in value]
-        if all(one is other for one, other in zip(made, value, strict=True)):
-            return value
-        return value._make(made) if hasattr(value, "_make") else type(value)(made)
+        return rebuilt(value, [plain(one) for one in value])
     numpy = sys.modules.get("numpy")  # where it is not imported, nothing is of its types
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
         return value.item()  # of a long double it is a long double
@@ -283,8 +281,7 @@ def _with_plain_arrays(value: Any, made: dict[int, Any]) -> Any:
             "a tensor of more elements than are there",
         )
         return made.get(id(value), value)
-    kind = type(value)
-    if kind is _known_of_numpy().get("numpy.ndarray"):
+    if type(value) is _known_of_numpy().get("numpy.ndarray"):
         import numpy
 
         made[id(value)] = value.view(numpy.ndarray)
@@ -296,9 +293,5 @@ def _with_plain_arrays(value: Any, made: dict[int, Any]) -> Any:
         made[id(value)] = value
         value[:] = [_with_plain_arrays(one, made) for one in value]
     elif isinstance(value, tuple):
-        whole = [_with_plain_arrays(one, made) for one in value]
-        if any(one is not other for one, other in zip(whole, value, strict=True)):
-            made[id(value)] = value._make(whole) if hasattr(value, "_make") else kind(whole)
-        else:
-            made[id(value)] = value
+        made[id(value)] = rebuilt(value, [_with_plain_arrays(one, made) for one in value])
     return made.get(id(value), value)

@@ -121,6 +121,13 @@ class Tuple(tuple[Any, ...]):
         return f"a tuple of {len(self)}"
 
 
+def rebuilt(value: Any, items: list[Any]) -> Any:
+    """A tuple, named or not, with ``items`` in place of its own; itself where they are the same."""
+    if all(one is other for one, other in zip(items, value, strict=True)):
+        return value
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
 # ----------------------------------------------------------------- who holds whom
 
 _GETS = ("GET", "BINGET", "LONG_BINGET")

@@ -26,6 +26,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_c.sharding.flat_param import are_dense
+
 MAX_NBYTES = 64 * 2**20  # of a piece: what reading one in part costs in memory
 _COPY_NBYTES = 8 * 2**20
 _ALIGNMENT = 64
@@ -55,14 +57,7 @@ def memory(tensor: Tensor) -> memoryview:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one piece of memory, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return are_dense(tensor.shape, tensor.stride())
 
 
 def in_memory(tensor: Tensor) -> Tensor:

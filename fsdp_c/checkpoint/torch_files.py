@@ -22,7 +22,7 @@ from fsdp_c.checkpoint.archives import (
     read_stored,
 )
 from fsdp_c.checkpoint.folder import CheckpointError, refusing
-from fsdp_c.checkpoint.metadata import PathInDict, strides_fit
+from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.rank_files import (
     Parted,
     Shape,
@@ -34,6 +34,7 @@ from fsdp_c.checkpoint.rank_files import (
 )
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.checkpoint.storage import joined
+from fsdp_c.sharding.flat_param import are_dense
 
 
 def holds_parts(path: Path) -> bool:
@@ -233,9 +234,7 @@ class NamedSource:
             return self.source.read(key)
         elements = self.source.read_range(place.key, place.start, math.prod(place.shape.sizes))
         return (
-            elements.as_strided(*place.shape)
-            if strides_fit(*place.shape)
-            else elements.view(place.shape.sizes)
+            elements.as_strided(*place.shape) if are_dense(*place.shape) else elements.view(place.shape.sizes)
         )
 
     def problems(self) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.held import Held, Offsets, Order, range_boxes
+from fsdp_c.checkpoint.held import Held, Offsets, Order
 from fsdp_c.checkpoint.pieces import is_dense
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
@@ -157,43 +157,31 @@ class RangeTensor(PartialTensor):
     @property
     def held(self) -> Held | None:
         """What this rank saves of it."""
-        if not self.is_saved:
-            return None
-        offsets, sizes = self.box
+        return self._range if self.is_saved else None
+
+    @property
+    def _range(self) -> Held:
         numel = self.local.numel()
         return Held(
-            self.dtype, tuple(self.shape), self.order, offsets, sizes, self.start, numel, is_one_piece=False
+            self.dtype, tuple(self.shape), self.order, *self.box, self.start, numel, is_one_piece=False
         )
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
-        numel = self.local.numel()
-        if not numel and self.shape.numel():
-            return {}
-        return {
-            tuple(map(int.__add__, offsets, self.box.offsets)): part
-            for offsets, part in boxes_of(self.local, self.box.sizes, self.start, self.order)
-        }
+        is_nothing = not self.local.numel() and self.shape.numel()
+        return {} if is_nothing else dict(boxes_of(self.local, self._range))
 
 
 def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), box.shape)
 
 
-def boxes_of(
-    local: Tensor, shape: Sequence[int], start: int, order: Order
-) -> Iterator[tuple[Offsets, Tensor]]:
+def boxes_of(local: Tensor, held: Held) -> Iterator[tuple[Offsets, Tensor]]:
     """The boxes of a range, and views of ``local`` in their shapes; none larger than a piece may be."""
-    if not math.prod(shape):
-        yield (0,) * len(shape), local.view(tuple(shape))
-        return
     at = 0
-    for offsets, sizes in range_boxes(
-        shape, start, start + local.numel(), order, pieces.MAX_NBYTES // local.element_size()
-    ):
-        numel = math.prod(sizes)
-        yield offsets, from_memory_order(local[at : at + numel], sizes, order)
-        at += numel
+    for box in held.boxes():
+        yield box.offsets, from_memory_order(local[at : at + box.numel], box.sizes, held.order)
+        at += box.numel
 
 
 def box_of_rank(spec: DTensorSpec) -> Box:

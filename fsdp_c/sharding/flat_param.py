@@ -163,12 +163,18 @@ def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
 def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or
     elements that share memory."""
+    is_whole = are_dense(tensor.shape, tensor.stride()) or not tensor.numel()
+    return tensor if is_whole else tensor.detach().contiguous()
+
+
+def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor of these fills one piece of memory, in any order of dimensions."""
     expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
-        if size != 1 and stride != expected and tensor.numel():
-            return tensor.detach().contiguous()
+    for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
+        if size != 1 and stride != expected:
+            return False
         expected *= size
-    return tensor
+    return True
 
 
 def _memory_order(dense: torch.Tensor) -> torch.Tensor:

@@ -404,12 +404,13 @@ def _shard(local: Tensor, metadata: ShardMetadata) -> Shard:
 
 
 def _dtensor(rows: Tensor, layout: ParamLayout, mesh: DeviceMesh) -> DTensor:
-    meta = TensorMeta(layout.shape, _strides(layout.shape, layout.order), rows.dtype)
+    meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), rows.dtype)
     spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
     return DTensor(rows, spec, requires_grad=False)
 
 
-def _strides(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
+def strides_in(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Of a dense tensor with its dimensions in this order in memory."""
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(order or range(len(shape))):
