@@ -496,15 +496,6 @@ class FullyShardedDataParallel(ShardedModule):
         """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
         logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
-    def _warn_of_units_cut_off(self, names: list[str]) -> None:
-        """The runtime in C calls it once, after the first backward that could not reach these units."""
-        training_warnings.warn_of_units_cut_off(self.rank, names)
-
-    def _warn_of_units_left_out(self, names: list[str]) -> None:
-        """The runtime in C calls it once, in the forward after a backward that did not pass through these
-        units."""
-        training_warnings.warn_of_units_left_out(self.rank, names)
-
     def _unshard(self, async_op: bool = False) -> UnshardWork | None:
         """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
 
@@ -965,8 +956,8 @@ _C.bind_callbacks(
     await_step=FlatParamHandle.await_step,
     is_in_reentrant_checkpoint=training_warnings.is_in_reentrant_checkpoint,
     log_post_backward=FullyShardedDataParallel._log_post_backward,
-    warn_of_units_cut_off=FullyShardedDataParallel._warn_of_units_cut_off,
-    warn_of_units_left_out=FullyShardedDataParallel._warn_of_units_left_out,
+    warn_of_units_cut_off=training_warnings.warn_of_units_cut_off,
+    warn_of_units_left_out=training_warnings.warn_of_units_left_out,
     check_backward=misuse_checks.check_backward,
     explain_error=sharded_errors.explain_in_forward,
     explain_failed_collective=flight_recorder.explain,

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -195,11 +195,11 @@ def _inspect(args: argparse.Namespace) -> int:
     source = open_source(args.path)
     entries = {key: info for key, info in selected(source, args.select).values()}
     if args.json:
-        print(
-            json.dumps(
-                {"format": source.kind, "entries": {key: _as_json(i) for key, i in entries.items()}}, indent=1
-            )
-        )
+        told = {
+            key: {"dtype": _dtype(info), "shape": info.shape} if info.is_tensor else {}
+            for key, info in entries.items()
+        }
+        print(json.dumps({"format": source.kind, "entries": told}, indent=1))
         return 0
     tensors = [info for info in entries.values() if info.is_tensor]
     total = sum(info.nbytes for info in tensors)
@@ -212,10 +212,6 @@ def _inspect(args: argparse.Namespace) -> int:
         elif args.values:
             _say(f"{key:{width}}  {_short(source.read(key))}")
     return 0
-
-
-def _as_json(info: Info) -> dict[str, Any]:
-    return {"dtype": _dtype(info), "shape": info.shape} if info.is_tensor else {}
 
 
 def _dtype(info: Info) -> str:

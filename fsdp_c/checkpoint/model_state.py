@@ -193,7 +193,7 @@ def _refuse_parts(path: str, module: ShardedModule) -> None:
     handle = handle_of(module)
     for param, info in zip(handle.flat_param._params or (), handle.managed_params, strict=False):
         if is_in_parts(param):
-            name = clean_name(f"{path}.{info.fqn}" if path else info.fqn)
+            name = clean_name(joined(path, info.fqn))
             raise NotImplementedError(
                 f"{name} is part of a tensor of shape {global_shape(param)}, as its attributes say "
                 f"(CheckpointableTensor), and is divided by a unit on rank {module.rank} besides: pass it in "
@@ -209,7 +209,7 @@ def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module
         if is_unit(module):
             continue
         for name in module._buffers:
-            dtype = fsdp_module._buffer_name_to_orig_dtype.get(clean_name(f"{path}.{name}" if path else name))
+            dtype = fsdp_module._buffer_name_to_orig_dtype.get(clean_name(joined(path, name)))
             if dtype is not None:
                 yield (module, name), dtype
 
@@ -229,16 +229,10 @@ def _in_order(
             yield prefix + name, value
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                dtype = original.get((module, name), buffer.dtype)
-                yield (
-                    prefix + name,
-                    _plain(prefix + name, buffer if dtype == buffer.dtype else buffer.to(dtype)),
-                )
+                yield prefix + name, _plain(prefix + name, buffer.to(dtype=original.get((module, name))))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield (
-                prefix + EXTRA_STATE,
-                mapped_tensors(prefix + EXTRA_STATE, module.get_extra_state(), _as_part),
-            )
+            key = prefix + EXTRA_STATE
+            yield key, mapped_tensors(key, module.get_extra_state(), _as_part)
 
 
 def _by_module(managed: dict[tuple[nn.Module, str], Tensor]) -> dict[nn.Module, dict[str, Tensor]]:

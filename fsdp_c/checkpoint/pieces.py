@@ -145,7 +145,8 @@ class Described:
         numel = math.prod(shape)
         named = _storage_types().get(dtype)
         # a dtype newer than the classes by which torch.save once named them is named itself
-        storage = _Storage((named, key, "cpu", numel) if named else _untyped(key, numel * dtype.itemsize))
+        kind = (named, numel) if named else (torch.storage.UntypedStorage, numel * dtype.itemsize)
+        storage = _Storage((kind[0], key, "cpu", kind[1]))
         rebuild = torch._utils._rebuild_tensor_v2 if named else torch._utils._rebuild_tensor_v3
         rest = () if named else (dtype,)
         self.reduced = rebuild, (storage, 0, tuple(shape), tuple(strides), False, OrderedDict(), *rest)
@@ -154,10 +155,6 @@ class Described:
 class _Storage:
     def __init__(self, rest: tuple[object, ...]) -> None:
         self.persistent_id = ("storage", *rest)
-
-
-def _untyped(key: str, nbytes: int) -> tuple[object, ...]:
-    return torch.storage.UntypedStorage, key, "cpu", nbytes
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place, memory
-from fsdp_c.checkpoint.planning import Box, Group, Planned, Source, key_of
+from fsdp_c.checkpoint.planning import Group, Planned, Source, key_of
 from fsdp_c.checkpoint.storage import metadata_pickler, storage_info
 
 TOKEN = b"fsdp_c layout"  # before the token by which .metadata and fsdp_c.layout belong together
@@ -44,21 +44,18 @@ class Stored(NamedTuple):
 
 def stored(planned: Planned, results: dict[int, RankResult]) -> list[Stored]:
     """``results`` by rank."""
-    records = _Records(planned, results)
-    return [
-        Stored(
-            group,
-            [b"".join(records.of(*each, len(group.paths)) for each in _by_range(box)) for box in group.boxes],
-            records.of(group.sources, 1, len(group.paths)) if group.sources else b"",
-        )
-        for group in planned.groups
-    ]
-
-
-def _by_range(box: Box) -> Iterator[tuple[list[Source], int]]:
-    """The sources of each range, and how many boxes it has."""
-    for held, sources in zip(box.ranges(), box.sources, strict=True):
-        yield sources, len(held.boxes())
+    records, table = _Records(planned, results), []
+    for group in planned.groups:
+        keys = len(group.paths)
+        boxes = [
+            b"".join(
+                records.of(sources, len(held.boxes()), keys)
+                for held, sources in zip(box.ranges(), box.sources, strict=True)
+            )
+            for box in group.boxes
+        ]
+        table.append(Stored(group, boxes, records.of(group.sources, 1, keys) if group.sources else b""))
+    return table
 
 
 class _Records:

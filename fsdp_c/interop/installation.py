@@ -274,13 +274,9 @@ def _names_of_modules() -> list[tuple[ModuleType, str, object]]:
     return [
         (module, name, value)
         for key, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and not _is_ours(key)
+        if isinstance(module, ModuleType) and key.partition(".")[0] != "fsdp_c"
         for name, value in list(vars(module).items())
     ]
-
-
-def _is_ours(name: str) -> bool:
-    return name.partition(".")[0] == "fsdp_c"
 
 
 def _mentions_us(module: ModuleType) -> bool:

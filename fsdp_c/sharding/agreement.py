@@ -207,7 +207,8 @@ def _unit_difference(index: int, plans: Sequence[RankPlan]) -> tuple[str, dict[s
     """The first field in which the units at ``index`` differ, and which ranks have which value."""
     units = {plan.rank: plan.units[index] for plan in plans if index < len(plan.units)}
     if len(units) < len(plans):
-        return "module", _ranks_by({plan.rank: _module(units.get(plan.rank)) for plan in plans})
+        modules = {plan.rank: "none" for plan in plans}
+        return "module", _ranks_by(modules | {rank: repr(unit.module) for rank, unit in units.items()})
     needs = {rank: unit.needs() for rank, unit in units.items()}
     for field in max(needs.values(), key=len):
         if len({own.get(field) for own in needs.values()}) > 1:
@@ -220,10 +221,6 @@ def _ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
     for rank, value in values.items():
         ranks[value].append(rank)
     return ranks
-
-
-def _module(unit: UnitPlan | None) -> str:
-    return "none" if unit is None else repr(unit.module)
 
 
 def _name(index: int, plans: Sequence[RankPlan]) -> str:

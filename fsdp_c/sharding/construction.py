@@ -332,17 +332,13 @@ def _hybrid_groups(
         )
     if process_group is None:
         return _groups_by_node(_default_group(), device)
-    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
-    if not isinstance(process_group, tuple) or not is_pair or not all(map(_is_group, process_group)):
+    groups = process_group if isinstance(process_group, tuple) else ()
+    if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise ValueError(
             "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two "
             f"process groups with {strategy}, but got {type(process_group).__name__}"
         )
-    return ProcessGroups(*process_group)
-
-
-def _is_group(group: object) -> bool:
-    return isinstance(group, dist.ProcessGroup)
+    return ProcessGroups(*groups)
 
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:

@@ -26,9 +26,11 @@ from fsdp_c.state.redistribution import join_ranges, rank0_partition, redistribu
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
+    dtype_of,
     from_memory_order,
     param_layouts,
     rows_of_value,
+    shape_of,
     shards_of_rows,
     to_memory_order,
     wholes_of_rows,
@@ -135,7 +137,7 @@ def _with_whole_states(
         for fqn in known.fqns:
             shape = param_layouts(known.module)[known.indices[0]].full_shape
             for name, value in sorted(states.get(fqn, {}).items()):
-                if _shape_of(value) == shape if _is_tensor(value) else not has_tensors(value, _OnRank0):
+                if shape_of(value) == shape if _is_tensor(value) else not has_tensors(value, _OnRank0):
                     continue
                 if not options.rank0_only:
                     found[fqn, name] = loaded_state(value)
@@ -184,14 +186,10 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
     return targets
 
 
-def _shape_of(value: Tensor | _OnRank0) -> torch.Size:
-    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-
-
 def _check_shape(
     known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0
 ) -> None:
-    shape = _shape_of(value)
+    shape = shape_of(value)
     kept = (
         shape != layout.full_shape
         and known.takes_any_shape
@@ -277,7 +275,7 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
     """Raise where one rank has an error, or the ranks pass different state: before anything moves.
     Collective."""
-    known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
+    known = [(t.fqn, t.state_name, str(dtype_of(t.value))) for t in targets]
     ranks = dist.get_process_group_ranks(group)
     told = common.tell((digest_of(repr(known).encode()), error), group)
     if error is not None:
@@ -287,10 +285,6 @@ def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Excep
             raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {failure}")
     if len({digest for digest, _ in told}) > 1:
         raise ValueError(_difference(dict(zip(ranks, map(set, common.tell(known, group)), strict=True))))
-
-
-def _dtype(value: Tensor | _OnRank0) -> torch.dtype:
-    return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
 def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
@@ -474,12 +468,9 @@ def _user_state(value: Any, original: Any, options: LoadOptions) -> Any:
     if isinstance(value, dict):
         return {key: _user_state(one, original and original[key], options) for key, one in value.items()}
     if isinstance(value, _OnRank0):
-        return _broadcast(value, original, _transfer_device(options.group), options.group)
+        device = dist.distributed_c10d._get_pg_default_device(options.group)
+        return _broadcast(value, original, device, options.group)
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _transfer_device(group: dist.ProcessGroup | None) -> torch.device:
-    return dist.distributed_c10d._get_pg_default_device(group)
 
 
 # ---- one flat parameter for many original ones
@@ -508,7 +499,7 @@ def _flat_state(
         values = {fqn: state[name] for fqn, state in given.items()}
         _check_one_kind(name, values)
         if _is_tensor(first[name]):
-            result[name] = _flat_tensor(known, name, values, shards, _dtype(first[name]))
+            result[name] = _flat_tensor(known, name, values, shards, dtype_of(first[name]))
         else:
             _check_scalars(name, values, known)
             result[name] = _own_scalar(first[name])
@@ -524,18 +515,18 @@ def _kind(value: object) -> str:
 def _check_one_kind(name: str, values: dict[str, Any]) -> None:
     first_fqn, first = next(iter(values.items()))
     kind = _kind(first)
-    dtype = _dtype(first) if kind == "tensor" else None
+    dtype = dtype_of(first) if kind == "tensor" else None
     for fqn, value in values.items():
         if _kind(value) != kind:
             raise ValueError(
                 f"Differing optimizer state types for state {name}: {first_fqn} has a {kind}, {fqn} has a "
                 f"{_kind(value)}"
             )
-        if dtype is not None and _dtype(value) != dtype:
+        if dtype is not None and dtype_of(value) != dtype:
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have positive-dimension "
                 f"tensor state with the same dtype: {first_fqn} has {name} in {dtype}, {fqn} in "
-                f"{_dtype(value)}"
+                f"{dtype_of(value)}"
             )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -423,6 +423,16 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
     """Rows over the last dimension of the mesh, replicas over the others (F-032)."""
     last: Placement = ShardPlacement(0) if has_rows else Replicate()
     return (*[Replicate()] * (mesh.ndim - 1), last)
+
+
+def shape_of(value: Any) -> torch.Size:
+    """Of a tensor, or what stands for one. ShardedTensor's own attribute goes through its dispatcher."""
+    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The same of its dtype."""
+    return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
 def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:

@@ -34,8 +34,10 @@ from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
+    dtype_of,
     param_layouts,
     rows_of_value,
+    shape_of,
     shards_of_rows,
     to_memory_order,
     whole_of_rows,
@@ -341,7 +343,7 @@ def check_entries(
         if not torch.overrides.is_tensor_like(value):
             errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")
         # nn.Module takes a checkpoint's one-element vector for a scalar.
-        elif _shape(value) != shape and not (len(shape) == 0 and value.shape == (1,)):
+        elif shape_of(value) != shape and not (len(shape) == 0 and value.shape == (1,)):
             errors.append(
                 f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
                 f"the shape in current model is {shape}."
@@ -361,7 +363,7 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
         for prefix, module in modules
         if module._flat_param is not None and module._flat_param.is_floating_point()
         for key in (prefix + param.fqn for param in common.managed_params(module._handle))
-        if key in state_dict and not _dtype(state_dict[key]).is_floating_point
+        if key in state_dict and not dtype_of(state_dict[key]).is_floating_point
     ]
     if converted:
         misuse.tell(
@@ -370,16 +372,6 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
             "Convert them before loading, if that is meant",
             is_certain=False,
         )
-
-
-def _dtype(value: Tensor) -> torch.dtype:
-    properties = value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value
-    return properties.dtype
-
-
-def _shape(value: Tensor) -> torch.Size:
-    # ShardedTensor.shape goes through its dispatcher
-    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
 
 
 def _expected_shapes(

@@ -113,7 +113,11 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
         elif handle_of(module).layout.sharded:
             sharded.append(module)
         else:
-            values[module] = [] if is_dropped(module) else _copies_of_own(module)
+            pieces = [] if is_dropped(module) else shard_pieces(module)
+            values[module] = [
+                _copy(module, from_memory_order(piece, layout.shape, layout.order))
+                for layout, piece in pieces
+            ]
     for group, members in by_group(sharded):
         config = members[0]._state_dict_config
         rank0_only = getattr(config, "rank0_only", False)
@@ -200,13 +204,6 @@ def _wholes(
     )
 
 
-def _copies_of_own(module: ShardedModule) -> list[Tensor]:
-    return [
-        _copy(module, from_memory_order(piece, layout.shape, layout.order))
-        for layout, piece in shard_pieces(module)
-    ]
-
-
 def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
     copies = []
     for param in common.managed_params(module._handle)[: handle_of(module).layout.num_params]:
@@ -275,29 +272,27 @@ def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[T
     sharded = [module for module in modules if not is_summoned(module) and module not in parallel]
     for module in sharded:
         handle_of(module).writeback()
-    rows = rows_of_shards(sharded, lambda module: list(shard_pieces(module)), _offloads)
+    rows = rows_of_shards(
+        sharded,
+        lambda module: list(shard_pieces(module)),
+        lambda module: module._state_dict_config.offload_to_cpu,
+    )
     for module in parallel:
         if not is_summoned(module):
             with summoned(module):
-                rows[module] = [_parallel_rows(module, full) for full in _copies_of_shown(module)]
-    for module in modules:  # what is shown comes last, as in full_values
-        if module not in rows and module in parallel:
-            rows[module] = [_parallel_rows(module, full) for full in _copies_of_shown(module)]
-        elif module not in rows:
-            rows[module] = [
-                own_rows(full, module.rank, module.world_size).clone() for full in _copies_of_shown(module)
-            ]
-    return rows
+                rows[module] = _rows_of_shown(module)
+    # what is shown comes last, as in full_values
+    return rows | {module: _rows_of_shown(module) for module in modules if module not in rows}
 
 
-def _offloads(module: ShardedModule) -> bool:
-    return module._state_dict_config.offload_to_cpu
-
-
-def _parallel_rows(module: ShardedModule, full: Tensor) -> Tensor:
-    """The rows of a parameter as a DTensor over all dimensions of the mesh (F-032)."""
-    assert module._fsdp_extension is not None and module._device_mesh is not None
-    return module._fsdp_extension.chunk_dtensor(full, module.rank, module._device_mesh)
+def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
+    """Of a parallel unit's parameters as DTensors over all dimensions of the mesh (F-032)."""
+    extension, mesh = module._fsdp_extension, module._device_mesh
+    copies = _copies_of_shown(module)
+    if extension is None:
+        return [own_rows(full, module.rank, module.world_size).clone() for full in copies]
+    assert mesh is not None
+    return [extension.chunk_dtensor(full, module.rank, mesh) for full in copies]
 
 
 @contextlib.contextmanager

@@ -388,7 +388,10 @@ class WholeParameters(Optimizer):
                     moving.append((whole, key, own.get(key, nothing)))
                 if whole.is_own:  # in the order in which it was saved
                     value = kind.value if isinstance(kind, _Value) else None
-                    if isinstance(value, Tensor) and not _stays(key, group_of[whole.held]):
+                    group = group_of[whole.held]
+                    # single numbers stay on the CPU as torch has it when an optimizer loads state
+                    stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+                    if isinstance(value, Tensor) and not stays:
                         value = value.to(whole.ranks.device)
                     if isinstance(kind, WholeState):
                         given = own.get(key, kind)
@@ -407,11 +410,6 @@ class WholeParameters(Optimizer):
                 if value is not None:
                     self._inner_of[whole.held].state[whole.held][key] = value
         self.state = _Begun(dict)
-
-
-def _stays(key: str, group: ParamGroup) -> bool:
-    """Whether single numbers of state stay on the CPU, as torch has it when an optimizer loads state."""
-    return key == "step" and not (group.get("capturable") or group.get("fused"))
 
 
 def _options(group: ParamGroup) -> ParamGroup:

@@ -27,8 +27,8 @@ def report() -> str:
         "torch": f"{torch.__version__} in {Path(torch.__file__).parent}",
         "torch's FSDP1": "used for names, enums and policies" if upstream.HAS_FSDP1 else _without_fsdp1(),
         "CUDA of torch": torch.version.cuda or "none",
-        "NCCL": _nccl(),
-        "GPUs": _gpus(),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if _has_backend("nccl") else "none",
+        "GPUs": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         "backends": ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name))
         or "none",
         "OS": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
@@ -53,14 +53,6 @@ def _version() -> str:
 
 def _without_fsdp1() -> str:
     return f"not there ({upstream.WHY_NO_FSDP1}); fsdp_c's own stand in"
-
-
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if _has_backend("nccl") else "none"
-
-
-def _gpus() -> str:
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
 def _has_backend(name: str) -> bool:

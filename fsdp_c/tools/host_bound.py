@@ -64,7 +64,8 @@ def host_bound(units: Sequence[HostUnit], cost: HostCost, *, tokens: int, flops:
     if cost.param_us < 0:
         raise ValueError(f"param_us must be at least 0, not {cost.param_us}")
     host = [cost.unit_us + unit.num_params * cost.param_us for unit in units]
-    device = [unit.numel * tokens * _operations(unit) / flops * 1e6 for unit in units]
+    operations = [TRAINED_OPERATIONS if unit.is_trainable else FROZEN_OPERATIONS for unit in units]
+    device = [unit.numel * tokens * each / flops * 1e6 for unit, each in zip(units, operations, strict=True)]
     usual = statistics.median(unit.num_params for unit in units) if units else 0
     return HostBound(
         sum(host),
@@ -73,7 +74,3 @@ def host_bound(units: Sequence[HostUnit], cost: HostCost, *, tokens: int, flops:
         sum(launched > computed for launched, computed in zip(host, device, strict=True)),
         len(units),
     )
-
-
-def _operations(unit: HostUnit) -> int:
-    return TRAINED_OPERATIONS if unit.is_trainable else FROZEN_OPERATIONS

@@ -9,6 +9,7 @@ from types import FrameType
 from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_c.compat.misuse import script_level
+from fsdp_c.sharding.sharded_module import ShardedModule
 
 _FROZEN = "Modules that are not to be trained are best frozen, by requires_grad_(False), or run under torch.no_grad()."
 _NAMES_SHOWN = 5
@@ -24,10 +25,11 @@ def is_in_reentrant_checkpoint() -> bool:
     return frame is not None
 
 
-def warn_of_units_cut_off(rank: int, names: list[str]) -> None:
-    """No gradient can come to these units: nothing that they return requires one."""
+def warn_of_units_cut_off(root: ShardedModule, names: list[str]) -> None:
+    """No gradient can come to these units: nothing that they return requires one. The runtime in C calls it
+    once, after the first backward that could not reach them."""
     _warn(
-        rank,
+        root.rank,
         names,
         "They have trainable parameters and ran in training mode, but none of their outputs requires a "
         "gradient. In a reentrant checkpoint that is so where no input requires one, after frozen embeddings "
@@ -36,10 +38,11 @@ def warn_of_units_cut_off(rank: int, names: list[str]) -> None:
     )
 
 
-def warn_of_units_left_out(rank: int, names: list[str]) -> None:
-    """The last backward did not pass through these units, although it could have."""
+def warn_of_units_left_out(root: ShardedModule, names: list[str]) -> None:
+    """The last backward did not pass through these units, although it could have. The runtime in C calls it
+    once, in the forward after that."""
     _warn(
-        rank,
+        root.rank,
         names,
         "They have trainable parameters and ran in training mode with gradients enabled, but the backward "
         "did not pass through them: the loss does not depend on their outputs, or these were detached on the "
