@@ -49,6 +49,19 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "fsdp_c": 26_292,
 }
 LONGEST_FILE = 500
+SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
+STATE_READERS = {  # modules of Python that read it, and what for: none moves it, and none reads the rest
+    "compat.standins.common_utils": "what torch's helper of this name asserts",
+    "fully_sharded_data_parallel": "names inside summon_full_params",
+    "interop._runtime_utils": "what outside code asks and answers in the runtime's place",
+    "sharding.flat_param": "attributes that torch has on a handle",
+    "sharding.sharded_module": "attributes that torch has on a unit, and whether full parameters are shown",
+    "training.forward_methods": "whether a method is called where parameters are gathered already",
+    "training.grad_clipping": "to refuse clipping amid a step",
+    "training.sharded_errors": "to say which unit keeps parameters sharded",
+    "training.unshard_params": "to refuse state dicts and summon_full_params amid a step",
+}
+UNREAD_STATE = ("param_state", "needs_unshard")  # is C's alone
 TENSOR_FACTORIES = {
     "arange",
     "as_tensor",
@@ -442,6 +455,18 @@ def default_device_violations(root: Path) -> list[str]:
     ]
 
 
+def reader_violations(root: Path) -> list[str]:
+    """Modules of fsdp_c/ that read sharding state and are not among those that may, or what only C reads."""
+    found = []
+    for name, path in python_modules(root).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            attribute = node.attr if isinstance(node, ast.Attribute) else None
+            allowed = name in STATE_READERS and attribute not in UNREAD_STATE
+            if attribute in SHARDING_STATE and not allowed:
+                found.append(f"fsdp_c.{name}: line {node.lineno} reads {attribute}")
+    return found
+
+
 def budget_violations(root: Path) -> list[str]:
     """Folders that have outgrown their budget of lines, and sources of C too long for one reading."""
     found = []
@@ -476,12 +501,23 @@ CHECKS: list[Check] = [
     cycle_violations,
     python_layer_violations,
     default_device_violations,
+    reader_violations,
 ]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_sources_keep_the_architecture(check: Check) -> None:
     assert check(ROOT) == []
+
+
+def test_the_readers_of_sharding_state_read_some() -> None:
+    for name in STATE_READERS:
+        read = {
+            each.attr
+            for each in ast.walk(ast.parse(python_modules(ROOT)[name].read_text()))
+            if isinstance(each, ast.Attribute)
+        }
+        assert read & {*SHARDING_STATE}, name
 
 
 def test_every_layer_of_the_list_is_there() -> None:
@@ -620,6 +656,16 @@ PLANTED = [
         default_device_violations,
         "fsdp_c/state/values.py",
         "import torch\nx = torch.zeros(3, dtype=torch.int64)\n",
+    ),
+    (
+        reader_violations,
+        "fsdp_c/state/values.py",
+        "def f(h):\n    return h.rows if h.training_state else None\n",
+    ),
+    (
+        reader_violations,
+        "fsdp_c/training/unshard_params.py",
+        "def f(h):\n    if h.param_state:\n        h.free()\n",
     ),
 ]
 

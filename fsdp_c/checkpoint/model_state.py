@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_c import _C
 from fsdp_c.checkpoint.values import (
     RangeTensor,
     box_of_rank,
@@ -22,7 +21,7 @@ from fsdp_c.checkpoint.values import (
 )
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
 from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.state.sharded_values import ParamLayout
@@ -113,7 +112,7 @@ def _settle(module: ShardedModule, waits: bool) -> None:
     if handle is None:
         return
     check_idle(module)
-    if handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
+    if is_summoned(module):
         raise AssertionError(
             f"checkpoint of a unit inside summon_full_params (rank {module.rank}): save and load outside of "
             "it"

@@ -249,6 +249,11 @@ def handle_of(module: ShardedModule) -> FlatParamHandle:
     return handle
 
 
+def is_summoned(module: ShardedModule) -> bool:
+    """Whether the user is inside ``summon_full_params``: the unit's parameters are gathered already."""
+    return handle_of(module).training_state == _C.USE_SUMMON_FULL_PARAMS
+
+
 # ----------------------------------------------------------------- finding them
 
 

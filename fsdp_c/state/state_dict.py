@@ -35,7 +35,7 @@ from fsdp_c.compat.upstream import (
     StateDictType,
 )
 from fsdp_c.sharding import common
-from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, parts_of, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, is_summoned, parts_of, units_of
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.state_dict_loading import (
@@ -49,7 +49,6 @@ from fsdp_c.state.state_dict_saving import (
     full_values,
     full_values_shown,
     is_dropped,
-    is_summoned,
     names_shown,
     put_full_values,
     put_local_value,

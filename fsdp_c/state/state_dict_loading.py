@@ -28,7 +28,14 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, parts_of, units_of, units_with_paths
+from fsdp_c.sharding.sharded_module import (
+    ShardedModule,
+    handle_of,
+    is_summoned,
+    parts_of,
+    units_of,
+    units_with_paths,
+)
 from fsdp_c.sharding.tensor_parallel import like
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
 from fsdp_c.state.sharded_values import (
@@ -42,7 +49,7 @@ from fsdp_c.state.sharded_values import (
     to_memory_order,
     whole_of_rows,
 )
-from fsdp_c.state.state_dict_saving import is_shown, is_summoned, local_shard, shard_pieces
+from fsdp_c.state.state_dict_saving import is_shown, local_shard, shard_pieces
 from fsdp_c.tools import flight_recorder
 from fsdp_c.training.unshard_params import check_idle
 

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_c import _C
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.state.redistribution import Space, are_large, gather, gather_flat
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -63,11 +62,6 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
         end = start + numel
     parts = shard.split_with_sizes([*sizes, shard.numel() - end])
     return zip(param_layouts(module), parts[1::2], strict=True)
-
-
-def is_summoned(module: ShardedModule) -> bool:
-    """Whether the user is inside ``summon_full_params``: the parameters are gathered already."""
-    return handle_of(module).training_state == _C.USE_SUMMON_FULL_PARAMS
 
 
 def is_shown(param: ManagedParam) -> bool:

@@ -19,6 +19,7 @@ from fsdp_c.sharding.sharded_module import (
     handle_of,
     holders_around,
     is_sharded_module,
+    is_summoned,
     parts_of,
     units_of,
 )
@@ -179,7 +180,7 @@ def _summon_unit(
         finally:
             fsdp_module._unit.set_summoning(False)
         return
-    if handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
+    if is_summoned(fsdp_module):
         yield
         return
     with contextlib.ExitStack() as stack:
