@@ -374,13 +374,7 @@ DRY_RUN_FORGET: int
 # under NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it
 # has parameters, any of them is trained, and, where that is given, it is a segment, and optional; bytes of
 # what its reduction reads, and that a rank keeps for a backward that gathers within the node)
-_DryRunUnit: TypeAlias = (
-    tuple[int, int, int, int, bool, bool, bool]
-    | tuple[int, int, int, int, bool, bool, bool, bool]
-    | tuple[int, int, int, int, bool, bool, bool, bool, bool]
-    | tuple[int, int, int, int, bool, bool, bool, bool, bool, int]
-    | tuple[int, int, int, int, bool, bool, bool, bool, bool, int, int]
-)
+_DryRunUnit: TypeAlias = tuple[int, ...]
 
 def dry_run(
     units: tuple[_DryRunUnit, ...],  # of one tree, an outer unit before its inner ones

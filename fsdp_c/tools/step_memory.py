@@ -19,38 +19,15 @@ from typing import NamedTuple
 import torch
 
 from fsdp_c import _C
-from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
 from fsdp_c.tools import allocator
+from fsdp_c.tools.unit_summary import UnitSummary
 
-_DryRunUnit = tuple[int, int, int, int, bool, bool, bool, bool, bool, int, int]
 Event = tuple[int, int, int]  # a constant of _C, the unit, and bytes
 STEP = (True,)  # whether gradients are reduced
 ACCUMULATION = (False, False, True)  # two backwards under no_sync() before one that reduces
 BEFORE = (True,)  # in the first step there is no order of units yet
-BEFORE_ACCUMULATION = (
-    True,
-    True,
-)  # nor, if the second takes more memory, all the segments that later ones find
-
-
-class StepUnit(NamedTuple):
-    """One unit, as far as a step's memory depends on it. ``parent``: index of the unit around it, None for a
-    root."""
-
-    parent: int | None
-    nbytes: int  # of its unsharded parameters
-    strategy: ShardingStrategy
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    has_params: bool
-    is_trainable: bool
-    has_streams: bool  # a root's, as the two that follow
-    backward_prefetch_limit: int = 1
-    forward_prefetch_limit: int = 1
-    is_segment: bool = False  # of the unit at ``parent``
-    is_optional: bool = False
-    reduce_nbytes: int = 0  # of its gradients before they are reduced to shards
-    node_nbytes: int = 0  # that a rank keeps for a backward that gathers within the node
+# nor, if the second takes more memory, all the segments that later ones find
+BEFORE_ACCUMULATION = (True, True)
 
 
 class StepMemory(NamedTuple):
@@ -62,17 +39,17 @@ class StepMemory(NamedTuple):
     node_gathers: tuple[int, ...]
 
 
-def of_step(units: Sequence[StepUnit]) -> StepMemory:
+def of_step(units: Sequence[UnitSummary]) -> StepMemory:
     """What a step of ``units`` does, an outer one before its inner ones."""
     return _of_steps(units, BEFORE, STEP)
 
 
-def of_accumulation(units: Sequence[StepUnit]) -> StepMemory:
+def of_accumulation(units: Sequence[UnitSummary]) -> StepMemory:
     """What three steps do that accumulate gradients, after others."""
     return _of_steps(units, BEFORE_ACCUMULATION, ACCUMULATION)
 
 
-def _of_steps(units: Sequence[StepUnit], before: Sequence[bool], measured: Sequence[bool]) -> StepMemory:
+def _of_steps(units: Sequence[UnitSummary], before: Sequence[bool], measured: Sequence[bool]) -> StepMemory:
     """Whether gradients are reduced, for each of the steps that are measured, and of those before."""
     storage = _Storage(units)
     for step, events in enumerate(_steps(units, [*before, *measured])):
@@ -87,9 +64,11 @@ def _of_steps(units: Sequence[StepUnit], before: Sequence[bool], measured: Seque
 class _Storage:
     """The bytes that units hold."""
 
-    def __init__(self, units: Sequence[StepUnit]) -> None:
-        trees = _trees(units)
-        self._pools = {index: pool for tree in trees for pool in [_pool_of(units[tree[0]])] for index in tree}
+    def __init__(self, units: Sequence[UnitSummary]) -> None:
+        self._pools: dict[int, allocator.Pool | None] = {}
+        for root, *inner in _trees(units):
+            pool = allocator.Pool() if _has_streams(units[root]) else None
+            self._pools |= dict.fromkeys([root, *inner], pool)
         self._held: dict[int, allocator.Block] = {}
         self._nbytes = self._allocated_nbytes = 0
         self._num_units = len(units)
@@ -138,11 +117,7 @@ class _Storage:
             pool.give_back(block)
 
 
-def _pool_of(root: StepUnit) -> allocator.Pool | None:
-    return allocator.Pool() if root.has_streams else None
-
-
-def _steps(units: Sequence[StepUnit], sync_gradients: Sequence[bool]) -> Iterator[Iterator[Event]]:
+def _steps(units: Sequence[UnitSummary], sync_gradients: Sequence[bool]) -> Iterator[Iterator[Event]]:
     """What each step does; the first one begins with what is reserved."""
     runs, requires_grad = [], False
     for tree in _trees(units):
@@ -165,7 +140,7 @@ def _events(reserved: list[list[Event]], of_trees: list[list[list[Event]]]) -> I
         yield from end
 
 
-def _trees(units: Sequence[StepUnit]) -> list[list[int]]:
+def _trees(units: Sequence[UnitSummary]) -> list[list[int]]:
     """The units of each root, and that first."""
     trees: list[list[int]] = []
     tree_of: list[list[int]] = []
@@ -178,32 +153,35 @@ def _trees(units: Sequence[StepUnit]) -> list[list[int]]:
 
 
 def _dry_run(
-    units: Sequence[StepUnit], tree: list[int], sync_gradients: Sequence[bool], inputs_require_grad: bool
+    units: Sequence[UnitSummary], tree: list[int], sync_gradients: Sequence[bool], inputs_require_grad: bool
 ) -> list[list[Event]]:
     root, places = units[tree[0]], {index: place for place, index in enumerate(tree)}
     with torch.enable_grad():  # as in a step, whatever holds where somebody asks
         lists = _C.dry_run(
-            tuple(_as_given(units[index], places) for index in tree),
+            tuple(
+                (
+                    -1 if unit.parent is None else places[unit.parent],
+                    unit.unsharded_nbytes,
+                    unit.sharding_strategy.value,
+                    0 if unit.backward_prefetch is None else unit.backward_prefetch.value,
+                    unit.forward_prefetch,
+                    unit.dtype is not None,
+                    unit.is_trainable,
+                    unit.is_segment,
+                    unit.is_optional,
+                    unit.reduce_scatter_nbytes,
+                    unit.node_nbytes,
+                )
+                for unit in map(units.__getitem__, tree)
+            ),
             tuple(sync_gradients),
             backward_prefetch_limit=root.backward_prefetch_limit,
             forward_prefetch_limit=root.forward_prefetch_limit,
-            has_streams=root.has_streams,
+            has_streams=_has_streams(root),
             inputs_require_grad=inputs_require_grad,
         )
     return [[(kind, tree[place], nbytes) for kind, place, nbytes in events] for events in lists]
 
 
-def _as_given(unit: StepUnit, places: dict[int, int]) -> _DryRunUnit:
-    return (
-        -1 if unit.parent is None else places[unit.parent],
-        unit.nbytes,
-        unit.strategy.value,
-        0 if unit.backward_prefetch is None else unit.backward_prefetch.value,
-        unit.forward_prefetch,
-        unit.has_params,
-        unit.is_trainable,
-        unit.is_segment,
-        unit.is_optional,
-        unit.reduce_nbytes,
-        unit.node_nbytes,
-    )
+def _has_streams(root: UnitSummary) -> bool:
+    return root.device_type == "cuda"
