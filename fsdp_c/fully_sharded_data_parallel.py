@@ -49,8 +49,8 @@ from fsdp_c.sharding import agreement, buffers, compiling, construction, groupin
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
 from fsdp_c.sharding.node_groups import make_groups, node_group
 from fsdp_c.sharding.optional import is_marked, optional_units
-from fsdp_c.sharding.segments import Segment
 from fsdp_c.sharding.sharded_module import (
+    Segment,
     ShardedModule,
     claim_module,
     handle_of,

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import reprlib
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint.archives import open_file, read_into
 from fsdp_c.checkpoint.folder import (
+    LAYOUT,
     METADATA,
     CheckpointError,
     check_path,
@@ -23,14 +25,14 @@ from fsdp_c.checkpoint.folder import (
     refusing,
     unless_replaced,
 )
-from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, do_tile, ints, read_checkpoint
+from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, TensorEntry, do_tile, ints, read_checkpoint
 from fsdp_c.checkpoint.sources import Info, Source
-from fsdp_c.checkpoint.storage import joined, read_entry
+from fsdp_c.checkpoint.storage import joined, read_chunk, read_entry, read_object
 from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_parts
-from fsdp_c.checkpoint.verifying import verify_checkpoint
 
 FORMATS = ("dcp", "torch", "safetensors")
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_READ_NBYTES = 2**20
 _MAX_HEADER_NBYTES = 100 * 2**20  # as the safetensors library has it
 
 DTYPES = {
@@ -170,7 +172,55 @@ class DcpSource:
         return read_entry(self.checkpoint, key)
 
     def problems(self) -> Iterator[str]:
-        return verify_checkpoint(self.checkpoint)
+        return _verified(self.checkpoint)
+
+
+def _verified(checkpoint: Checkpoint) -> Iterator[str]:
+    """What is wrong, in words. Memory: one piece. Without checksums: what cannot be read."""
+    for key, entry in checkpoint.entries.items():
+        try:
+            if isinstance(entry, TensorEntry):
+                for chunk in entry.chunks:
+                    with checkpoint.open(chunk.file) as file:
+                        read_chunk(checkpoint, key, chunk, file)
+            else:
+                read_object(checkpoint, key)
+        except (CheckpointError, OSError) as error:
+            yield str(error)
+    for name, gaps in _framing_gaps(checkpoint):
+        if _crc32_of(checkpoint, name, gaps) != checkpoint.framing[name]:
+            path = checkpoint.folder / name
+            outside = "damaged outside of the tensors' data: torch may not read it"
+            yield f"{path}: {f'damaged: loads read {METADATA} in its place' if path.name == LAYOUT else outside}"
+
+
+def _crc32_of(checkpoint: Checkpoint, name: str, ranges: list[tuple[int, int]]) -> int:
+    crc32 = 0
+    with checkpoint.open(name) as file:
+        for start, end in ranges:
+            file.seek(start)
+            while start < end:
+                content = file.read(min(_READ_NBYTES, end - start))
+                if not content:
+                    return -1
+                crc32 = zlib.crc32(content, crc32)
+                start += len(content)
+    return crc32
+
+
+def _framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """For each file, the ranges of bytes that hold no piece's data."""
+    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
+    for entry in checkpoint.entries.values():
+        for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
+            if part.place is not None and part.file in data:
+                data[part.file].add((part.place.offset, part.place.nbytes))
+    for name, ranges in data.items():
+        gaps, end = [], 0
+        for offset, nbytes in sorted(ranges):
+            gaps.append((end, offset))
+            end = max(end, offset + nbytes)
+        yield name, [*gaps, (end, checkpoint.file_sizes[name])]
 
 
 # ----------------------------------------------------------------- safetensors

@@ -8,7 +8,6 @@ all readers work.
 from __future__ import annotations
 
 import errno
-import gc
 import io
 import json
 import math
@@ -42,6 +41,7 @@ from fsdp_c.checkpoint.folder import (
 )
 from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
+from fsdp_c.sharding.common import collector_paused
 from fsdp_c.sharding.flat_param import are_dense
 
 VERSION = 1
@@ -273,16 +273,10 @@ def _make_all(entries: dict[str, Entry]) -> None:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Keeps Python from looking for garbage among objects that are made by the hundred thousand and all
-    needed."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with refusing(lambda error: f"{folder / METADATA}: damaged, or not written by DCP ({error})"):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+    """Around making entries by the hundred thousand."""
+    say = f"{folder / METADATA}: damaged, or not written by DCP"
+    with collector_paused(), refusing(lambda error: f"{say} ({error})"):
+        yield
 
 
 class _Reader:
@@ -583,18 +577,3 @@ def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int] | None) 
     if metadata is not None and (own["size"], own["crc32"]) != metadata:
         raise CheckpointError(f"{folder / METADATA}: damaged: its checksum is not the one in {path}")
     return files
-
-
-def framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """For each file, the ranges of bytes that hold no piece's data."""
-    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
-    for entry in checkpoint.entries.values():
-        for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
-            if part.place is not None and part.file in data:
-                data[part.file].add((part.place.offset, part.place.nbytes))
-    for name, ranges in data.items():
-        gaps, end = [], 0
-        for offset, nbytes in sorted(ranges):
-            gaps.append((end, offset))
-            end = max(end, offset + nbytes)
-        yield name, [*gaps, (end, checkpoint.file_sizes[name])]

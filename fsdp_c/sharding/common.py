@@ -96,7 +96,7 @@ def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: a state dict creates thousands of objects, none of them garbage."""
+    """Pause garbage collection: a state dict or a checkpoint is thousands of objects, none of them garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

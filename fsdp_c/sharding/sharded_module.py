@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,14 @@ from fsdp_c.compat.upstream import (
     TrainingState,
 )
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
-from fsdp_c.sharding.traversal import FLAT_PARAM, check_module, is_composable, is_unit, unwrapped
+from fsdp_c.sharding.traversal import (
+    FLAT_PARAM,
+    check_module,
+    flat_param_name,
+    is_composable,
+    is_unit,
+    unwrapped,
+)
 from fsdp_c.sharding.wrap import unit_name
 
 if TYPE_CHECKING:
@@ -57,9 +64,7 @@ class ShardedModule(nn.Module, _FSDPState):
     _enclosing: weakref.ref[ShardedModule] | None  # the unit around this one
     _said_is_root: bool | None  # there once a client has written _is_root
     _was_summoned: bool  # there once summon_full_params has shown the tree, which makes it one to torch
-    _segments: Sequence[
-        ShardedModule
-    ] = ()  # one for each further flat parameter, see fsdp_c/sharding/segments.py
+    _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter
     _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
     _exec_order_data: PrefetchLimits  # from lazy initialisation on, it is the root's
 
@@ -240,6 +245,42 @@ class ShardedModule(nn.Module, _FSDPState):
                 f"expected to be in states {expected} but current state is {self.training_state} "
                 f"({unit_name(self.module)}, rank {self.rank})"
             )
+
+
+class Segment(ShardedModule):
+    """One more flat parameter of a unit, of parameters that differ in dtype, or in whether they are trained.
+
+    The unit's own has the first group of ``grouping.groups_of``, and each further group is that of a segment,
+    which wraps the same module: who walks over units finds it behind its unit, with a handle, names and state
+    of its own. What it is not asked for as such, its unit answers. The unit in C gathers, shows and frees its
+    segments with itself.
+    """
+
+    def __init__(self, fsdp_module: ShardedModule, number: int) -> None:
+        super().__init__()
+        self._enclosing = weakref.ref(fsdp_module)
+        self._flat_param_name = flat_param_name(number)
+
+    def __getattr__(self, name: str) -> Any:
+        enclosing = self.__dict__.get("_enclosing")
+        fsdp_module = enclosing() if enclosing is not None else None
+        if fsdp_module is None:
+            raise AttributeError(f"a segment of a unit that is gone has no attribute {name!r}")
+        return getattr(fsdp_module, name)
+
+    @property
+    def _whole(self) -> ShardedModule:
+        fsdp_module = self._enclosing_unit
+        assert fsdp_module is not None
+        return fsdp_module
+
+    @property
+    def _replicate_group(self) -> dist.ProcessGroup | None:
+        return self._whole._replicate_group
+
+    def _lazy_init(self, alone: bool = False) -> None:
+        """Its unit's."""
+        self._whole._lazy_init(alone)
 
 
 def handle_of(module: ShardedModule) -> FlatParamHandle:
