@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -410,7 +410,7 @@ class OptimTarget:
         """Each group of the optimizer and what was saved for it. Raises ValueError for other groups."""
         saved: dict[str | int, ParamGroup] = {}
         for key, (owner, *rest) in self._group_keys.items():
-            value = self.scalars[key] if key in self.scalars else self.objects[key]
+            value = self._value(key)
             if not rest:
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group"
@@ -462,11 +462,14 @@ class OptimTarget:
         for group, saved in groups:
             group.update({name: copy.deepcopy(value) for name, value in saved.items()})
 
+    def _value(self, key: str) -> Any:
+        """What was read."""
+        return next(read[key] for read in (self.scalars, self.memory, self.objects) if key in read)
+
     def _final_whole(self, state: _Whole) -> object:
         made: StateDict = {}
         for path, key in state.keys:
-            value = self.memory[key] if key in self.memory else self.objects[key]
-            put_at(self.checkpoint, key, made, ("", *path), value)
+            put_at(self.checkpoint, key, made, ("", *path), self._value(key))
         return WholeState(made[""], None) if state.is_of_unit else made[""]
 
     def _final(self, value: Tensor | list[str] | _Whole) -> object:
@@ -475,7 +478,7 @@ class OptimTarget:
             return self._final_whole(value)
         if not isinstance(value, list):
             return value
-        values = [self.scalars[key] if key in self.scalars else self.objects[key] for key in value]
+        values = list(map(self._value, value))
         for key, other in zip(value, values, strict=True):
             if type(other) is not type(values[0]) or not bool(other == values[0]):
                 raise ValueError(

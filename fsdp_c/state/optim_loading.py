@@ -21,7 +21,7 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import local_part
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
 from fsdp_c.state.redistribution import join_ranges, rank0_partition, redistribute
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -61,8 +61,7 @@ class _Target(NamedTuple):
 
     module: ShardedModule
     layout: ParamLayout
-    fqn: str
-    state_name: str
+    key: tuple[str, str]  # the parameter's FQN, and the name of the state
     value: Tensor | _OnRank0
 
 
@@ -182,7 +181,7 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
             for name, value in sorted(states.get(fqn, {}).items()):
                 if _is_tensor(value):
                     _check_shape(known, layouts[index], fqn, name, value)
-                    targets.append(_Target(known.module, layouts[index], fqn, name, value))
+                    targets.append(_Target(known.module, layouts[index], (fqn, name), value))
     return targets
 
 
@@ -217,7 +216,7 @@ def _shards(
     for group, modules in by_group(by_unit):
         members = [target for module in modules for target in by_unit[module]]
         for target, part in _parts_of_rows(members, group, modules[0].compute_device):
-            yield (target.fqn, target.state_name), part
+            yield target.key, part
     yield from _shards_over_meshes(parallel, source, options)
     yield from _own_parts(
         target for target in others if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor))
@@ -236,7 +235,7 @@ def _shards_over_meshes(
         if isinstance(value, _OnRank0):
             value = _broadcast(value, _value_of(target, source), target.module.compute_device, options.group)
         local = local_part(value.detach(), target.layout.parallel)
-        yield (target.fqn, target.state_name), _own_part(target, local)
+        yield target.key, _own_part(target, local)
 
 
 def _by_unit(targets: Iterable[_Target]) -> dict[ShardedModule, list[_Target]]:
@@ -265,7 +264,7 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
     state."""
     error, rows = None, []
     try:
-        rows = [(t.layout, rows_of_value(t.value, t.fqn, t.module, t.layout).detach()) for t in targets]
+        rows = [(t.layout, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]
     except AssertionError as found:
         error = found
     _agree_on(targets, group, error)
@@ -275,7 +274,7 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
     """Raise where one rank has an error, or the ranks pass different state: before anything moves.
     Collective."""
-    known = [(t.fqn, t.state_name, str(dtype_of(t.value))) for t in targets]
+    known = [(*t.key, str(dtype_of(t.value))) for t in targets]
     ranks = dist.get_process_group_ranks(group)
     told = common.tell((digest_of(repr(known).encode()), error), group)
     if error is not None:
@@ -305,7 +304,7 @@ def _own_parts(targets: Iterable[_Target]) -> Iterator[tuple[tuple[str, str], Te
     for module, members in _by_unit(targets).items():
         is_sharded = handle_of(module).layout.sharded
         for target in members:
-            value, key = target.value, (target.fqn, target.state_name)
+            value, key = target.value, target.key
             assert isinstance(value, Tensor)
             if not is_sharded or not _is_plain(value, target.layout):
                 yield key, _own_part(target, value.detach())
@@ -359,18 +358,19 @@ def _shards_from_rank_0(
             device=modules[0].compute_device,
         )
         for target, shard in zip(members, shards, strict=True):
-            yield (target.fqn, target.state_name), shard
+            yield target.key, shard
     for target in targets:
         if target.module not in direct:
             assert isinstance(target.value, _OnRank0)
             whole = _broadcast(
                 target.value, _value_of(target, source), target.module.compute_device, options.group
             )
-            yield (target.fqn, target.state_name), _own_part(target, whole)
+            yield target.key, _own_part(target, whole)
 
 
 def _value_of(target: _Target, source: StateDict | None) -> Tensor | None:
-    return None if source is None else source["state"][target.fqn][target.state_name]
+    fqn, name = target.key
+    return None if source is None else source["state"][fqn][name]
 
 
 def _flat_on_rank_0(target: _Target, source: StateDict | None) -> Tensor:
@@ -610,5 +610,4 @@ def _check_groups(groups: Sequence[ParamGroup], params: OptimParams, keys: dict[
 def _keyed_group(group: ParamGroup, params: OptimParams, keys: dict[Key, nn.Parameter]) -> ParamGroup:
     key_of = {param: key for key, param in keys.items()}
     found: Iterable[Key] = {key_of[params.by_fqn[fqn][0]] for fqn in group["params"]}
-    rest = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-    return {**rest, "params": sorted(found)}
+    return with_params(group, sorted(found))

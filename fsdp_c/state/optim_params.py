@@ -3,6 +3,7 @@ units."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_c.compat.aliases import OptimInput
+from fsdp_c.compat.aliases import OptimInput, ParamGroup
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
@@ -154,6 +155,12 @@ class OptimParams:
                 "for its state outside of summon_full_params"
             )
         return dict(enumerate(found))
+
+
+def with_params(group: ParamGroup, params: list[Any]) -> ParamGroup:
+    """A group with copies of its options, and ``params`` in place of its own."""
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    return {**options, "params": params}
 
 
 def check_optimizer(optim: object) -> None:

@@ -25,7 +25,7 @@ from fsdp_c.compat.upstream import StateDictSettings, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
 from fsdp_c.state.redistribution import gather, join_ranges
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -302,8 +302,7 @@ def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
 
 
 class _Piece(NamedTuple):
-    fqn: str
-    state_name: str
+    key: tuple[str, str]  # the parameter's FQN, and the name of the state
     layout: ParamLayout
     data: Tensor
 
@@ -398,9 +397,9 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     sharded = handle_of(module).layout.sharded
     if known.is_original:
         part = value.reshape(-1) if sharded and value.dim() != 1 else value
-        return [_Piece(known.fqns[0], name, layouts[known.indices[0]], part)]
+        return [_Piece((known.fqns[0], name), layouts[known.indices[0]], part)]
     return [
-        _Piece(fqn, name, layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
+        _Piece((fqn, name), layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
         for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
     ]
 
@@ -411,7 +410,7 @@ def _own_copies(
     for piece in pieces:
         value = _with_mesh(module, piece.layout, piece.data, options)
         copied = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
-        yield (piece.fqn, piece.state_name), copied
+        yield piece.key, copied
 
 
 def _rows(
@@ -425,7 +424,7 @@ def _rows(
     values: dict[tuple[str, str], Tensor] = {}
     for module in modules:
         made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
-        values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[module]], made, strict=True))
+        values.update(zip([piece.key for piece in pieces[module]], made, strict=True))
     return values
 
 
@@ -452,7 +451,7 @@ def _wholes(
                     whole = _with_mesh(module, piece.layout, whole, options)
                 if options.returns_state:
                     offloads = options.cpu_offload and not whole.is_cpu
-                    values[piece.fqn, piece.state_name] = whole.cpu() if offloads else whole
+                    values[piece.key] = whole.cpu() if offloads else whole
     return values
 
 
@@ -551,6 +550,5 @@ def _copy_unknown(
 
 
 def _named_group(group: ParamGroup, keys: dict[Key, nn.Parameter], params: OptimParams) -> ParamGroup:
-    named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-    fqns = [params.by_param[keys[key]].fqns for key in group["params"]]
-    return {**named, "params": list(itertools.chain.from_iterable(fqns))}
+    fqns = (params.by_param[keys[key]].fqns for key in group["params"])
+    return with_params(group, list(itertools.chain.from_iterable(fqns)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import torch.distributed as dist
@@ -14,7 +13,14 @@ from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
-from fsdp_c.state.optim_params import Key, OptimParams, check_optimizer, names_of_params, params_of_input
+from fsdp_c.state.optim_params import (
+    Key,
+    OptimParams,
+    check_optimizer,
+    names_of_params,
+    params_of_input,
+    with_params,
+)
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.state_dict import settings_of
 from fsdp_c.state.whole_parameters import WholeParameters
@@ -252,11 +258,7 @@ def _held_params(model: nn.Module, optim_input: OptimInput, optim: Optimizer | N
 
 def _with_keys(osd: StateDict, new_key: dict[Key, Key]) -> StateDict:
     groups = [
-        {
-            **{name: copy.deepcopy(value) for name, value in group.items() if name != "params"},
-            "params": sorted(new_key[key] for key in group["params"]),
-        }
-        for group in osd["param_groups"]
+        with_params(group, sorted(new_key[key] for key in group["params"])) for group in osd["param_groups"]
     ]
     return {
         **osd,
