@@ -36,24 +36,22 @@ from fsdp_c.tools.rank_entries import Entries, Entry, FolderEntries, StoreEntrie
 
 VARIABLE = "FSDP_C_LEDGER"
 WATCH_VARIABLE = "FSDP_C_WATCH"
-_PHASES = (  # enum recorder_phase: what one rank does, and several
-    ("is between steps", "are between steps"),
-    ("is in the forward of {}", "are in the forward of {}"),
-    ("waits in the all-gather of {}", "wait in the all-gather of {}"),
-    ("is in the backward of {}", "are in the backward of {}"),
-    ("waits in the all-gather for the backward of {}", "wait in the all-gather for the backward of {}"),
-    ("waits in the reduction of {}", "wait in the reduction of {}"),
-    ("is saving a checkpoint", "are saving a checkpoint"),
-    ("is loading a checkpoint", "are loading a checkpoint"),
-    ("is in state_dict()", "are in state_dict()"),
-    ("is in load_state_dict()", "are in load_state_dict()"),
-    ("is in optim_state_dict()", "are in optim_state_dict()"),
-    ("is in summon_full_params()", "are in summon_full_params()"),
-    (
-        "waits for all ranks to wrap with sync_module_states=True",
-        "wait for all ranks to wrap with sync_module_states=True",
-    ),
+_PHASES = (  # enum recorder_phase: what a rank does
+    "is between steps",
+    "is in the forward of {}",
+    "waits in the all-gather of {}",
+    "is in the backward of {}",
+    "waits in the all-gather for the backward of {}",
+    "waits in the reduction of {}",
+    "is saving a checkpoint",
+    "is loading a checkpoint",
+    "is in state_dict()",
+    "is in load_state_dict()",
+    "is in optim_state_dict()",
+    "is in summon_full_params()",
+    "waits for all ranks to wrap with sync_module_states=True",
 )
+_SEVERAL = {"is": "are", "waits": "wait"}  # ranks do it
 _BETWEEN_STEPS, _IN_STEP = 0, 1  # phases: from the latter on those of a step, up to that of a save
 _FORWARD_GATHER = 2
 _TAKES_LESS = (
@@ -189,10 +187,11 @@ def _gaps(ranks: Collection[int], world_size: int) -> list[tuple[int, int]]:
 def _clause(
     ranks: list[int], step: int, number: int, unit: str, failed: bool, process: str, saving: bool
 ) -> str:
-    one, several = _PHASES[number] if number < len(_PHASES) else ("is somewhere", "are somewhere")
+    verb, _, rest = (_PHASES[number] if number < len(_PHASES) else "is somewhere").partition(" ")
     notes = [f"step {step}", *(["its collective failed"] if failed else []), *([process] if process else [])]
     notes += ["saving a checkpoint in the background"] if saving and not process else []
-    return f"{ranks_text(ranks)} {(one if len(ranks) == 1 else several).format(unit)} ({', '.join(notes)})"
+    verb = verb if len(ranks) == 1 else _SEVERAL[verb]
+    return f"{ranks_text(ranks)} {verb} {rest.format(unit)} ({', '.join(notes)})"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -274,7 +273,7 @@ def explain(error: BaseException, number: int, step: int, handle: FlatParamHandl
     enqueued only what nobody else raises, or that memory has run out; what user code raises stays as it is.
     """
     if isinstance(error, RuntimeError if enqueued else dist.DistError) or _is_of_memory(error):
-        _explain(error, f", step {step}", _PHASES[number][0].format(handle.name))
+        _explain(error, f", step {step}", _PHASES[number].format(handle.name))
 
 
 def _is_of_memory(error: BaseException) -> bool:

@@ -369,41 +369,35 @@ def plan(
         "backward_prefetch_limit": backward_prefetch_limit,
         "forward_prefetch_limit": forward_prefetch_limit,
     }
-    _check_limits(limits)
+    for name, limit in limits.items():
+        _check_count(name, limit, "units", 0)
+    everywhere = {"shards": shards, "replicas": replicas, "device_type": device_type, **limits}
     planner = _Planner(
-        module,
+        OptionalPaths(module),
         {**chosen, module: kwargs},
         homes,
         ignored.params,
-        shards,
-        replicas,
-        device_type,
-        limits,
         reshard_after_forward,
+        everywhere,
     )
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
 
 
-def _check_limits(limits: dict[str, int]) -> None:
-    for name, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a number of units, not {type(value).__name__} {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, not {value}")
+def _check_count(name: str, value: object, what: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a number of {what}, not {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 def _split_ranks(
     world_size: int, strategy: ShardingStrategy | None, ranks_per_node: int | None
 ) -> tuple[int, int]:
     """How many ranks share a unit, and how many replicas there are."""
-    for name, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
-        if value is None and name == "ranks_per_node":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a number of ranks, not {type(value).__name__} {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+    _check_count("world_size", world_size, "ranks", 1)
+    if ranks_per_node is not None:
+        _check_count("ranks_per_node", ranks_per_node, "ranks", 1)
     if strategy not in HYBRID_SHARDING_STRATEGIES:
         return world_size, 1
     if ranks_per_node is None:
@@ -415,68 +409,56 @@ def _split_ranks(
     return ranks_per_node, world_size // ranks_per_node
 
 
+@dataclass
 class _Planner:
     """Makes a UnitSummary of each module that would be wrapped, and of no tensor more than its shape."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        chosen: dict[nn.Module, Kwargs],
-        homes: Homes,
-        ignored: set[nn.Parameter],
-        shards: int,
-        replicas: int,
-        device_type: str,
-        limits: dict[str, int],
-        reshard_after_forward: int | None,
-    ) -> None:
-        self.units: list[UnitSummary] = []
-        self._optional_paths = OptionalPaths(root)
-        self._chosen, self._homes, self._ignored = chosen, homes, ignored
-        self._shards, self._replicas, self._device_type, self._limits = shards, replicas, device_type, limits
-        self._reshard_after_forward = reshard_after_forward
-        self._added: set[nn.Module] = set()
+    optional_paths: OptionalPaths
+    chosen: dict[nn.Module, Kwargs]
+    homes: Homes
+    ignored: set[nn.Parameter]
+    reshard_after_forward: int | None
+    everywhere: Kwargs  # what all units have alike
+    units: list[UnitSummary] = field(default_factory=list)
+    added: set[nn.Module] = field(default_factory=set)
 
     def add(self, module: nn.Module, path: str, parent: int | None) -> None:
         """The unit around ``module``, and those inside it."""
-        self._added.add(module)
-        tree = Subtree(module, inner=self._chosen, homes=self._homes)
+        self.added.add(module)
+        tree = Subtree(module, inner=self.chosen, homes=self.homes)
         index = len(self.units)
         self.units += self._parts(tree, path, parent, index)
         for inner, inner_path in tree.units.items():
-            if inner not in self._added:
+            if inner not in self.added:
                 self.add(inner, joined(path, inner_path), index)
 
     def _parts(self, tree: Subtree, path: str, parent: int | None, index: int) -> list[UnitSummary]:
         """The unit around the tree's root, which is to be at ``index`` of all, and its segments."""
         name = f"{type(tree.root).__name__} at {clean_path(path)!r}" if path else type(tree.root).__name__
-        params = construction.own_params(tree, self._ignored)
+        params = construction.own_params(tree, self.ignored)
         construction.check_params(tree, params, name)
-        own, *further = groups_of(params, self._chosen[tree.root]["use_orig_params"]) or [[]]
+        own, *further = groups_of(params, self.chosen[tree.root]["use_orig_params"]) or [[]]
         unit = self._part(tree, own, path, parent)
         return [unit, *(replace(self._part(tree, group, path, index), is_segment=True) for group in further)]
 
     def _part(self, tree: Subtree, params: list[nn.Parameter], path: str, parent: int | None) -> UnitSummary:
-        kwargs = self._chosen[tree.root]
+        kwargs = self.chosen[tree.root]
         found = Occurrences(tree, params) if params else None
-        strategy = construction.effective_strategy(kwargs["sharding_strategy"], self._shards)
+        shards = self.everywhere["shards"]
+        strategy = construction.effective_strategy(kwargs["sharding_strategy"], shards)
         return UnitSummary(
             path=clean_path(path),
             module=type(tree.root).__name__,
             sharding_strategy=strategy,
-            shards=self._shards,
-            replicas=self._replicas,
             is_trainable=any(param.requires_grad for param in params),
             backward_prefetch=kwargs["backward_prefetch"],
             forward_prefetch=kwargs["forward_prefetch"],
-            device_type=self._device_type,
             parent=parent,
             offload_params=(kwargs["cpu_offload"] or CPUOffload()).offload_params,
-            backward_prefetch_limit=self._limits["backward_prefetch_limit"],
-            forward_prefetch_limit=self._limits["forward_prefetch_limit"],
             tied=() if found is None else _tied(info for _, info in found.shared),
-            is_optional=path in self._optional_paths,
-            node_ranks=node_groups.planned_ranks(self._reshard_after_forward, self._shards, strategy),
+            is_optional=path in self.optional_paths,
+            node_ranks=node_groups.planned_ranks(self.reshard_after_forward, shards, strategy),
+            **self.everywhere,
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
 
@@ -490,7 +472,7 @@ class _Planner:
         param_dtype = computed or dtype
         numels = [_local(param).numel() for param in found.params]
         alignment = aligned_numel(param_dtype, kwargs["use_orig_params"])
-        layout = _C.FlatLayout(numels, alignment, self._shards, 0, is_sharded)
+        layout = _C.FlatLayout(numels, alignment, self.everywhere["shards"], 0, is_sharded)
         return {
             "names": tuple(map(clean_name, found.fqns)),
             "numel": sum(numels),
