@@ -123,17 +123,13 @@ class GlooRanks(_DistWrapper):
         return made
 
     def all_gather_object(self, object: T) -> list[T]:
-        packed = _packed(object)
-        sizes = self._sizes(packed)
-        outputs = self._buffers(sizes)
-        self.gloo.allgather([outputs], [_padded(packed, max(sizes))]).wait()
+        packed, sizes, outputs = self._buffers(object, receives=True)
+        self.gloo.allgather([outputs], [packed]).wait()
         return [_unpacked(data[:size]) for data, size in zip(outputs, sizes, strict=True)]
 
     def gather_object(self, object: T) -> list[T] | None:
-        packed = _packed(object)
-        sizes = self._sizes(packed)
-        outputs = self._buffers(sizes) if self.is_coordinator else []
-        self.gloo.gather(outputs, _padded(packed, max(sizes)), 0).wait()
+        packed, sizes, outputs = self._buffers(object, receives=self.is_coordinator)
+        self.gloo.gather(outputs, packed, 0).wait()
         return [_unpacked(data[:size]) for data, size in zip(outputs, sizes, strict=False)] or None
 
     def scatter_object(self, object_list: list[T] | None) -> T:
@@ -144,13 +140,15 @@ class GlooRanks(_DistWrapper):
         made: T = _unpacked(output[: sizes[self.rank]])
         return made
 
-    def _sizes(self, packed: Tensor) -> list[int]:
+    def _buffers(self, value: object, receives: bool) -> tuple[Tensor, list[int], list[Tensor]]:
+        """``value`` as it is sent, how much of each rank's is its own, and memory for all where this one
+        ``receives``."""
+        packed = _packed(value)
         outputs = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.get_world_size())]
         self.gloo.allgather([outputs], [torch.tensor([packed.numel()], device="cpu")]).wait()
-        return [int(size) for size in outputs]
-
-    def _buffers(self, sizes: list[int]) -> list[Tensor]:
-        return [torch.empty(max(sizes), dtype=torch.uint8, device="cpu") for _ in sizes]
+        sizes = [int(size) for size in outputs]
+        padded = _padded(packed, max(sizes))
+        return padded, sizes, [torch.empty_like(padded) for _ in sizes if receives]
 
 
 def _packed(value: object) -> Tensor:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copyreg
-import enum
 import io
 import itertools
 import os
-import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
@@ -40,7 +34,7 @@ from fsdp_c.checkpoint.metadata import (
     TensorEntry,
     checksums_content,
 )
-from fsdp_c.checkpoint.pieces import MAX_NBYTES, Place, memory, read_data
+from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, read_data
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.compat.aliases import StateDict
 
@@ -49,13 +43,6 @@ _JOB_NBYTES = 4 * 2**20  # that are worth a thread's turn
 _UNDERWAY_NBYTES = 4 * MAX_NBYTES  # of what threads have read or will: also a bound of memory
 
 Report = Callable[[int], object]  # takes the number of bytes that were just done
-
-
-def storage_info(file: str, start: int, end: int, place: Place) -> _StorageInfo:
-    """Where an entry is stored: torch reads all of it, fsdp_c only its data."""
-    info = _StorageInfo(file, start, end - start)
-    info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
-    return info
 
 
 def finish_folder(
@@ -89,29 +76,6 @@ class Counted:
             self.size += len(part)
             self.crc32 = zlib.crc32(part, self.crc32)
             yield part
-
-
-def metadata_pickler(file: BinaryIO, protocol: int) -> pickle.Pickler:
-    """For every torch from 2.10: since 2.15 ``TensorProperties`` has one value more, which older ones
-    refuse."""
-    pickler = pickle.Pickler(file, protocol=protocol)
-    pickler.dispatch_table = {
-        **copyreg.dispatch_table,
-        TensorProperties: _reduced,
-        _MEM_FORMAT_ENCODING: _by_value,
-    }
-    return pickler
-
-
-def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
-    state = properties.__getstate__()
-    return copyreg.__newobj__, (TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed leaves __newobj__ out
-
-
-def _by_value(member: enum.Enum) -> tuple[Any, ...]:
-    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should
-    make."""
-    return type(member), (member.value,)
 
 
 # ----------------------------------------------------------------- reading

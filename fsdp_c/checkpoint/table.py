@@ -3,7 +3,10 @@ that."""
 
 from __future__ import annotations
 
+import copyreg
+import enum
 import io
+import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,6 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place, memory
 from fsdp_c.checkpoint.planning import Group, Planned, Source, key_of
-from fsdp_c.checkpoint.storage import metadata_pickler, storage_info
 
 TOKEN = b"fsdp_c layout"  # before the token by which .metadata and fsdp_c.layout belong together
 # where a piece begins in its file, how much of it is before its data (of an object: its length), their
@@ -125,11 +127,17 @@ def metadata_content(
 
 
 class _Pickled:
-    """The bytes of one value after the other, each written in full where it comes first."""
+    """The bytes of one value after the other, each written in full where it comes first; for every torch
+    from 2.10."""
 
     def __init__(self) -> None:
         self.buffer = io.BytesIO()
-        self.pickler = metadata_pickler(self.buffer, protocol=3)  # the last one without frames
+        self.pickler = pickle.Pickler(self.buffer, protocol=3)  # the last one without frames
+        self.pickler.dispatch_table = {
+            **copyreg.dispatch_table,
+            dcp.TensorProperties: _reduced,
+            dcp._MEM_FORMAT_ENCODING: _by_value,
+        }
 
     def __call__(self, value: object) -> bytes:
         self.buffer.seek(0)
@@ -141,6 +149,18 @@ class _Pickled:
         """The same in five bytes, of what was written before."""
         content = self(value)
         return content if content[:1] == b"j" else b"j" + struct.pack("<I", content[1])
+
+
+def _reduced(properties: dcp.TensorProperties) -> tuple[Any, ...]:
+    """Without the value that it has since 2.15, and that older ones refuse."""
+    state = properties.__getstate__()
+    return copyreg.__newobj__, (dcp.TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed leaves __newobj__ out
+
+
+def _by_value(member: enum.Enum) -> tuple[Any, ...]:
+    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should
+    make."""
+    return type(member), (member.value,)
 
 
 def _chunks(group: Group) -> list[dcp.ChunkStorageMetadata]:
@@ -175,7 +195,9 @@ class _Places:
     def of(self, key: str, slot: int) -> Iterator[bytes]:
         if not self.group.boxes:
             start, length, crc32, rank = RECORD.unpack_from(self.objects, slot * RECORD.size)
-            info = storage_info(self.files[rank], start, start + length, Place(start, length, crc32, None))
+            info = _StorageInfo(self.files[rank], start, length)
+            place = Place(start, length, crc32, None)
+            info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
             yield self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
             return
         first = b""
