@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,16 @@ _CONFIG_TYPES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateD
 
 T = TypeVar("T")
 
-# What the pre hook of a unit opened and its post hook closes.
-_open: weakref.WeakKeyDictionary[ShardedModule, contextlib.ExitStack] = weakref.WeakKeyDictionary()
-_rows: weakref.WeakKeyDictionary[ShardedModule, list[Tensor]] = weakref.WeakKeyDictionary()
-_supplied: weakref.WeakKeyDictionary[ShardedModule, frozenset[str]] = weakref.WeakKeyDictionary()
+
+class _Open(NamedTuple):
+    """What the pre hook of a unit has opened, and leaves for its post hook."""
+
+    stack: contextlib.ExitStack
+    rows: dict[ShardedModule, list[Tensor]]  # to save, by part
+    supplied: set[str]  # names that were loaded, which the modules miss
+
+
+_open: weakref.WeakKeyDictionary[ShardedModule, _Open] = weakref.WeakKeyDictionary()
 
 
 # ----------------------------------------------------------------- selection
@@ -249,7 +255,7 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
         return
     _refuse_part_of_shared(fsdp_module)
     if _copies_on_every_rank(fsdp_module):
-        warn_of_copies(stacklevel=5)
+        warn_of_copies()
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
         with held(fsdp_module), closing_units(), common.collector_paused():
@@ -300,10 +306,7 @@ def closing_units() -> Iterator[None]:
         yield
     finally:
         for module in [module for module in _open if module not in already_open]:
-            for part in parts_of(module):
-                _rows.pop(part, None)
-            _supplied.pop(module, None)
-            _open.pop(module).close()
+            _open.pop(module).stack.close()
 
 
 def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
@@ -328,7 +331,7 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
 
 @torch.no_grad()
 def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> None:
-    kind = _kind(fsdp_module)
+    kind, rows = _kind(fsdp_module), {}
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack, binds=not common.lies_elsewhere_whole(fsdp_module))
         if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
@@ -339,9 +342,9 @@ def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> 
                 stack.enter_context(full_values_shown(part, _values_of(part)))
             elif kind == StateDictType.SHARDED_STATE_DICT:
                 # here, as inside summon_full_params they are read from the modules
-                _rows[part] = _values_of(part)
+                rows[part] = _values_of(part)
                 stack.enter_context(names_shown(part))
-        _open[fsdp_module] = stack.pop_all()
+        _open[fsdp_module] = _Open(stack.pop_all(), rows, set())
 
 
 @torch.no_grad()
@@ -349,14 +352,15 @@ def _post_save_hook(
     fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, local_metadata: Any
 ) -> StateDict:
     kind = _kind(fsdp_module)
-    with _open.pop(fsdp_module):
+    opened = _open.pop(fsdp_module)
+    with opened.stack:
         is_root = fsdp_module._unit.is_root
         _strip_wrapper(state_dict, prefix)
         for part in _parts_with_params(fsdp_module):
             if kind == StateDictType.FULL_STATE_DICT:
                 put_full_values(part, state_dict, prefix)
             elif kind == StateDictType.SHARDED_STATE_DICT:
-                put_sharded_values(part, state_dict, prefix, _rows.pop(part))
+                put_sharded_values(part, state_dict, prefix, opened.rows.pop(part))
             else:
                 put_local_value(part, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
@@ -400,23 +404,20 @@ def _pre_load_hook(
                         missing_keys.extend(prefix + name for name in sorted(mark.missing))
                 elif part._handle is not None:
                     stack.enter_context(gathered_for_load(part, state_dict, prefix))
-        if supplied:
-            _supplied[fsdp_module] = frozenset(supplied)
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
-        _open[fsdp_module] = stack.pop_all()
+        _open[fsdp_module] = _Open(stack.pop_all(), {}, supplied)
 
 
 @torch.no_grad()
 def _post_load_hook(fsdp_module: ShardedModule, incompatible_keys: _IncompatibleKeys) -> None:
     _kind(fsdp_module)
-    _open.pop(fsdp_module).close()
+    opened = _open.pop(fsdp_module)
+    opened.stack.close()
     common.synchronize(fsdp_module.compute_device)  # a backward that comes next gathers without a new step
     for keys in incompatible_keys:
         keys[:] = [clean_name(key) for key in keys]
-    supplied = _supplied.pop(fsdp_module, None)
-    if supplied:
-        missing = incompatible_keys.missing_keys
-        missing[:] = [key for key in missing if key not in supplied]
+    missing = incompatible_keys.missing_keys
+    missing[:] = [key for key in missing if key not in opened.supplied]
 
 
 def _parts_with_params(fsdp_module: ShardedModule) -> list[ShardedModule]:

@@ -106,15 +106,15 @@ def _check_arguments(
             "shards; pass writeback=False"
         )
     if offload_to_cpu and not rank0_only:
-        warn_of_copies(stacklevel=5)
+        warn_of_copies()
 
 
-def warn_of_copies(stacklevel: int) -> None:
+def warn_of_copies() -> None:
     """What is offloaded is on every rank."""
     warnings.warn(
         "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for "
         "each rank: pass rank0_only=True to keep one",
-        stacklevel=stacklevel,
+        stacklevel=5,
     )
 
 
