@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
-from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined
@@ -49,9 +49,8 @@ class _Detector:
         here = self.noted.pop(handle, None)
         code = _NOTHING if here is None else 2 * len(fqns) * dist.get_rank() + here
         first = torch.tensor(code, device=handle.device)
-        for group in (handle.process_group, handle.replicate_group):
-            if group is not None and group.size() > 1:
-                dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+        for group in of_several(handle.process_group, handle.replicate_group):
+            dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
         if int(first) == _NOTHING:
             return
         rank, rest = divmod(int(first), 2 * len(fqns))
@@ -188,10 +187,9 @@ def checksum(model: nn.Module, *, buffers: bool = True) -> None:
 
 def _group_of_replicas(handle: FlatParamHandle) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard, where there are several."""
-    group = handle.replicate_group  # under NO_SHARD too: of a hybrid strategy over shard groups of one rank
-    if not handle.uses_sharded_strategy and handle.process_group.size() > 1:
-        group = handle.process_group
-    return group if group is not None and group.size() > 1 else None
+    # under NO_SHARD too there may be both: of a hybrid strategy over shard groups of one rank
+    own = None if handle.uses_sharded_strategy else handle.process_group
+    return next(iter(of_several(own, handle.replicate_group)), None)
 
 
 def _parameters(path: str, handle: FlatParamHandle) -> dict[str, Tensor]:

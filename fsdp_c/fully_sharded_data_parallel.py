@@ -926,7 +926,7 @@ def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
     if before != (flat_param.dtype, flat_param.device, flat_param.data_ptr()):
         module._reset_lazy_init()
         if module._use_orig_params:
-            handle.point_params_at_shard()
+            handle.shard()
 
 
 @contextlib.contextmanager

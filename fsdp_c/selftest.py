@@ -30,6 +30,7 @@ from fsdp_c.api import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_c.compat import upstream
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.optim import FlatAdamW
+from fsdp_c.sharding.construction import groups_of_nodes
 from fsdp_c.tools import environment
 from fsdp_c.tools.summary import plan, summary
 from fsdp_c.wrap import ModuleWrapPolicy
@@ -135,9 +136,8 @@ class _Report:
             if dist.get_world_size() > 1:
                 self._part(name, lambda case=case: self._case(case))  # type: ignore[misc]
         if (ranks := dist.get_world_size()) >= 4 and ranks % 2 == 0:
-            self._part(
-                "HYBRID_SHARD", lambda: self._case(Case({"process_group": _hybrid_groups(), **HYBRID}))
-            )
+            groups = groups_of_nodes(dist.distributed_c10d._get_default_group(), ranks // 2)
+            self._part("HYBRID_SHARD", lambda: self._case(Case({"process_group": groups, **HYBRID})))
         self._part("memory and time", self._costs)
         self._part("a checkpoint", self._checkpoint)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all is well"
@@ -315,14 +315,6 @@ def _kernels(device: torch.device) -> str:
         optimizer.step()
     torch.testing.assert_close(ours, theirs)
     return "the bits of torch's operators, on " + str(device)
-
-
-def _hybrid_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    ranks, here = dist.get_world_size(), dist.get_rank()
-    halves = [list(range(ranks // 2)), list(range(ranks // 2, ranks))]
-    shard = [dist.new_group(half) for half in halves][here // (ranks // 2)]
-    replicate = [dist.new_group(list(pair)) for pair in zip(*halves, strict=True)][here % (ranks // 2)]
-    return shard, replicate
 
 
 def _fsdp1() -> Any:

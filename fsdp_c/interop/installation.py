@@ -186,7 +186,7 @@ def install() -> None:
         return
     replacements = _replacements()
     if HAS_FSDP1:
-        _refuse_live_units("install")
+        _refuse_live_units()
     _watch_exit()
     installed = _Installed()
     for module, name, value in _names_of_modules():
@@ -286,7 +286,7 @@ def _mentions_us(module: ModuleType) -> bool:
         return False
 
 
-def _refuse_live_units(verb: str) -> None:
+def _refuse_live_units() -> None:
     foreign = _torchs_class()
     if not _alive(foreign):
         return
@@ -294,7 +294,7 @@ def _refuse_live_units(verb: str) -> None:
     count = _alive(foreign)
     if count:
         raise RuntimeError(
-            f"cannot {verb} fsdp_c: {count} unit(s) of torch's FullyShardedDataParallel are alive, and the "
+            f"cannot install fsdp_c: {count} unit(s) of torch's FullyShardedDataParallel are alive, and the "
             "two cannot be mixed. Call fsdp_c.install() before the first model is wrapped, or start the "
             "script with `torchrun -m fsdp_c script.py`"
         )

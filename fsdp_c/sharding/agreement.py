@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
-from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
@@ -84,11 +84,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     optional_paths = OptionalPaths(root)
     plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
     digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
-    groups = [
-        group
-        for group in (root.process_group, root._replicate_group)
-        if group is not None and group.size() > 1
-    ]
+    groups = of_several(root.process_group, root._replicate_group)
     try:
         compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks send nothing
         if compares and not _all_equal(digest, groups, root.compute_device):
@@ -108,7 +104,7 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
     Collective. The others are first heard of at their first step, by what ``agree`` sends there: it is as
     long.
     """
-    groups = [group for group in groups if group.size() > 1]
+    groups = of_several(*groups)
     if detect_fake_mode() is None and not _all_equal(digest_of(b"sync_module_states"), groups, device):
         failure = (
             f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "

@@ -106,6 +106,11 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def of_several(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Those of the groups that have others in them."""
+    return [group for group in groups if group is not None and group.size() > 1]
+
+
 def tell(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """Gather ``mine`` from every rank of the group, in rank order. Collective."""
     told = [mine] * dist.get_world_size(group)

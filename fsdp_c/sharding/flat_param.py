@@ -462,7 +462,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.put_on(tensor)
 
     def shard(self) -> None:
-        """Let the modules show this rank's shard. The parameters' own storage is released here."""
+        """Let the modules show this rank's shard: at construction, where the parameters' own storage is
+        released, and after the flat parameter got new data."""
         with torch.no_grad():
             self.show_sharded()
 
@@ -497,10 +498,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
         self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
-
-    def point_params_at_shard(self) -> None:
-        """Follow the flat parameter to new data, another dtype or another device."""
-        self.shard()
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the size of a shard; never under NO_SHARD."""

@@ -565,9 +565,7 @@ class _Beside:
 def _groups_of(wholes: Iterable[_Whole]) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
     """Those among which all ranks of these parameters are."""
     for ranks in dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None):
-        for group in (ranks.shards, ranks.replicas):
-            if group is not None and group.size() > 1:
-                yield group, ranks.device
+        yield from ((group, ranks.device) for group in common.of_several(ranks.shards, ranks.replicas))
 
 
 def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy: str) -> None:
@@ -607,9 +605,8 @@ def _agree_on_gradients(
         flags = torch.tensor(
             [int(state_is_loaded), *members.values()], dtype=torch.uint8, device=ranks.device
         )
-        for group in (ranks.shards, ranks.replicas):
-            if group is not None and group.size() > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        for group in common.of_several(ranks.shards, ranks.replicas):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         is_loaded, *agreed = flags.tolist()
         state_is_loaded = state_is_loaded or bool(is_loaded)
         if unreduced := [

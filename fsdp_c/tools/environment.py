@@ -32,8 +32,8 @@ def report() -> str:
         "backends": ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name))
         or "none",
         "OS": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
-        "C compiler": _tool(os.environ.get("CC", "cc").split()[0], "--version"),
-        "nvcc": _tool("nvcc", "--version"),
+        "C compiler": _tool(os.environ.get("CC", "cc").split()[0]),
+        "nvcc": _tool("nvcc"),
         "CPU kernels": _cpu_kernels(),
         "CUDA kernels": _cuda_kernels(),
         "settings": " ".join(
@@ -59,14 +59,14 @@ def _has_backend(name: str) -> bool:
     return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
-def _tool(name: str, question: str) -> str:
+def _tool(name: str) -> str:
     """A tool's version and path."""
     path = shutil.which(name)
     if path is None:
         return f"not found ({name})"
     try:
         answer = subprocess.run(
-            [path, question], capture_output=True, text=True, timeout=20, check=False
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path}, which does not run ({error})"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, whole_units_of
 from fsdp_c.sharding.traversal import other_params
 from fsdp_c.tools import flight_recorder
@@ -97,7 +97,7 @@ def _groups(roots: list[ShardedModule]) -> list[dist.ProcessGroup]:
             f"rank {roots[0].rank}: the units of this model have different process groups, so that no group "
             "has all ranks that wait for each other: join models of the same groups"
         )
-    return [group for group in found.pop() if group is not None and group.size() > 1]
+    return of_several(*found.pop())
 
 
 def _refuse(root: ShardedModule, groups: list[dist.ProcessGroup], has_data: bool) -> None:
