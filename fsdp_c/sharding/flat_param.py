@@ -241,18 +241,11 @@ def _way_to_set(module: nn.Module) -> int:
     """``setattr`` where the module's class, or a hook of others on all registrations, would notice it; else
     directly."""
     hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", {}).values()
-    is_plain = all(map(_is_fsdp_c, hooks)) and all(
-        _is_modules_own(getattr(type(module), name)) for name in _SETTERS
-    )
-    return _C.SET_DIRECTLY if is_plain else _C.SET_BY_SETATTR
-
-
-def _is_fsdp_c(hook: object) -> bool:
-    return getattr(hook, "__module__", "").partition(".")[0] == "fsdp_c"
-
-
-def _is_modules_own(method: object) -> bool:
-    return getattr(method, "__module__", None) == nn.Module.__module__ and not hasattr(method, "__wrapped__")
+    are_ours = all(getattr(hook, "__module__", "").partition(".")[0] == "fsdp_c" for hook in hooks)
+    methods = [getattr(type(module), name) for name in _SETTERS]
+    is_plain = all(getattr(each, "__module__", None) == nn.Module.__module__ for each in methods)
+    is_wrapped = any(hasattr(each, "__wrapped__") for each in methods)
+    return _C.SET_DIRECTLY if are_ours and is_plain and not is_wrapped else _C.SET_BY_SETATTR
 
 
 def check_uniform(
@@ -781,7 +774,8 @@ def _own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Te
     shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
     if shard.device.type == "meta":
         return shard
-    ranges = layout.shard_ranges() if layout.sharded else _whole_ranges(layout)
+    places = zip(layout.param_offsets, layout.param_numels, strict=True)
+    ranges = layout.shard_ranges() if layout.sharded else [(True, *place, 0) for place in places]
     end = 0
     for param, (in_shard, offset, numel, offset_in_param) in zip(params, ranges, strict=True):
         if not in_shard or numel == 0:
@@ -797,13 +791,6 @@ def _own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Te
 def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
     if start < end:
         shard.narrow(0, start, end - start).fill_(value)
-
-
-def _whole_ranges(layout: _C.FlatLayout) -> list[tuple[bool, int, int, int]]:
-    return [
-        (True, offset, numel, 0)
-        for offset, numel in zip(layout.param_offsets, layout.param_numels, strict=True)
-    ]
 
 
 _NOT_IN_SHARD = ShardParamInfo(False, None, None, None, None)

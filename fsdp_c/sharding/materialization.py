@@ -107,16 +107,12 @@ def move_to_device(
     with torch.no_grad():
         for param in params:
             if param.device == CPU:
-                _move_param(param, device)
+                param.data = param.to(device)
+                if param.grad is not None:
+                    param.grad.data = param.grad.to(device)
         for buffer in _own_buffers(tree, ignored_modules):
             if buffer.device == CPU:
                 buffer.data = buffer.to(device)
-
-
-def _move_param(param: nn.Parameter, device: torch.device) -> None:
-    param.data = param.to(device)
-    if param.grad is not None:
-        param.grad.data = param.grad.to(device)
 
 
 def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: torch.device) -> None:

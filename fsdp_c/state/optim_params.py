@@ -143,10 +143,7 @@ class OptimParams:
                 return clean
             raw: dict[Key, nn.Parameter] = dict(self.raw_names.items())
             return raw
-        if optim_input is None and optim is not None:
-            held = [param for group in optim.param_groups for param in group["params"]]
-        else:
-            held = params_of_input(self.model if optim_input is None else optim_input)
+        held = held_params(self.model, optim_input, optim)
         found = list(dict.fromkeys(map(self.original, held)))
         if strangers := [tuple(param.shape) for param in found if param not in self.by_param]:
             raise KeyError(
@@ -205,12 +202,19 @@ def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
         )
     if any("params" not in group for group in given):
         raise AssertionError('A parameter group should map "params" to a list of the parameters in the group')
-    return [param for group in given for param in _group_params(group["params"])]
+    found: list[nn.Parameter] = []
+    for group in given:
+        found += [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+    return found
 
 
-def _group_params(params: Any) -> Iterable[nn.Parameter]:
-    given: Iterable[Any] = [params] if isinstance(params, torch.Tensor) else params
-    return list(given)
+def held_params(
+    model: nn.Module, optim_input: OptimInput, optim: torch.optim.Optimizer | None
+) -> list[nn.Parameter]:
+    """What the optimizer holds, in order; ``optim_input`` counts where it is not None."""
+    if optim_input is None and optim is not None:
+        return [param for group in optim.param_groups for param in group["params"]]
+    return params_of_input(model if optim_input is None else optim_input)
 
 
 def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -226,7 +230,8 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
                 "state of shared parameters can be keyed by ids only"
             )
         names[param] = clean_name(name)
-    known = _flat_names(params)
+    by_param = params.by_param if params else {}
+    known = {param: one.fqns for param, one in by_param.items() if one.module is not None}
     for param in names:
         if param in known and len(known[param]) != 1:
             raise RuntimeError(
@@ -235,9 +240,3 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
                 "wrap with use_orig_params=True, or save a full state dict"
             )
     return {param: known[param][0] if param in known else name for param, name in names.items()}
-
-
-def _flat_names(params: OptimParams | None) -> dict[nn.Parameter, tuple[str, ...]]:
-    if params is None:
-        return {}
-    return {param: known.fqns for param, known in params.by_param.items() if known.module is not None}

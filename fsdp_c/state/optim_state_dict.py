@@ -17,8 +17,8 @@ from fsdp_c.state.optim_params import (
     Key,
     OptimParams,
     check_optimizer,
+    held_params,
     names_of_params,
-    params_of_input,
     with_params,
 )
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
@@ -243,17 +243,11 @@ def rekey_optim_state_dict(
     if kinds <= {str if key_type == OptimStateKeyType.PARAM_NAME else int}:
         return osd
     names = names_of_params(model)
-    held = _held_params(model, optim_input, optim)
+    held = held_params(model, optim_input, optim)
     name_of: dict[Key, Key] = {index: names[param] for index, param in enumerate(held)}
     if key_type == OptimStateKeyType.PARAM_ID:
         name_of = {name: index for index, name in name_of.items()}
     return _with_keys(osd, name_of)
-
-
-def _held_params(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[nn.Parameter]:
-    if optim_input is None and optim is not None:
-        return [param for group in optim.param_groups for param in group["params"]]
-    return params_of_input(model if optim_input is None else optim_input)
 
 
 def _with_keys(osd: StateDict, new_key: dict[Key, Key]) -> StateDict:

@@ -115,7 +115,7 @@ def redistribute(
     for a piece that is not what the source partition says.
     """
     first, space = 0, Space()
-    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
+    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, lambda *_: True):
         end = first + len(batch)
         if _are_large(batch, sources[first:end], group):
             made = _exchange_large(batch, sources[first:end], targets[first:end], group)
@@ -263,10 +263,6 @@ def _runs(wholes: Sequence[Tensor]) -> Iterator[slice]:
 
 
 # ----------------------------------------------------------------- batches
-
-
-def _always(last: Partition, following: Partition) -> bool:
-    return True
 
 
 def _begins(last: Partition, following: Partition) -> bool:

@@ -252,7 +252,11 @@ def shards_of_rows(
     wholes = wholes_of_rows(others, group, device)
     # in the order of `items`: what is whole already needs no further transfer
     for layout, _ in items:
-        yield next(shards) if layout.rows is not None else _own_shard(next(wholes), layout, group.rank())
+        if layout.rows is not None:
+            yield next(shards)
+        else:
+            start, end = layout.shard.bounds(group.rank())
+            yield to_memory_order(next(wholes), layout.order)[start:end]
 
 
 def wholes_of_rows(
@@ -273,11 +277,6 @@ def whole_of_rows(rows: Tensor, layout: ParamLayout, module: ShardedModule) -> T
     """The whole of one tensor from every rank's rows. Collective."""
     (whole,) = wholes_of_rows([(layout, rows)], module.process_group, module.compute_device)
     return whole
-
-
-def _own_shard(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
-    start, end = layout.shard.bounds(rank)
-    return to_memory_order(whole, layout.order)[start:end]
 
 
 # ----------------------------------------------------------------- values
@@ -471,14 +470,9 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
         if shards
         else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype, device="cpu")
     )
-    return rows if same else _rows_of_larger_group(rows, layout, group, module)
-
-
-def _rows_of_larger_group(
-    rows: Tensor, layout: ParamLayout, group: dist.ProcessGroup, module: ShardedModule
-) -> Tensor:
-    """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards
-    over."""
+    if same:
+        return rows
+    # torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over
     (whole,) = wholes_of_rows([(layout, rows)], group, module.compute_device)
     return own_rows(whole, module.rank, module.world_size)
 

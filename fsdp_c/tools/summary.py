@@ -27,7 +27,6 @@ from fsdp_c.compat.upstream import (
 from fsdp_c.sharding import construction, node_groups
 from fsdp_c.sharding.buffers import LOWERED, lowered_frequencies
 from fsdp_c.sharding.flat_param import (
-    FlatParameter,
     Occurrences,
     SharedParamInfo,
     aligned_numel,
@@ -277,7 +276,7 @@ def _of_unit(
         sharding_strategy=fsdp_module.sharding_strategy,
         shards=fsdp_module.world_size,
         replicas=1 if group is None else group.size(),
-        is_trainable=handle is not None and _is_trainable(handle.flat_param),
+        is_trainable=handle is not None and any(param.requires_grad for param in handle.script_params),
         backward_prefetch=fsdp_module.backward_prefetch,
         forward_prefetch=fsdp_module.forward_prefetch,
         device_type=fsdp_module.compute_device.type,
@@ -299,11 +298,6 @@ def _tied(infos: Iterable[SharedParamInfo]) -> tuple[tuple[str, str], ...]:
         )
         for info in infos
     )
-
-
-def _is_trainable(flat_param: FlatParameter) -> bool:
-    params = [flat_param] if flat_param._params is None else flat_param._params
-    return any(param.requires_grad for param in params)
 
 
 # ----------------------------------------------------------------- of a model that is not wrapped
