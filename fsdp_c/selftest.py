@@ -50,16 +50,10 @@ def main(device: str | None, width: int) -> int:
         device = "cpu" if accelerator is None else accelerator.type
     if "RANK" not in os.environ:
         count = 2 if device == "cpu" else torch.get_device_module(device).device_count()
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(count),
-        ]
-        options = ["-m", "fsdp_c", "selftest", "--device", device, "--width", str(width)]
-        return subprocess.run([*torchrun, *options], check=False).returncode
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}"
+        own = f"-m fsdp_c selftest --device {device} --width {width}"
+        command = [sys.executable, *torchrun.split(), *own.split()]
+        return subprocess.run(command, check=False).returncode
     here = torch.device("cpu")
     if device != "cpu":
         module = torch.get_device_module(device)

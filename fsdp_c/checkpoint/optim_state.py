@@ -190,12 +190,6 @@ def _is_without_elements(known: OptimParam, fqn: str) -> bool:
     return param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]].shape.numel() == 0
 
 
-class StateKey(NamedTuple):
-    key: str  # in the checkpoint
-    fqn: str
-    name: str  # of the state
-
-
 class _Whole(NamedTuple):
     """Whole state: the keys of what it is made of, each with its path within lists and dicts."""
 
@@ -235,10 +229,10 @@ class OptimTarget:
         if strict:
             self._check_strangers()
 
-    def _states(self) -> dict[str, dict[str, StateKey]]:
+    def _states(self) -> dict[str, dict[str, str]]:
         """The keys of the saved states, by FQN and name of the state."""
         prefix = f"{self.prefix}state."
-        found: dict[str, dict[str, StateKey]] = {}
+        found: dict[str, dict[str, str]] = {}
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):
                 fqn, _, name = key.removeprefix(prefix).rpartition(".")
@@ -249,7 +243,7 @@ class OptimTarget:
                     continue
                 if below:
                     fqn, name = map(str, below)
-                found.setdefault(fqn, {})[name] = StateKey(key, fqn, name)
+                found.setdefault(fqn, {})[name] = key
         return found
 
     def _check_strangers(self) -> None:
@@ -289,10 +283,10 @@ class OptimTarget:
     def _take_other_shapes(self, known: OptimParam) -> None:
         (fqn,) = known.fqns
         shape = param_layouts(known.owner)[known.indices[0]].full_shape
-        for name, state in [*self.found.get(fqn, {}).items()]:
-            entry = self.checkpoint.entries[state.key]
+        for name, key in [*self.found.get(fqn, {}).items()]:
+            entry = self.checkpoint.entries[key]
             if isinstance(entry, TensorEntry) and entry.shape not in ((), tuple(shape)):
-                self.whole.setdefault(fqn, {})[name] = _Whole([((), state.key)])
+                self.whole.setdefault(fqn, {})[name] = _Whole([((), key)])
                 del self.found[fqn][name]
 
     def _add_param(self, param: nn.Parameter, known: OptimParam) -> None:
@@ -314,7 +308,7 @@ class OptimTarget:
 
     def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Tensor | list[str]:
         """The tensor to read into, or the keys whose values must be one."""
-        keys = [self.found[fqn][name].key for fqn in known.fqns if fqn in self.found]
+        keys = [self.found[fqn][name] for fqn in known.fqns if fqn in self.found]
         entries = [self.checkpoint.entries[key] for key in keys]
         if not all(isinstance(entry, TensorEntry) for entry in entries):
             self.object_keys += keys
@@ -337,7 +331,7 @@ class OptimTarget:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
                 if fqn in self.found:
-                    key = self.found[fqn][name].key
+                    key = self.found[fqn][name]
                     self._expect_shape(key, layout.full_shape)
                     self.tensors[key] = part_value(known.owner, layout, part)
         return value
@@ -355,8 +349,8 @@ class OptimTarget:
         }
         names = {"step"}
         for fqn, states in self.found.items():
-            for name, state in states.items():
-                entry = self.checkpoint.entries[state.key]
+            for name, key in states.items():
+                entry = self.checkpoint.entries[key]
                 if isinstance(entry, TensorEntry) and not entry.shape and layouts.get(fqn):
                     names.add(name)
         return names

@@ -128,22 +128,15 @@ class _Unpickler(pickle.Unpickler):
         return type("Inner", (Value,), {})
 
 
-class RankFile(NamedTuple):
+def load_rank_file(path: Path) -> tuple[dict[str, Any], Archive]:
     """The state dict of one rank; its tensors stand for records of the file, see [Note: One view of an
-    archive]."""
-
-    values: dict[str, Any]
-    archive: Archive
-
-
-def load_rank_file(path: Path) -> RankFile:
-    """CheckpointError for a file that has anything else than a state dict, or is damaged."""
+    archive]. CheckpointError for a file that has anything else, or is damaged."""
     with refusing(lambda error: f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})"):
         archive = Archive(path)
         loaded = archive.unpickle(_Unpickler)
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
-    return RankFile(loaded, archive)
+    return loaded, archive
 
 
 # ----------------------------------------------------------------- all files

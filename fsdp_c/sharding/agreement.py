@@ -33,33 +33,13 @@ class UnitPlan(NamedTuple):
 
     module: str
     parameters: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    sharding_strategy: str
-    padded_numel: int
-    mixed_precision: str
-    use_orig_params: bool
-    node_ranks: int
-    is_optional: bool
-
-    def needs(self) -> dict[str, object]:
-        """What must be the same, in the order in which differences are looked for."""
-        return {
-            "use_orig_params": self.use_orig_params,
-            "sharding_strategy": self.sharding_strategy,
-            **{f"parameter {index}": shape for index, shape in enumerate(self.shapes)},
-            "dtype": self.dtype,
-            "mixed_precision": self.mixed_precision,
-            "padded number of elements": self.padded_numel,
-            "reshard_after_forward": self.node_ranks,
-            "optional": self.is_optional,
-        }
+    needs: dict[str, object]  # in the order in which differences are looked for
 
     def shown(self) -> dict[str, str]:
-        """needs() as it is told; a parameter by its name as well."""
-        told = {field: repr(value) for field, value in self.needs().items()}
-        for index, (name, shape) in enumerate(zip(self.parameters, self.shapes, strict=True)):
-            told[f"parameter {index}"] = f"{name!r} of shape {shape}"
+        """What it needs as it is told; a parameter by its name as well."""
+        told = {field: repr(value) for field, value in self.needs.items()}
+        for index, name in enumerate(self.parameters):
+            told[f"parameter {index}"] = f"{name!r} of shape {self.needs[f'parameter {index}']}"
         return told
 
 
@@ -83,7 +63,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
     optional_paths = OptionalPaths(root)
     plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
-    digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
+    digest = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     groups = of_several(root.process_group, root._replicate_group)
     try:
         compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks send nothing
@@ -116,18 +96,17 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
 def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
     handle = handle_of(module)
     flat_param = handle.flat_param
-    return UnitPlan(
-        clean_path(path),
-        tuple(flat_param._fqns),
-        tuple(map(tuple, flat_param._shapes)),
-        str(flat_param.dtype),
-        module.sharding_strategy.name,
-        handle.layout.padded_numel,
-        f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
-        module._use_orig_params,
-        0 if module._node_group is None else module._node_group.size(),
-        is_optional,
-    )
+    needs = {
+        "use_orig_params": module._use_orig_params,
+        "sharding_strategy": module.sharding_strategy.name,
+        **{f"parameter {index}": tuple(shape) for index, shape in enumerate(flat_param._shapes)},
+        "dtype": str(flat_param.dtype),
+        "mixed_precision": f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
+        "padded number of elements": handle.layout.padded_numel,
+        "reshard_after_forward": 0 if module._node_group is None else module._node_group.size(),
+        "optional": is_optional,
+    }
+    return UnitPlan(clean_path(path), tuple(flat_param._fqns), needs)
 
 
 def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
@@ -205,7 +184,7 @@ def _unit_difference(index: int, plans: Sequence[RankPlan]) -> tuple[str, dict[s
     if len(units) < len(plans):
         modules = {plan.rank: "none" for plan in plans}
         return "module", _ranks_by(modules | {rank: repr(unit.module) for rank, unit in units.items()})
-    needs = {rank: unit.needs() for rank, unit in units.items()}
+    needs = {rank: unit.needs for rank, unit in units.items()}
     for field in max(needs.values(), key=len):
         if len({own.get(field) for own in needs.values()}) > 1:
             return field, _ranks_by({rank: unit.shown().get(field, "none") for rank, unit in units.items()})

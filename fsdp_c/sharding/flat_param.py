@@ -694,23 +694,13 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank's shard holds."""
-        flat_param = self.flat_param
-        rows = [
-            (fqn, shape, stride, contiguous, numel, (info.intra_param_start_idx, info.intra_param_end_idx))
-            for fqn, shape, stride, contiguous, numel, info in zip(
-                flat_param._fqns,
-                flat_param._shapes,
-                flat_param._strides,
-                flat_param._contiguities,
-                flat_param._numels,
-                flat_param._shard_param_infos,
-                strict=True,
-            )
-            if info.in_shard
+        of, infos = self.flat_param, self.flat_param._shard_param_infos
+        bounds = [(info.intra_param_start_idx, info.intra_param_end_idx) for info in infos]
+        columns = (of._fqns, of._shapes, of._strides, of._contiguities, of._numels, bounds)
+        held: list[tuple[Any, ...]] = [
+            tuple(one for one, info in zip(column, infos, strict=True) if info.in_shard) for column in columns
         ]
-        if not rows:
-            return FlatParamShardMetadata((), (), (), (), (), ())
-        return FlatParamShardMetadata(*(tuple(column) for column in zip(*rows, strict=True)))
+        return FlatParamShardMetadata(*held)
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
         """(parameter name, module name) of every occurrence, shared ones last."""

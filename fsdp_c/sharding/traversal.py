@@ -185,7 +185,7 @@ def _is_never(module: nn.Module) -> bool:
     return False
 
 
-def _modules(
+def walk(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never, *, once: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """``nn.Module.named_modules``, with a dot at the end of each path; of what is shared ``once``, or at
@@ -212,7 +212,7 @@ def named_buffers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left
     out."""
-    for prefix, current in _modules(module, is_left_out, once=False):
+    for prefix, current in walk(module, is_left_out, once=False):
         for name, buffer in current._buffers.items():
             if buffer is not None:
                 yield prefix + name, buffer
@@ -222,7 +222,7 @@ def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[
     """What modules below ``module`` show as parameters beside ``params``: flat ones, views, those that no
     unit has."""
     seen = set(map(id, params))
-    for _, current in _modules(module, once=True):
+    for _, current in walk(module, once=True):
         for param in current._parameters.values():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
@@ -236,7 +236,7 @@ def named_params(
     shows."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    for prefix, current in _modules(module, is_left_out, once=True):
+    for prefix, current in walk(module, is_left_out, once=True):
         for name, param in current._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))

@@ -14,7 +14,7 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common, tensor_parallel
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
-from fsdp_c.sharding.traversal import clean_name, is_flat_param_name
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, walk
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import Key, OptimParams
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
@@ -99,15 +99,9 @@ class ParameterAverage:
         return {name: tensor for tensor, name in names.items()}
 
     def _found_others(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """The same by where they are, in a walk that makes no names."""
+        """The same by where they are, without their names."""
         found: dict[Tensor, tuple[nn.Module, str]] = {}
-        pending, visited = [self.model], set()
-        while pending:
-            module = pending.pop()
-            if module in visited:
-                continue
-            visited.add(module)
-            pending += [child for child in module._modules.values() if child is not None]
+        for _, module in walk(self.model, once=True):
             managed = self._managed.get(module, ())
             if module._parameters and module._parameters.keys() != managed:
                 for name, param in module._parameters.items():
