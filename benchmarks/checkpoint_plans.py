@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import layout_file, metadata
@@ -31,7 +31,7 @@ from fsdp_c.checkpoint.metadata import checksums_content
 from fsdp_c.checkpoint.storage import Counted, read_items
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
-from fsdp_c.checkpoint.writing import Planner
+from fsdp_c.checkpoint.writing import Writer
 
 H, F, E, D, X = 8192, 28672, 256, 7168, 2048
 DENSE = {
@@ -102,11 +102,11 @@ def state_of(model: str, ranks: int, rank: int) -> dict[str, Any]:
     return {"model": own, "optim": {"state": states}}
 
 
-def made_up(planner: Planner, plan: Any, rank: int) -> RankResult:
+def made_up(writer: Writer, plan: Any, rank: int) -> RankResult:
     """What a rank would tell of its file."""
     records = []
     for number, part in enumerate(plan):
-        keys = planner.planned.kept[rank].get(number, part.paths)
+        keys = writer.planned.kept[rank].get(number, part.paths)
         count = len(keys) * (len(part.held.boxes()) if part.held else 1)
         records.append(
             b"".join(RECORD.pack(at * 1000, 400, at * 2654435761 % 2**32, rank) for at in range(count))
@@ -118,22 +118,21 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     longest, sent, first = 0.0, [], None
     for rank in range(ranks):
         state, paths = flatten_state_dict(state_of(model, ranks, rank))
-        planner = Planner(lambda nbytes: None, paths)
-        planner.set_up_planner(state, None, rank == 0)
+        writer = Writer(state, paths, rank == 0, folder, folder, print, print)
         start = time.process_time()
-        sent.append(pickle.dumps(planner.create_local_plan()))
+        sent.append(pickle.dumps(writer.plan()))
         longest = max(longest, time.process_time() - start)
-        first = first or planner
+        first = first or writer
     assert first is not None
     gc.collect()
     before, start = resident_mb(), time.process_time()
-    plans: list[SavePlan] = [pickle.loads(each) for each in sent]
-    first.create_global_plan(plans)
+    plans = [pickle.loads(each) for each in sent]
+    first.divided(plans)
     times = [time.process_time() - start]
     grown = resident_mb() - before
-    results = {rank: made_up(first, plan.planner_data, rank) for rank, plan in enumerate(plans)}
+    results = {rank: made_up(first, plan, rank) for rank, plan in enumerate(plans)}
     pieces = sum(len(one) for each in results.values() for one in each.records) // RECORD.size
-    before, start, order = resident_mb(), time.process_time(), [*first.state_dict]
+    before, start, order = resident_mb(), time.process_time(), [*first.state]
     table = stored(first.planned, results)
     times.append(time.process_time() - start)
     files = {rank: each.file for rank, each in results.items()}

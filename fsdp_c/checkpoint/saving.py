@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper, find_tensor_shard
 
@@ -60,7 +60,7 @@ from fsdp_c.checkpoint.storage import (
 )
 from fsdp_c.checkpoint.table import RankResult
 from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tensors, whole_value
-from fsdp_c.checkpoint.writing import Planner, Writer
+from fsdp_c.checkpoint.writing import Writer
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.common import tell
 from fsdp_c.state.parameter_average import ParameterAverage
@@ -190,12 +190,7 @@ def _write(
 
         ((state, paths), _), told = ranks.agree(what, prepare, lambda prepared: prepared[1])
         with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
-            planner = Planner(set_total, paths)
-            writer = Writer(told[0], target, planner, report)
-
-            def plan() -> SavePlan:
-                planner.set_up_planner(state, is_coordinator=ranks.is_first)
-                return planner.create_local_plan()
+            writer = Writer(state, paths, ranks.is_first, told[0], target, report, set_total)
 
             def finish(results: list[RankResult | None]) -> None:
                 writer.finish(results)
@@ -204,8 +199,8 @@ def _write(
 
             try:
                 with flight_recorder.explained(what, of_step=ranks.gloo is None):
-                    own = ranks.dcp.reduce_scatter("plan", plan, writer.divided)
-                    ranks.dcp.all_reduce("write", lambda: writer.write(own), finish)
+                    own = ranks.dcp.reduce_scatter("plan", writer.plan, writer.divided)
+                    ranks.dcp.all_reduce("write", lambda: writer.write(*own), finish)
             except CheckpointException as failure:
                 raise _error(what, {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
 

@@ -1,4 +1,4 @@
-"""The two ends of a save: the plan of what each rank writes, and the writer of it."""
+"""The two ends of a save: the plan of what each rank writes, and the writing of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, data_file, write_file
 from fsdp_c.checkpoint.held import Held
@@ -19,10 +19,11 @@ from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
-from fsdp_c.checkpoint.planning import Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.planning import Kept, Planned, RankPart, RankPlan, merged
 from fsdp_c.checkpoint.storage import Counted, Report, finish_folder
 from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
+from fsdp_c.compat.aliases import StateDict
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
 
@@ -36,62 +37,6 @@ class _Write(NamedTuple):
     fetch: Callable[[], Any]
 
 
-class Planner(DefaultSavePlanner):
-    """Plans by ``RankPlan``s, which are sent in place of DCP's items."""
-
-    def __init__(self, set_total: Report, paths: dict[str, PathInDict]) -> None:
-        """``paths``: in nested dicts and lists, of the keys of what is to be saved."""
-        super().__init__(flatten_state_dict=False)
-        self.set_total, self.paths = set_total, paths
-        self.planned = Planned([], [])  # on the first rank
-        self.writes: list[_Write] = []
-        self.parts = 0
-
-    def create_local_plan(self) -> SavePlan:
-        paths: dict[Held | None, list[PathInDict]] = {}
-        numbers: dict[Held | None, int] = {}
-        self.writes = []
-        for key, value in self.state_dict.items():
-            for held, fetch in self._held(key, value):
-                number = numbers.setdefault(held, len(numbers))
-                own = paths.setdefault(held, [])
-                self.writes.append(_Write(key, number, len(own), held, fetch))
-                own.append(self.paths.get(key, (key,)))
-        self.parts = len(numbers)
-        plan: RankPlan = [RankPart.of(*each) for each in paths.items()]
-        return SavePlan([], planner_data=plan)
-
-    def _held(self, key: str, value: Any) -> Iterable[tuple[Held | None, Callable[[], Any]]]:
-        if isinstance(value, RangeTensor):
-            held = value.held
-            return [] if held is None else [(held, lambda: value.boxes.values())]
-        items = create_default_local_save_plan({key: value}, self.is_coordinator).items
-        return [self._held_of_item(item) for item in items]
-
-    def _held_of_item(self, item: WriteItem) -> tuple[Held | None, Callable[[], Any]]:
-        if item.type == WriteItemType.BYTE_IO:
-            return None, lambda: pickled(self.lookup_object(item.index))
-        assert item.tensor_data is not None
-        tensor, chunk = self.resolve_data(item), item.tensor_data.chunk
-        assert isinstance(tensor, Tensor)
-        order = None if tensor.is_contiguous() or not is_dense(tensor) else memory_order(tensor.stride())
-        sizes = tuple(chunk.sizes)
-        where = tuple(item.tensor_data.size), order, tuple(chunk.offsets), sizes, 0, chunk.sizes.numel(), True
-        return Held(tensor.dtype, *where), lambda: [_in_order(tensor, order)]
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.planned = merged([plan.planner_data for plan in all_plans])
-        return [SavePlan([], planner_data=kept) for kept in self.planned.kept], Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        kept = {part: set(positions) for part, positions in new_plan.planner_data.items()}
-        self.writes = [one for one in self.writes if one.part not in kept or one.position in kept[one.part]]
-        # what is pickled stands first
-        self.writes.sort(key=lambda one: one.held is not None)
-        self.set_total(sum(one.held.nbytes for one in self.writes if one.held is not None))
-        return new_plan
-
-
 def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     """The tensor with the strides that follow from its order of dimensions: a dimension of one element has
     any."""
@@ -101,34 +46,81 @@ def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 class Writer:
-    """Writes ``temporary`` and publishes it as ``path``: see [Note: In place at once]."""
+    """A rank's part of a save: what it holds, as a ``RankPlan``; its file, in ``temporary``; and on the first
+    rank who writes what, and the end, which publishes it all as ``path``: see [Note: In place at once]."""
 
-    def __init__(self, temporary: Path, path: Path, planner: Planner, report: Report) -> None:
-        self.temporary, self.path, self.planner, self.report = temporary, path, planner, report
+    def __init__(
+        self,
+        state: StateDict,
+        paths: dict[str, PathInDict],
+        is_first: bool,
+        temporary: Path,
+        path: Path,
+        report: Report,
+        set_total: Report,
+    ) -> None:
+        """``paths``: in nested dicts and lists, of the keys of ``state``."""
+        self.state, self.paths, self.is_first = state, paths, is_first
+        self.temporary, self.path, self.report, self.set_total = temporary, path, report, set_total
+        self.planned = Planned([], [])  # on the first rank
+        self.writes: list[_Write] = []
+        self.parts = 0
 
-    def divided(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def plan(self) -> RankPlan:
+        """What this rank holds."""
+        paths: dict[Held | None, list[PathInDict]] = {}
+        numbers: dict[Held | None, int] = {}
+        for key, value in self.state.items():
+            for held, fetch in self._held(key, value):
+                number = numbers.setdefault(held, len(numbers))
+                own = paths.setdefault(held, [])
+                self.writes.append(_Write(key, number, len(own), held, fetch))
+                own.append(self.paths.get(key, (key,)))
+        self.parts = len(numbers)
+        return [RankPart.of(*each) for each in paths.items()]
+
+    def _held(self, key: str, value: Any) -> Iterable[tuple[Held | None, Callable[[], Any]]]:
+        if isinstance(value, RangeTensor):
+            held = value.held
+            return [] if held is None else [(held, lambda: value.boxes.values())]
+        items = create_default_local_save_plan({key: value}, self.is_first).items
+        return [self._held_of_item(item) for item in items]
+
+    def _held_of_item(self, item: WriteItem) -> tuple[Held | None, Callable[[], Any]]:
+        value = find_state_dict_object(self.state, item.index)
+        if item.type == WriteItemType.BYTE_IO:
+            return None, lambda: pickled(value)
+        assert item.tensor_data is not None and isinstance(value, Tensor)
+        size, chunk = item.tensor_data.size, item.tensor_data.chunk
+        order = None if value.is_contiguous() or not is_dense(value) else memory_order(value.stride())
+        where = tuple(size), order, tuple(chunk.offsets), tuple(chunk.sizes), 0, chunk.sizes.numel(), True
+        return Held(value.dtype, *where), lambda: [_in_order(value, order)]
+
+    def divided(self, plans: list[RankPlan]) -> list[tuple[int, str, Kept]]:
         """On one rank: what each is to write, and into which file."""
-        plans, _ = self.planner.create_global_plan(plans)
-        names = [data_file(self.temporary, self.path, rank) for rank in range(len(plans))]
+        self.planned = merged(plans)
         return [
-            SavePlan([], (rank, name), p.planner_data)
-            for rank, (name, p) in enumerate(zip(names, plans, strict=True))
+            (rank, data_file(self.temporary, self.path, rank), kept)
+            for rank, kept in enumerate(self.planned.kept)
         ]
 
-    def write(self, plan: SavePlan) -> RankResult | None:
+    def write(self, rank: int, name: str, kept: Kept) -> RankResult | None:
         """Write this rank's file, if it has anything to write."""
-        rank, name = self.planner.finish_plan(plan).storage_data
-        if not self.planner.writes:
+        some = {part: set(positions) for part, positions in kept.items()}
+        writes = [one for one in self.writes if one.part not in some or one.position in some[one.part]]
+        writes.sort(key=lambda one: one.held is not None)  # what is pickled stands first
+        self.set_total(sum(one.held.nbytes for one in writes if one.held is not None))
+        if not writes:
             return None
         # exclusively: an existing file is another rank's
         path = self.temporary / Path(name).name
         with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
-            return self._write(rank, name, FileWriter(file))
+            return self._write(rank, name, writes, FileWriter(file))
 
-    def _write(self, rank: int, name: str, writer: FileWriter) -> RankResult:
-        records = [bytearray() for _ in range(self.planner.parts)]
+    def _write(self, rank: int, name: str, writes: list[_Write], writer: FileWriter) -> RankResult:
+        records = [bytearray() for _ in range(self.parts)]
         known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
-        for one in self.planner.writes:
+        for one in writes:
             try:
                 if one.held is None:
                     place = writer.write_bytes(one.fetch().getbuffer())
@@ -147,9 +139,9 @@ class Writer:
     def finish(self, results: list[RankResult | None]) -> None:
         """On one rank, once all have written."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
-        table = stored(self.planner.planned, by_rank)
+        table = stored(self.planned, by_rank)
         files = {rank: (each.file, each.size, each.framing_crc32) for rank, each in by_rank.items()}
-        write_table(self.temporary, self.path, table, [*self.planner.state_dict], files)
+        write_table(self.temporary, self.path, table, [*self.state], files)
 
 
 def write_table(

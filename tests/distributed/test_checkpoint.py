@@ -592,7 +592,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(
     train(model, optimizer, 1)
     target, failing = {
         "write": ("fsdp_c.checkpoint.pieces.FileWriter.write_tensor", 1),
-        "plan": ("fsdp_c.checkpoint.writing.Planner.create_local_plan", 1),
+        "plan": ("fsdp_c.checkpoint.writing.Writer.plan", 1),
         "state": ("fsdp_c.checkpoint.saving.optim_state", 1),
         "finish": ("fsdp_c.checkpoint.storage.publish", 0),
     }[where]
