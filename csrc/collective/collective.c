@@ -28,14 +28,12 @@ static PyObject *gather_options, *scatter_options, *reduce_options;
 static bool is_torchs_own(PyObject *function) {
     static const char *const modules[] = {"torch.distributed.distributed_c10d",
                                           "torch.distributed.c10d_logger"};
-    PyObject *globals = PyObject_GetAttrString(function, "__globals__");
-    PyObject *module = globals ? PyMapping_GetItemString(globals, "__name__") : NULL;
+    OWNED *globals = PyObject_GetAttrString(function, "__globals__");
+    OWNED *module = globals ? PyMapping_GetItemString(globals, "__name__") : NULL;
     bool result = false;
     for (size_t i = 0; module && PyUnicode_Check(module) && i < sizeof modules / sizeof *modules; i++)
         result = result || PyUnicode_CompareWithASCIIString(module, modules[i]) == 0;
     PyErr_Clear(); /* anything callable may stand there */
-    Py_XDECREF(globals);
-    Py_XDECREF(module);
     return result;
 }
 
@@ -60,13 +58,12 @@ static PyObject *make_options(PyObject *module, const char *name) {
 }
 
 static int init_options(void) {
-    PyObject *module = PyImport_ImportModule("torch._C._distributed_c10d");
+    OWNED *module = PyImport_ImportModule("torch._C._distributed_c10d");
     if (!module)
         return -1;
     gather_options = make_options(module, "AllgatherOptions");
     scatter_options = gather_options ? make_options(module, "ReduceScatterOptions") : NULL;
     reduce_options = scatter_options ? make_options(module, "AllreduceOptions") : NULL;
-    Py_DECREF(module);
     return reduce_options ? 0 : -1;
 }
 
@@ -114,9 +111,8 @@ static PyObject *method_of(PyObject *group, PyObject *rank, const char *name) {
     if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
         return method;
     PyErr_Clear();
-    PyObject *what = Py_BuildValue("(OOs)", rank, group, name);
+    OWNED *what = Py_BuildValue("(OOs)", rank, group, name);
     method = what ? PyCFunction_New(&refuse_missing_def, what) : NULL;
-    Py_XDECREF(what);
     return method;
 }
 
@@ -229,12 +225,9 @@ int collective_fake_reduce_scatter(struct collective_group *group, PyObject *fak
 }
 
 static PyObject *call_replacement(PyObject *function, PyObject *group, PyObject *output, PyObject *input) {
-    PyObject *args = input ? PyTuple_Pack(2, output, input) : PyTuple_Pack(1, output);
-    PyObject *kwargs = Py_BuildValue("{sO}", "group", group);
-    PyObject *work = args && kwargs ? PyObject_Call(function, args, kwargs) : NULL;
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return work;
+    OWNED *args = input ? PyTuple_Pack(2, output, input) : PyTuple_Pack(1, output);
+    OWNED *kwargs = Py_BuildValue("{sO}", "group", group);
+    return args && kwargs ? PyObject_Call(function, args, kwargs) : NULL;
 }
 
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input) {

@@ -7,7 +7,7 @@
 
 int gradients_refuse(const struct gradients *gradients, int64_t index) {
     PyErr_Clear(); /* of the tensor alone; nothing of Python's is called with an exception set */
-    PyObject *fqn = flat_param_fqn(gradients->param, index);
+    OWNED *fqn = flat_param_fqn(gradients->param, index);
     if (!fqn)
         return -1;
     unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
@@ -15,7 +15,6 @@ int gradients_refuse(const struct gradients *gradients, int64_t index) {
                "Sparse gradients "
                "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
                fqn, gradients->param->device);
-    Py_DECREF(fqn);
     return -1;
 }
 

@@ -158,10 +158,7 @@ PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
     static PyObject *op; /* owned for ever; the overload of an operator, past the Python of torch.ops */
     if (!op && !(op = ref_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))
         return NULL;
-    PyObject *id = PyLong_FromLongLong(param->op_id);
-    PyObject *list = id ? PyObject_CallFunctionObjArgs(op, full, id, NULL) : NULL;
-    PyObject *views = list ? PyList_AsTuple(list) : NULL;
-    Py_XDECREF(id);
-    Py_XDECREF(list);
-    return views;
+    OWNED *id = PyLong_FromLongLong(param->op_id);
+    OWNED *list = id ? PyObject_CallFunctionObjArgs(op, full, id, NULL) : NULL;
+    return list ? PyList_AsTuple(list) : NULL;
 }

@@ -10,24 +10,20 @@ static PyObject *split(PyObject *tensor, PyObject *sizes) {
 }
 
 static int clear_grad(PyObject *param) {
-    PyObject *grad = torch_get_grad(param);
+    OWNED *grad = torch_get_grad(param);
     int result = grad ? 0 : -1;
     if (grad && grad != Py_None)
         result = torch_set_grad(param, Py_None);
-    Py_XDECREF(grad);
     return result;
 }
 
 static int is_zero(PyObject *tensor) {
-    PyObject *any = PyObject_CallMethod(tensor, "any", NULL);
-    int result = any ? PyObject_Not(any) : -1;
-    Py_XDECREF(any);
-    return result;
+    OWNED *any = PyObject_CallMethod(tensor, "any", NULL);
+    return any ? PyObject_Not(any) : -1;
 }
 
 static int has_grad(PyObject *param) {
-    PyObject *grad = torch_get_grad(param);
-    Py_XDECREF(grad);
+    OWNED *grad = torch_get_grad(param);
     return grad ? grad != Py_None : -1;
 }
 
@@ -56,7 +52,7 @@ static int shows_full_grad(const struct gradients *gradients, int64_t index, PyO
 
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
 static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
-    PyObject *views = flat_param_views(gradients->param, grad);
+    OWNED *views = flat_param_views(gradients->param, grad);
     int result = views ? 0 : -1;
     for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
@@ -66,7 +62,6 @@ static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
         else
             result = shows < 0 ? -1 : clear_grad(param);
     }
-    Py_XDECREF(views);
     return result;
 }
 
@@ -97,22 +92,19 @@ static int watch_part(struct gradients *gradients, PyObject *part, int64_t index
 /* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in
  * order. */
 static int watch_last_part(struct gradients *gradients, const struct tensor_view *flat, int64_t gone) {
-    PyObject *part = NULL;
+    OWNED *part = NULL;
     int64_t i = gradients->param->num_params;
     while (!part && --i >= 0 && !PyErr_Occurred())
         part = i == gone ? NULL : shown_part(gradients, flat, i);
-    int result = PyErr_Occurred() ? -1 : part ? watch_part(gradients, part, i) : 0;
-    Py_XDECREF(part);
-    return result;
+    return PyErr_Occurred() ? -1 : part ? watch_part(gradients, part, i) : 0;
 }
 
 static int watch_shown(struct gradients *gradients, int64_t gone) {
-    PyObject *flat_grad = torch_get_grad(gradients->param->tensor);
+    OWNED *flat_grad = torch_get_grad(gradients->param->tensor);
     struct tensor_view flat;
     int result = flat_grad ? 0 : -1;
     if (flat_grad && flat_grad != Py_None)
         result = tensor_view_of(flat_grad, &flat) < 0 ? -1 : watch_last_part(gradients, &flat, gone);
-    Py_XDECREF(flat_grad);
     return result;
 }
 
@@ -132,10 +124,9 @@ static PyObject *end_of_part(PyObject *capsule, PyObject *reference) {
 static PyMethodDef end_of_part_def = {"end_of_part", end_of_part, METH_O, NULL};
 
 int gradients_init_shown(struct gradients *gradients) {
-    PyObject *capsule = gradients->shown_end ? NULL : PyCapsule_New(gradients, NULL, NULL);
+    OWNED *capsule = gradients->shown_end ? NULL : PyCapsule_New(gradients, NULL, NULL);
     if (capsule)
         gradients->shown_end = PyCFunction_New(&end_of_part_def, capsule);
-    Py_XDECREF(capsule);
     return gradients->shown_end ? 0 : -1;
 }
 
@@ -153,22 +144,20 @@ void gradients_fini_shown(struct gradients *gradients) {
 /* The original parameters show their parts of the sharded flat gradient; those outside the shard show
  * None. */
 static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
-    PyObject *pieces = split(grad, gradients->shard_sizes);
+    OWNED *pieces = split(grad, gradients->shard_sizes);
     int result = pieces ? 0 : -1;
     for (int64_t i = gradients->param->num_params - 1; !result && i >= 0; i--) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
         int shows = gradients->shard_pieces[i] < 0 ? 0 : shows_grad(gradients, i);
         if (shows > 0) {
-            PyObject *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
+            OWNED *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
             result = piece ? torch_set_grad(param, piece) : -1;
             if (!result && !gradients->shown)
                 result = watch_part(gradients, piece, i);
-            Py_XDECREF(piece);
         } else {
             result = shows < 0 ? -1 : clear_grad(param);
         }
     }
-    Py_XDECREF(pieces);
     return result;
 }
 
@@ -218,10 +207,8 @@ static int set_flat_grad(struct gradients *gradients, PyObject *grad) {
 
 /* flat_param.grad = what no_sync left, without the right padding */
 static int show_flat_unsharded(struct gradients *gradients) {
-    PyObject *grad = torch_part(gradients->unsharded, 0, gradients->param->layout.numel); /* of version 0 */
-    int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
-    Py_XDECREF(grad);
-    return result;
+    OWNED *grad = torch_part(gradients->unsharded, 0, gradients->param->layout.numel); /* of version 0 */
+    return grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
 }
 
 static int show_no_sync(struct gradients *gradients) {
@@ -240,7 +227,8 @@ static int show_no_sync(struct gradients *gradients) {
 }
 
 static int show_reduced(struct gradients *gradients) {
-    PyObject *shard = take_saved_shard(gradients), *grad = NULL;
+    PyObject *shard = take_saved_shard(gradients);
+    OWNED *grad = NULL;
     int result = gradients_set_kind(gradients, GRAD_SHARDED);
     if (!result && shard && gradients_add_late(gradients, &shard) == 0)
         grad = hand_over_dtype(gradients, shard);
@@ -249,7 +237,6 @@ static int show_reduced(struct gradients *gradients) {
         result = grad ? set_flat_grad(gradients, grad) : -1;
     if (!result)
         result = show_grads(gradients, grad);
-    Py_XDECREF(grad);
     return result;
 }
 
@@ -297,11 +284,10 @@ int gradients_show_flat_grad(struct gradients *gradients) {
         return 0;
     if (gradients->kind == GRAD_UNSHARDED)
         return show_unsharded_grads(gradients, gradients->unsharded);
-    PyObject *grad = torch_get_grad(gradients->param->tensor);
+    OWNED *grad = torch_get_grad(gradients->param->tensor);
     int result = grad ? 0 : -1;
     if (grad)
         result = grad == Py_None ? gradients_show_full_grad(gradients, grad) : show_grads(gradients, grad);
-    Py_XDECREF(grad);
     return result;
 }
 
@@ -315,14 +301,13 @@ static int show_parts_anew(struct gradients *gradients, PyObject *grad) {
     for (int64_t i = 0; !result && gradients->param->use_orig_params && i < gradients->param->num_params;
          i++) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
-        PyObject *before = torch_get_grad(param), *part = NULL;
+        OWNED *before = torch_get_grad(param);
+        OWNED *part = NULL;
         result = before ? 0 : -1;
         if (before && before != Py_None && gradients_offset(gradients, i) >= 0) {
             part = gradients_part(gradients, grad, i);
             result = part ? torch_set_foreign_grad(param, part) : -1;
         }
-        Py_XDECREF(before);
-        Py_XDECREF(part);
     }
     return result < 0 || gradients->kind != GRAD_SHARDED ? result : watch_shown(gradients, NOBODY);
 }
@@ -348,10 +333,8 @@ int gradients_follow(struct gradients *gradients) {
         return 0;
     if (gradients->kind == GRAD_UNSHARDED)
         return move_unsharded(gradients) < 0 ? -1 : show_parts_anew(gradients, gradients->unsharded);
-    PyObject *grad = torch_get_grad(gradients->param->tensor);
-    int result = !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(gradients, grad);
-    Py_XDECREF(grad);
-    return result;
+    OWNED *grad = torch_get_grad(gradients->param->tensor);
+    return !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(gradients, grad);
 }
 
 /* ---- from .grad back ---- */
@@ -363,11 +346,10 @@ static PyObject *upload(struct gradients *gradients, PyObject *grad) {
         return NULL;
     PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype);
     PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, gradients->param->device) : NULL;
-    PyObject *done = copy ? PyObject_CallMethod(copy, "copy_", "OO", grad, Py_True) : NULL;
+    OWNED *done = copy ? PyObject_CallMethod(copy, "copy_", "OO", grad, Py_True) : NULL;
     Py_XDECREF(dtype);
     if (!done)
         Py_CLEAR(copy);
-    Py_XDECREF(done);
     return copy;
 }
 
@@ -381,10 +363,8 @@ int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
     const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[index];
     if (!gradients->saved_shard || !range->in_shard)
         return 0;
-    PyObject *part = torch_part(gradients->saved_shard, range->offset_in_shard, range->numel_in_shard);
-    int result = part ? zero(part) : -1;
-    Py_XDECREF(part);
-    return result;
+    OWNED *part = torch_part(gradients->saved_shard, range->offset_in_shard, range->numel_in_shard);
+    return part ? zero(part) : -1;
 }
 
 static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_t index) {
@@ -392,9 +372,8 @@ static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_
     int64_t writes = shown == Py_None ? 0 : torch_version(shown);
     if (writes <= 0)
         return (int)writes;
-    PyObject *part = gradients_part(gradients, gradients->unsharded, index);
+    OWNED *part = gradients_part(gradients, gradients->unsharded, index);
     int zeroed = part ? is_zero(part) : -1;
-    Py_XDECREF(part);
     return zeroed > 0 ? gradients_forget_reduced(gradients, index) : zeroed;
 }
 
@@ -404,10 +383,9 @@ static int forget_zeroed(struct gradients *gradients) {
     const struct flat_param *param = gradients->param;
     int result = 0;
     for (int64_t i = 0; gradients->saved_shard && !result && i < param->num_params; i++) {
-        PyObject *shown =
+        OWNED *shown =
             torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
         result = shown ? forget_if_zeroed(gradients, shown, i) : -1;
-        Py_XDECREF(shown);
     }
     return result;
 }

@@ -173,10 +173,8 @@ PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
     }
     if (!has_gradient(args, param->num_params))
         return Py_NewRef(Py_None);
-    PyObject *total = pack_alone(gradients, args);
-    PyObject *grad = total ? torch_part(total, 0, param->layout.shard_numel) : NULL;
-    Py_XDECREF(total);
-    return grad;
+    OWNED *total = pack_alone(gradients, args);
+    return total ? torch_part(total, 0, param->layout.shard_numel) : NULL;
 }
 
 /* Packed, they are zeros. */

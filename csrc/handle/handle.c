@@ -237,10 +237,8 @@ int handle_follow(struct handle *handle) {
 }
 
 static PyObject *moved(PyObject *tensor, PyObject *args, PyObject *kwargs) {
-    PyObject *to = PyObject_GetAttrString(tensor, "to");
-    PyObject *result = to ? PyObject_Call(to, args, kwargs) : NULL;
-    Py_XDECREF(to);
-    return result;
+    OWNED *to = PyObject_GetAttrString(tensor, "to");
+    return to ? PyObject_Call(to, args, kwargs) : NULL;
 }
 
 static int follow_to(struct handle *handle, PyObject *data) {
@@ -264,11 +262,10 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     if ((!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
         storage_reshard(&handle->storage, true) < 0)
         return -1;
-    PyObject *data = torch_data(handle->param.tensor), *to = data ? moved(data, args, kwargs) : NULL;
+    OWNED *data = torch_data(handle->param.tensor);
+    OWNED *to = data ? moved(data, args, kwargs) : NULL;
     int result = to ? follow_to(handle, to) : -1;
     if (result < 0 && to)
         move_back(handle, data);
-    Py_XDECREF(data);
-    Py_XDECREF(to);
     return result;
 }

@@ -49,14 +49,13 @@ int gradients_set_aside(struct gradients *gradients, PyObject *grad) {
 }
 
 int gradients_show_again(struct gradients *gradients) {
-    PyObject *hidden = gradients->hidden;
+    OWNED *hidden = gradients->hidden;
     gradients->hidden = NULL;
     int result = 0;
     for (Py_ssize_t i = 0; hidden && !result && i < PyList_Size(hidden); i++)
         if (torch_is_tensor(PyList_GetItem(hidden, i)))
             result = torch_set_foreign_grad(PyList_GetItem(gradients->param->params, i),
                                             PyList_GetItem(hidden, i));
-    Py_XDECREF(hidden);
     return result;
 }
 
@@ -80,10 +79,9 @@ static int go_through_late(struct gradients *gradients, PyObject **shard) {
     for (int64_t i = begin; !result && i < end; i++) {
         if (i >= 0 && gradients_offset(gradients, i) < 0)
             continue;
-        PyObject *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
+        OWNED *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
         if (late != Py_None)
             result = !late ? -1 : shard ? add(gradients, shard, late, i) : 1;
-        Py_XDECREF(late);
     }
     return result;
 }

@@ -28,11 +28,10 @@ static PyObject *hooks_of(const struct gradients *gradients, PyObject *attribute
 /* The functions in a dict of hooks, which may change while they are called; an empty list where there are
  * none. New reference. */
 static PyObject *functions_of(const struct gradients *gradients, PyObject *attribute) {
-    PyObject *hooks = hooks_of(gradients, attribute);
+    OWNED *hooks = hooks_of(gradients, attribute);
     PyObject *functions = NULL;
     if (hooks)
         functions = hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
-    Py_XDECREF(hooks);
     return functions;
 }
 
@@ -66,11 +65,10 @@ static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
         PyObject *function = PyList_GetItem(functions, i);
-        PyObject *value = PyObject_CallFunctionObjArgs(function, grad, NULL);
+        OWNED *value = PyObject_CallFunctionObjArgs(function, grad, NULL);
         result = !value ? -1 : value == Py_None ? 0 : check_replacement(gradients, function, grad, value);
         if (!result && value != Py_None)
             ref_set(&grad, Py_NewRef(value));
-        Py_XDECREF(value);
     }
     Py_XDECREF(functions);
     if (result < 0)
@@ -79,10 +77,10 @@ static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad
 }
 
 static int call_accumulated_hooks(struct gradients *gradients) {
-    PyObject *functions = functions_of(gradients, torch_names._post_accumulate_grad_hooks);
+    OWNED *functions = functions_of(gradients, torch_names._post_accumulate_grad_hooks);
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
-        PyObject *value =
+        OWNED *value =
             PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
         result = value ? 0 : -1;
         if (value && value != Py_None) {
@@ -92,9 +90,7 @@ static int call_accumulated_hooks(struct gradients *gradients) {
                        (PyObject *)Py_TYPE(value));
             result = -1;
         }
-        Py_XDECREF(value);
     }
-    Py_XDECREF(functions);
     return result;
 }
 
@@ -105,13 +101,11 @@ static PyObject *without_padding(const struct gradients *gradients, PyObject *pa
 }
 
 static int show_grad(struct gradients *gradients, PyObject *padded) {
-    PyObject *grad = padded ? without_padding(gradients, padded) : NULL;
+    OWNED *grad = padded ? without_padding(gradients, padded) : NULL;
     if (padded && !grad)
         return -1;
-    int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad)
-                      : torch_set_grad(gradients->param->tensor, Py_None);
-    Py_XDECREF(grad);
-    return result;
+    return grad ? torch_set_foreign_grad(gradients->param->tensor, grad)
+                : torch_set_grad(gradients->param->tensor, Py_None);
 }
 
 /* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
@@ -123,9 +117,8 @@ static int accumulate(struct gradients *gradients, PyObject *grad) {
         result = ref_done(PyObject_CallMethod(sum, "add_", "O", grad));
     } else if (sum) {
         bool kept = Py_REFCNT(grad) > 1;
-        PyObject *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
+        OWNED *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
         result = own ? torch_set_foreign_grad(gradients->param->tensor, own) : -1;
-        Py_XDECREF(own);
     }
     Py_XDECREF(sum);
     Py_DECREF(grad);
@@ -134,14 +127,12 @@ static int accumulate(struct gradients *gradients, PyObject *grad) {
 
 /* `grad` with the padding behind it; new reference. */
 static PyObject *padded_copy(struct gradients *gradients, PyObject *grad) {
-    PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
     PyObject *padded =
         dtype ? torch_empty(gradients->param->layout.padded_numel, dtype, gradients->param->device) : NULL;
-    PyObject *part = padded && torch_zero(padded) == 0 ? without_padding(gradients, padded) : NULL;
+    OWNED *part = padded && torch_zero(padded) == 0 ? without_padding(gradients, padded) : NULL;
     if (!part || torch_copy(part, grad) < 0)
         Py_CLEAR(padded);
-    Py_XDECREF(part);
-    Py_XDECREF(dtype);
     return padded;
 }
 
@@ -200,10 +191,8 @@ static int call_hooks(struct gradients *gradients, PyObject *total) {
 }
 
 static int has_any(const struct gradients *gradients, PyObject *attribute) {
-    PyObject *hooks = hooks_of(gradients, attribute);
-    int result = !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
-    Py_XDECREF(hooks);
-    return result;
+    OWNED *hooks = hooks_of(gradients, attribute);
+    return !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
 }
 
 /* 1, 0 or -1. Hooks that were found are looked for again: they may have been removed. */
@@ -223,10 +212,8 @@ static int has_hooks(struct gradients *gradients) {
 static int set_hooks(const struct gradients *gradients, PyObject *attribute, PyObject *hooks, bool hidden) {
     if (hooks == Py_None)
         return 0;
-    PyObject *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
-    int result = shown ? PyObject_SetAttr(gradients->param->tensor, attribute, shown) : -1;
-    Py_XDECREF(shown);
-    return result;
+    OWNED *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
+    return shown ? PyObject_SetAttr(gradients->param->tensor, attribute, shown) : -1;
 }
 
 static int set_all_hooks(const struct gradients *gradients, PyObject *both, bool hidden) {
@@ -239,23 +226,19 @@ int gradients_hide_param_hooks(struct gradients *gradients) {
     int any = gradients->param->use_orig_params || gradients->hidden_hooks ? 0 : has_hooks(gradients);
     if (any <= 0)
         return any;
-    PyObject *on_gradient = hooks_of(gradients, torch_names._backward_hooks);
-    PyObject *on_accumulated = hooks_of(gradients, torch_names._post_accumulate_grad_hooks);
+    OWNED *on_gradient = hooks_of(gradients, torch_names._backward_hooks);
+    OWNED *on_accumulated = hooks_of(gradients, torch_names._post_accumulate_grad_hooks);
     if (on_gradient && on_accumulated)
         gradients->hidden_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
-    Py_XDECREF(on_gradient);
-    Py_XDECREF(on_accumulated);
     return gradients->hidden_hooks ? set_all_hooks(gradients, gradients->hidden_hooks, true) : -1;
 }
 
 int gradients_show_param_hooks(struct gradients *gradients) {
-    PyObject *hidden = gradients->hidden_hooks;
+    OWNED *hidden = gradients->hidden_hooks;
     if (!hidden)
         return 0;
     gradients->hidden_hooks = NULL;
-    int result = set_all_hooks(gradients, hidden, false);
-    Py_DECREF(hidden);
-    return result;
+    return set_all_hooks(gradients, hidden, false);
 }
 
 /* The flat parameter shows its unsharded data meanwhile. */
@@ -263,11 +246,12 @@ int gradients_call_param_hooks(struct gradients *gradients) {
     int any = gradients->pending ? has_hooks(gradients) : 0;
     if (any <= 0)
         return any;
-    PyObject *param = gradients->param->tensor, *total = gradients_take_received(gradients);
+    PyObject *param = gradients->param->tensor;
+    OWNED *total = gradients_take_received(gradients);
     if (!total)
         return -1;
     bool is_local = gradients->storage->copy->is_local;
-    PyObject *data = is_local ? NULL : torch_data(param);
+    OWNED *data = is_local ? NULL : torch_data(param);
     int result = is_local ? 0 : data ? torch_set_data(param, gradients->storage->copy->full_data) : -1;
     if (!result) {
         result = call_hooks(gradients, total);
@@ -276,7 +260,5 @@ int gradients_call_param_hooks(struct gradients *gradients) {
     }
     if (result < 0)
         show_grad_again(gradients);
-    Py_XDECREF(data);
-    Py_DECREF(total);
     return result;
 }

@@ -105,10 +105,9 @@ static PyObject *shard_part(struct param_views *param_views, PyObject *shard, in
                           PyTuple_GetItem(param_views->param->strides, param));
     if (!range->in_shard)
         return Py_NewRef(param_views->empty_param);
-    PyObject *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
+    OWNED *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
     PyObject *part =
         shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
-    Py_XDECREF(shape);
     return part;
 }
 
@@ -215,14 +214,13 @@ static int check_kept(const struct param_views *param_views, PyObject *views) {
             return -1;
         if (!value || value == Py_None)
             continue;
-        PyObject *fqn = flat_param_fqn(param_views->param, param_view->param);
+        OWNED *fqn = flat_param_fqn(param_views->param, param_view->param);
         unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
                    "something else was assigned to %S after wrapping. With use_orig_params=False it "
                    "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
                    "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
                    "use_orig_params=True.",
                    fqn);
-        Py_DECREF(fqn);
         return -1;
     }
     return 0;
@@ -255,11 +253,10 @@ int param_views_show_sharded(struct param_views *param_views, PyObject *shard, P
 /* ---- full parameters ---- */
 
 static PyObject *new_parameter(PyObject *view, PyObject *model) {
-    PyObject *requires_grad = PyObject_GetAttr(model, torch_names.requires_grad);
+    OWNED *requires_grad = PyObject_GetAttr(model, torch_names.requires_grad);
     PyObject *param =
         requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL)
                       : NULL;
-    Py_XDECREF(requires_grad);
     return param;
 }
 
@@ -297,19 +294,15 @@ static int put_full_params(struct param_views *param_views, PyObject *params) {
 }
 
 int param_views_show_full_params(struct param_views *param_views, PyObject *full) {
-    PyObject *views = flat_param_views(param_views->param, full),
-             *values = views ? wrapped(param_views, views) : NULL;
-    PyObject *params = values ? full_params(param_views, views, values) : NULL;
-    int result = params ? change(param_views, SHOWN_FULL_PARAMS, put_full_params, params) : -1;
-    Py_XDECREF(views);
-    Py_XDECREF(values);
-    Py_XDECREF(params);
-    return result;
+    OWNED *views = flat_param_views(param_views->param, full);
+    OWNED *values = views ? wrapped(param_views, views) : NULL;
+    OWNED *params = values ? full_params(param_views, views, values) : NULL;
+    return params ? change(param_views, SHOWN_FULL_PARAMS, put_full_params, params) : -1;
 }
 
 int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *full) {
-    PyObject *views = param_views->wrap_views ? flat_param_views(param_views->param, full) : NULL;
-    PyObject *values = views ? wrapped(param_views, views) : NULL;
+    OWNED *views = param_views->wrap_views ? flat_param_views(param_views->param, full) : NULL;
+    OWNED *values = views ? wrapped(param_views, views) : NULL;
     int result = values || !param_views->wrap_views ? 0 : -1;
     for (int64_t i = 0; values && !result && i < param_views->param->num_params; i++) {
         PyObject *value = PyTuple_GetItem(values, i), *param = param_views_value(param_views, i);
@@ -317,7 +310,5 @@ int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *fu
         bool is_wrapped = value != PyTuple_GetItem(views, i);
         result = requires_grad > 0 && is_wrapped ? torch_set_grad(param, value) : requires_grad < 0 ? -1 : 0;
     }
-    Py_XDECREF(views);
-    Py_XDECREF(values);
     return result;
 }

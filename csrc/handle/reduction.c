@@ -39,13 +39,12 @@ static int read_factor(PyObject *state, const char *name, double *factor) {
 }
 
 static int read_group(struct comm_hook *hook) {
-    PyObject *group = PyObject_GetAttrString(hook->state, "process_group");
+    OWNED *group = PyObject_GetAttrString(hook->state, "process_group");
     int result = group ? 0 : -1;
     if (group && group != hook->group.group) {
         collective_group_fini(&hook->group);
         result = collective_group_init(&hook->group, group);
     }
-    Py_XDECREF(group);
     return result;
 }
 
@@ -89,9 +88,8 @@ static PyObject *call_comm_hook(struct gradients *gradients) {
         return NULL;
     /* NULL ends the arguments */
     PyObject *output = gradients->param->sharded ? gradients->reduce_output : NULL;
-    PyObject *done =
+    OWNED *done =
         PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
-    Py_XDECREF(done);
     return done && check_result(gradients, gradients->reduce_output) == 0 ? Py_NewRef(Py_None) : NULL;
 }
 

@@ -80,14 +80,13 @@ bool storage_is_current(const struct storage *storage, const struct tensor_view 
 int storage_refuse_elsewhere(const struct storage *storage) {
     if (!storage->elsewhere)
         return 0;
-    PyObject *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
+    OWNED *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
     if (!device)
         return -1;
     unit_error(PyExc_AssertionError, storage->param->layout.rank, storage->param->name,
                "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter "
                "back first, by handle.flat_param_to(device) as it was moved away, or by moving the module.",
                storage->param->device, device);
-    Py_DECREF(device);
     return -1;
 }
 

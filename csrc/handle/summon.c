@@ -66,10 +66,8 @@ static PyObject *gather(struct handle *handle) {
 }
 
 static int copy_to(PyObject *tensor, PyObject *source) {
-    PyObject *data = torch_data(tensor);
-    int result = data ? torch_copy(data, source) : -1;
-    Py_XDECREF(data);
-    return result;
+    OWNED *data = torch_data(tensor);
+    return data ? torch_copy(data, source) : -1;
 }
 
 /* A Parameter whose data the user replaced is copied to where its data was. */
@@ -81,10 +79,8 @@ static int settle_replaced(struct handle *handle, PyObject *views, int64_t param
     value = param_views_local_value(&handle->param_views, value);
     if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
         return -1;
-    PyObject *data = is.data == was.data ? NULL : torch_data(value);
-    int result = is.data == was.data ? 0 : data ? copy_to(view, data) : -1;
-    Py_XDECREF(data);
-    return result;
+    OWNED *data = is.data == was.data ? NULL : torch_data(value);
+    return is.data == was.data ? 0 : data ? copy_to(view, data) : -1;
 }
 
 /* shard[0 .. valid) <- full[shard_start .. shard_start + valid) */
@@ -92,12 +88,9 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
     const struct flat_layout *layout = &handle->param.layout;
     if (layout->shard_numel_valid == 0)
         return 0;
-    PyObject *from = torch_part(full, layout->shard_start, layout->shard_numel_valid);
-    PyObject *to = from ? torch_part(shard, 0, layout->shard_numel_valid) : NULL;
-    int result = to ? copy_to(to, from) : -1;
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    return result;
+    OWNED *from = torch_part(full, layout->shard_start, layout->shard_numel_valid);
+    OWNED *to = from ? torch_part(shard, 0, layout->shard_numel_valid) : NULL;
+    return to ? copy_to(to, from) : -1;
 }
 
 static int write_back(struct handle *handle) {
@@ -193,25 +186,22 @@ int handle_summon_exit(struct handle *handle) {
  * bfloat16 has none between 256 and 258. */
 static int64_t count_missing(struct handle *handle, bool missing) {
     PyObject *count = torch_empty(1, torch_names.int32, handle->param.device);
-    PyObject *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)missing) : NULL;
+    OWNED *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)missing) : NULL;
     PyObject *work = flag ? collective_all_reduce(&handle->param.shard_group, count) : NULL;
-    PyObject *sum = work && collective_wait(work) == 0 ? PyObject_CallMethod(count, "item", NULL) : NULL;
+    OWNED *sum = work && collective_wait(work) == 0 ? PyObject_CallMethod(count, "item", NULL) : NULL;
     int64_t result = sum ? PyLong_AsLongLong(sum) : -1;
     Py_XDECREF(count);
-    Py_XDECREF(flag);
-    Py_XDECREF(sum);
     return result;
 }
 
 static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
-    PyObject *own = PyObject_CallMethod(grad, "to", "O", handle->param.device);
+    OWNED *own = PyObject_CallMethod(grad, "to", "O", handle->param.device);
     PyObject *full =
         own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->param.layout.padded_numel)
             : NULL;
     PyObject *work = full ? collective_all_gather(&handle->param.shard_group, full, own) : NULL;
     if (!work || collective_wait(work) < 0)
         Py_CLEAR(full);
-    Py_XDECREF(own);
     return full;
 }
 
@@ -240,11 +230,10 @@ static PyObject *full_grad(struct handle *handle, PyObject *grad) {
         return NULL;
     if (missing == handle->param.layout.world_size)
         return Py_NewRef(Py_None);
-    PyObject *own = grad_or_zeros(handle, grad);
+    OWNED *own = grad_or_zeros(handle, grad);
     PyObject *full = own ? gather_grad(handle, own) : NULL;
     if (full && gradients_set_kind(&handle->gradients, GRAD_SHARDED) < 0)
         Py_CLEAR(full);
-    Py_XDECREF(own);
     return full;
 }
 
@@ -266,7 +255,8 @@ static int show_flat_grad(struct handle *handle) {
 }
 
 int handle_summon_grads_exit(struct handle *handle, bool writeback) {
-    PyObject *full = handle->summon.grad, *grad = torch_get_grad(handle->param.tensor);
+    OWNED *full = handle->summon.grad;
+    OWNED *grad = torch_get_grad(handle->param.tensor);
     handle->summon.grad = NULL;
     int result = grad ? 0 : -1;
     bool gathered =
@@ -275,7 +265,5 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback) {
         result = copy_own_part(handle, grad, full);
     if (handle->param.sharded)
         result = settle_debt(handle, show_flat_grad, result);
-    Py_XDECREF(full);
-    Py_XDECREF(grad);
     return result;
 }

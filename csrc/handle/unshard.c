@@ -143,13 +143,11 @@ int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
     storage->input_ready = false;
     if (alloc_full(storage) < 0)
         return free_after_failure(storage);
-    PyObject *output = as_sent(storage, storage->copy->full.tensor);
-    PyObject *input = as_sent(storage, gather_input(storage));
+    OWNED *output = as_sent(storage, storage->copy->full.tensor);
+    OWNED *input = as_sent(storage, gather_input(storage));
     int result = output && input ? PyList_Append(batch->outputs, output) : -1;
     if (!result)
         result = PyList_Append(batch->inputs, input);
-    Py_XDECREF(output);
-    Py_XDECREF(input);
     return result < 0 ? free_after_failure(storage) : 0;
 }
 

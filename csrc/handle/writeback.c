@@ -32,23 +32,23 @@ static int check_shape(struct writeback *writeback, int64_t param, PyObject *val
         is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
     if (tensor_view_numel(view) == want && (!is->sharded || view->ndim == 1))
         return 0;
-    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(is, param);
+    PyObject *shape = PyObject_GetAttrString(value, "shape");
+    OWNED *fqn = flat_param_fqn(is, param);
     PyErr_Format(PyExc_RuntimeError,
                  "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
                  "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                  fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
     Py_XDECREF(shape);
-    Py_DECREF(fqn);
     return -1;
 }
 
 int writeback_warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value) {
     if (!writeback->param->verbose)
         return 0;
-    PyObject *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
-    PyObject *device = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(value, torch_names.device);
-    PyObject *fqn = flat_param_fqn(writeback->param, param);
+    OWNED *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
+    OWNED *device = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(value, torch_names.device);
+    OWNED *fqn = flat_param_fqn(writeback->param, param);
     int result = -1;
     if (shape && device)
         result = PyErr_WarnFormat(
@@ -57,9 +57,6 @@ int writeback_warn(struct writeback *writeback, int64_t param, const char *what,
             "expected device=%S",
             (long long)writeback->param->layout.rank, what, training_state_name(*writeback->use), fqn,
             writeback->param->name, shape, device, writeback->param->device);
-    Py_XDECREF(shape);
-    Py_XDECREF(device);
-    Py_DECREF(fqn);
     return result;
 }
 
@@ -80,7 +77,9 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
         (expected_data(writeback, param) - (const char *)shard->data) / dtype_nbytes(shard->dtype);
     int64_t numel =
         is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
-    PyObject *source = torch_data(value), *flat_shape = Py_BuildValue("(L)", (long long)numel), *part = NULL;
+    OWNED *source = torch_data(value);
+    PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
+    OWNED *part = NULL;
     PyObject *shape = is->sharded ? flat_shape : PyTuple_GetItem(is->shapes, param);
     PyObject *strides = is->sharded ? Py_None : PyTuple_GetItem(is->strides, param);
     if (source && flat_shape)
@@ -89,8 +88,6 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
     int result = part ? torch_copy(part, source) : -1;
     if (!result)
         result = torch_set_data(value, part) < 0 ? -1 : keep_object(writeback, param, value);
-    Py_XDECREF(source);
-    Py_XDECREF(part);
     Py_XDECREF(flat_shape);
     return result;
 }
@@ -131,7 +128,8 @@ static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_tu
         return -1;
     if (!tensor_view_numel(&view))
         return keep_object(writeback, param, value);
-    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
+    PyObject *shape = PyObject_GetAttrString(value, "shape");
+    OWNED *fqn = flat_param_fqn(writeback->param, param);
     PyErr_Format(
         PyExc_RuntimeError,
         "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and "
@@ -139,7 +137,6 @@ static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_tu
         "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
         fqn, writeback->param->name, shape ? shape : Py_None, (long long)writeback->param->layout.rank);
     Py_XDECREF(shape);
-    Py_DECREF(fqn);
     return -1;
 }
 
@@ -170,22 +167,18 @@ static int check_shared(struct writeback *writeback, const struct param_view *pa
     const struct param_view *primary = &writeback->param_views->all[param_view->param];
     if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
         return PyErr_Occurred() ? -1 : 0;
-    PyObject *infos = PyObject_GetAttrString(writeback->param->tensor, "_shared_param_infos");
-    PyObject *info = infos ? PySequence_GetItem(infos, param_view - writeback->param_views->all -
-                                                           writeback->param->num_params)
-                           : NULL;
-    PyObject *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
-    PyObject *fqn = where ? flat_param_fqn(writeback->param, param_view->param) : NULL;
+    OWNED *infos = PyObject_GetAttrString(writeback->param->tensor, "_shared_param_infos");
+    OWNED *info = infos ? PySequence_GetItem(infos, param_view - writeback->param_views->all -
+                                                        writeback->param->num_params)
+                        : NULL;
+    OWNED *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
+    OWNED *fqn = where ? flat_param_fqn(writeback->param, param_view->param) : NULL;
     if (fqn)
         PyErr_Format(
             PyExc_NotImplementedError,
             "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were "
             "one when the unit was wrapped and are two now. Untie parameters before wrapping.",
             (long long)writeback->param->layout.rank, writeback->param->name, fqn, param_view->name, where);
-    Py_XDECREF(infos);
-    Py_XDECREF(info);
-    Py_XDECREF(where);
-    Py_XDECREF(fqn);
     return -1;
 }
 
@@ -225,16 +218,11 @@ int64_t writeback_count_writes(const struct writeback *writeback) {
 static PyObject *written_part(const struct writeback *writeback, PyObject *part, PyObject *view) {
     if (!writeback->storage->copy->low_precision)
         return Py_NewRef(view);
-    PyObject *own = PyObject_CallMethod(part, "to", "O", writeback->param->device);
-    PyObject *cast = own ? PyObject_CallMethod(own, "to", "O", writeback->storage->copy->dtype) : NULL;
-    PyObject *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
-    PyObject *wide = differs ? PyObject_CallMethod(view, "to", "O", writeback->storage->orig_dtype) : NULL;
-    PyObject *result = wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL;
-    Py_XDECREF(own);
-    Py_XDECREF(cast);
-    Py_XDECREF(differs);
-    Py_XDECREF(wide);
-    return result;
+    OWNED *own = PyObject_CallMethod(part, "to", "O", writeback->param->device);
+    OWNED *cast = own ? PyObject_CallMethod(own, "to", "O", writeback->storage->copy->dtype) : NULL;
+    OWNED *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
+    OWNED *wide = differs ? PyObject_CallMethod(view, "to", "O", writeback->storage->orig_dtype) : NULL;
+    return wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL;
 }
 
 /* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
@@ -248,15 +236,11 @@ static int take_over_view(struct writeback *writeback, int64_t param) {
         range = layout->shard_ranges[param];
     if (!range.in_shard)
         return 0;
-    PyObject *part = torch_part(writeback->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
-    PyObject *view =
-        torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
-    PyObject *value = part && view ? written_part(writeback, part, view) : NULL;
+    OWNED *part = torch_part(writeback->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
+    OWNED *view = torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
+    OWNED *value = part && view ? written_part(writeback, part, view) : NULL;
     int result = value ? torch_copy(part, value) : -1;
     writeback->copied = true;
-    Py_XDECREF(part);
-    Py_XDECREF(view);
-    Py_XDECREF(value);
     return result;
 }
 
@@ -298,27 +282,25 @@ int writeback_take_over_writes(struct writeback *writeback) {
     writeback->forward_writes = true;
     if (expected)
         return written;
-    PyObject *fqn = flat_param_fqn(writeback->param, last);
+    OWNED *fqn = flat_param_fqn(writeback->param, last);
     unit_error(PyExc_RuntimeError, writeback->param->layout.rank, writeback->param->name,
                "its forward writes in place to %S, but did not in its first %d forwards, so that "
                "parameters were not looked at and what it wrote in the last %d may be lost. From now on "
                "writes are kept. Have it write in one of its first forwards as well, if only the values that "
                "are there, or keep in a buffer what a forward changes.",
                fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
-    Py_DECREF(fqn);
     return -1;
 }
 
 /* ---- views that are replaced ---- */
 
 static int refuse_changed_view(struct writeback *writeback, const struct param_view *param_view) {
-    PyObject *fqn = flat_param_fqn(writeback->param, param_view->param);
+    OWNED *fqn = flat_param_fqn(writeback->param, param_view->param);
     PyErr_Format(PyExc_AssertionError,
                  "FSDP does not support changing the parameters between forward and backward for strategies "
                  "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
                  "the backward.",
                  (long long)writeback->param->layout.rank, writeback->param->name, fqn);
-    Py_DECREF(fqn);
     return -1;
 }
 
@@ -366,11 +348,10 @@ static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad,
     if (writeback_warn(writeback, param, "Gradient", grad) < 0 ||
         gradients_forget_reduced(writeback->gradients, param) < 0)
         return -1;
-    PyObject *part = gradients_part(writeback->gradients, flat_grad, param);
+    OWNED *part = gradients_part(writeback->gradients, flat_grad, param);
     int result = !part ? -1 : grad == Py_None ? torch_zero(part) : torch_copy(part, grad);
     if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
         result = torch_set_foreign_grad(PyList_GetItem(writeback->param->params, param), part);
-    Py_XDECREF(part);
     return result;
 }
 
@@ -404,13 +385,12 @@ int writeback_collect_grads(struct writeback *writeback) {
     if (some <= 0)
         return some < 0 ? -1 : gradients_drop_shown(writeback->gradients);
     struct tensor_view view;
-    PyObject *flat_grad = gradients_flat_or_zeros(writeback->gradients);
+    OWNED *flat_grad = gradients_flat_or_zeros(writeback->gradients);
     int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
     for (int64_t i = 0; !result && i < writeback->param->num_params; i++) {
         PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
         result = grad ? collect_param_grad(writeback, flat_grad, &view, i, grad) : -1;
         Py_XDECREF(grad);
     }
-    Py_XDECREF(flat_grad);
     return result;
 }

@@ -153,11 +153,10 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
     PyObject *grads = handle ? PyList_New(0) : NULL;
     int64_t count = !handle ? 0 : handle->param.use_orig_params ? handle->param.num_params : 1;
     for (int64_t i = 0; grads && i < count; i++) {
-        PyObject *grad = torch_get_grad(
-            handle->param.use_orig_params ? PyList_GetItem(handle->param.params, i) : handle->param.tensor);
+        OWNED *grad = torch_get_grad(handle->param.use_orig_params ? PyList_GetItem(handle->param.params, i)
+                                                                   : handle->param.tensor);
         if (!grad || (grad != Py_None && PyList_Append(grads, grad) < 0))
             Py_CLEAR(grads);
-        Py_XDECREF(grad);
     }
     return grads;
 }

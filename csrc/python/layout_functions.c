@@ -121,7 +121,7 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args) {
     int gathered;
     if (!PyArg_ParseTuple(args, "OLLp:exchange_plan", &given, &rank, &world_size, &gathered))
         return NULL;
-    PyObject *items = PySequence_Tuple(given);
+    OWNED *items = PySequence_Tuple(given);
     const Py_ssize_t count = items ? PyTuple_Size(items) : 0;
     struct exchange_tensor *tensors = items ? mem_new_array((size_t)count, sizeof *tensors) : NULL;
     bool failed = !tensors;
@@ -132,7 +132,6 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args) {
     else if (!PyErr_Occurred())
         PyErr_NoMemory();
     mem_free(tensors);
-    Py_XDECREF(items);
     return result;
 }
 
@@ -140,7 +139,7 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args) {
 
 /* The sizes, each >= 0, and their product. The number of dimensions, or -1. */
 static int read_shape(PyObject *sequence, int64_t *shape, int64_t *numel) {
-    PyObject *sizes = PySequence_Tuple(sequence);
+    OWNED *sizes = PySequence_Tuple(sequence);
     if (!sizes)
         return -1;
     const Py_ssize_t ndim = PyTuple_Size(sizes);
@@ -156,7 +155,6 @@ static int read_shape(PyObject *sequence, int64_t *shape, int64_t *numel) {
             PyErr_Format(PyExc_ValueError, "not a shape of at most 2**63 - 1 elements: %R", sizes);
         *numel *= failed ? 1 : shape[dim];
     }
-    Py_DECREF(sizes);
     return failed ? -1 : (int)ndim;
 }
 

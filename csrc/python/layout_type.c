@@ -109,13 +109,12 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
     }
     struct layout_spec spec = {
         .aligned_numel = aligned_numel, .world_size = world_size, .rank = rank, .sharded = sharded != 0};
-    PyObject *numels = PySequence_Tuple(sequence);
+    OWNED *numels = PySequence_Tuple(sequence);
     if (!numels)
         return NULL;
     PyObject *self = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self && layout_object_init((struct layout_object *)self, numels, &spec) < 0)
         Py_CLEAR(self);
-    Py_DECREF(numels);
     return self;
 }
 

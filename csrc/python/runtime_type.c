@@ -40,7 +40,7 @@ static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence))
         return -1;
-    PyObject *objects = PySequence_Tuple(sequence);
+    OWNED *objects = PySequence_Tuple(sequence);
     if (!objects)
         return -1;
     struct unit **units = PyTuple_Size(objects) ? units_of(objects) : NULL;
@@ -50,7 +50,6 @@ static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs)
     if (result < 0)
         runtime_clear(inside(self));
     PyMem_Free(units);
-    Py_DECREF(objects);
     return result;
 }
 

@@ -85,14 +85,12 @@ static int check_named(struct unit *unit) {
 /* New reference to the accumulation node of the part with this index, None where it was frozen in the
  * forward, or NULL. */
 static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
-    PyObject *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
+    OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
     bool is_there = edges && PySequence_Size(edges) > 1 + index;
-    PyObject *edge = is_there ? PySequence_GetItem(edges, 1 + index) : NULL;
+    OWNED *edge = is_there ? PySequence_GetItem(edges, 1 + index) : NULL;
     PyObject *node = edge ? PySequence_GetItem(edge, 0) : NULL;
     if (edges && !is_there)
         node = Py_NewRef(Py_None); /* of a forward from before there were any */
-    Py_XDECREF(edges);
-    Py_XDECREF(edge);
     return node;
 }
 

@@ -133,11 +133,10 @@ static int check_backward(struct runtime *runtime) {
 }
 
 static int end_and_tell_of_cut_off(struct runtime *runtime) {
-    PyObject *cut_off = runtime_take_cut_off(runtime);
+    OWNED *cut_off = runtime_take_cut_off(runtime);
     int result = cut_off ? end_backward(runtime) : -1;
     if (!result) /* when all is in order again: a warning may be made an error */
         result = runtime_tell_of_cut_off(runtime, cut_off);
-    Py_XDECREF(cut_off);
     return result;
 }
 

@@ -36,9 +36,8 @@ int unit_note_cut_off(struct unit *unit) {
 int unit_note_checkpointed(struct unit *unit) {
     if (unit->runtime->order.iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
         return 0;
-    PyObject *answer = PyObject_CallNoArgs(callbacks.is_in_reentrant_checkpoint);
+    OWNED *answer = PyObject_CallNoArgs(callbacks.is_in_reentrant_checkpoint);
     int checkpointed = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
     return checkpointed > 0 ? cut_off(unit) : checkpointed;
 }
 
@@ -73,7 +72,7 @@ int runtime_tell_of_left_out(struct runtime *runtime) {
     if (!runtime->any_left_out)
         return 0;
     runtime->any_left_out = false;
-    PyObject *names = PyList_New(0);
+    OWNED *names = PyList_New(0);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         /* whether it trains is asked now: most are never left out */
@@ -82,7 +81,5 @@ int runtime_tell_of_left_out(struct runtime *runtime) {
         if (trains < 0 || (trains && PyList_Append(names, unit->handle->param.name) < 0))
             Py_CLEAR(names);
     }
-    int result = names ? tell(runtime, callbacks.warn_of_units_left_out, names) : -1;
-    Py_XDECREF(names);
-    return result;
+    return names ? tell(runtime, callbacks.warn_of_units_left_out, names) : -1;
 }

@@ -47,13 +47,12 @@ int runtime_note_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
     int result = 0;
     if (ddp != Py_None && runtime->ddp != ddp) {
-        PyObject *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
+        OWNED *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
         if (!managed)
             PyErr_Clear();
         bool is_list = managed && PyList_Check(managed);
         for (int64_t i = 0; is_list && !result && i < runtime->num_units; i++)
             result = runtime->units[i]->handle ? check_part(runtime->units[i], managed) : 0;
-        Py_XDECREF(managed);
     }
     runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
     Py_XDECREF(ddp);
@@ -61,9 +60,8 @@ int runtime_note_ddp(struct runtime *runtime) {
         return result;
     /* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in
      * the graph] in backward.c. */
-    PyObject *name = PyUnicode_FromString("torch.distributed.pipelining");
+    OWNED *name = PyUnicode_FromString("torch.distributed.pipelining");
     PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
     runtime->has_edges = module || runtime->ddp;
-    Py_XDECREF(name);
     return PyErr_Occurred() ? -1 : 0;
 }

@@ -82,11 +82,10 @@ static void join_parent(struct dry_run *run, struct actor *actor) {
 }
 
 static int init_buffer(struct buffer *buffer, struct actor *actor, int (*resized)(void *), int64_t nbytes) {
-    PyObject *resize = hook_new(resized, actor, NULL);
+    OWNED *resize = hook_new(resized, actor, NULL);
     if (!resize)
         return -1;
     buffer_init_without_memory(buffer, actor->run->tensor, resize, nbytes);
-    Py_DECREF(resize);
     return 0;
 }
 
@@ -169,11 +168,10 @@ static void join_optional(struct dry_run *run) {
 }
 
 static PyObject *empty_tensor(PyObject *requires_grad) {
-    PyObject *torch = PyImport_ImportModule("torch");
+    OWNED *torch = PyImport_ImportModule("torch");
     PyObject *tensor = torch ? PyObject_CallMethod(torch, "empty", "i", 0) : NULL;
     if (tensor && PyObject_SetAttr(tensor, torch_names.requires_grad, requires_grad) < 0)
         Py_CLEAR(tensor);
-    Py_XDECREF(torch);
     return tensor;
 }
 

@@ -27,12 +27,10 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
         return false;
     if (!cast)
         return true;
-    PyObject *dtype = PyObject_GetAttr(value, torch_names.dtype);
+    OWNED *dtype = PyObject_GetAttr(value, torch_names.dtype);
     if (!dtype)
         PyErr_Clear();
-    bool ready = dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
-    Py_XDECREF(dtype);
-    return ready;
+    return dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
 }
 
 static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
@@ -67,9 +65,9 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool cast = casts_inputs(unit);
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
-    PyObject *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
-                                                       mover ? mover->param.device : Py_None,
-                                                       cast ? unit->param_dtype : Py_None, NULL);
+    OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
+                                                    mover ? mover->param.device : Py_None,
+                                                    cast ? unit->param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -78,7 +76,6 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
         ref_set(args, Py_NewRef(new_args));
         ref_set(kwargs, Py_NewRef(new_kwargs));
     }
-    Py_DECREF(converted);
     return parsed ? 0 : -1;
 }
 
@@ -137,7 +134,8 @@ static int hook_first(PyObject *tensor, PyObject *hook) {
     static PyObject *ordered_dict; /* owned for ever */
     if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
         return -1;
-    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL;
+    OWNED *hooks = PyObject_CallNoArgs(ordered_dict);
+    PyObject *grad_fn = NULL;
     int result = hooks ? add_hook(hooks, hook) : -1;
     if (!result)
         result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
@@ -145,7 +143,6 @@ static int hook_first(PyObject *tensor, PyObject *hook) {
         result = (grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn)) ? 0 : -1;
     if (!result && grad_fn != Py_None)
         result = ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
-    Py_XDECREF(hooks);
     Py_XDECREF(grad_fn);
     return result;
 }
@@ -154,7 +151,7 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     int requires_grad = torch_requires_grad(tensor);
     if (requires_grad <= 0)
         return requires_grad;
-    PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
+    OWNED *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
     const struct unit *unit = hook_target(hook);
     int result = -1;
     if (hooks == Py_None)
@@ -163,7 +160,6 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     else if (hooks)
         result = unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
     (*hooked)++;
-    Py_XDECREF(hooks);
     return result;
 }
 
@@ -190,12 +186,10 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     if (PyTuple_Check(output) || PyList_Check(output))
         return hook_sequence(output, hook, hooked);
     /* looking at a value may run code of the user's, which may change the dict */
-    PyObject *tensors = PyDict_CheckExact(output)
-                            ? PyDict_Values(output)
-                            : PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
-    int result = tensors ? hook_sequence(tensors, hook, hooked) : -1;
-    Py_XDECREF(tensors);
-    return result;
+    OWNED *tensors = PyDict_CheckExact(output)
+                         ? PyDict_Values(output)
+                         : PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
+    return tensors ? hook_sequence(tensors, hook, hooked) : -1;
 }
 
 /* Not those that were prefetched on the user's word. */

@@ -75,14 +75,12 @@ static int keep_parts(PyObject *context, struct unit *unit) {
     Py_ssize_t count = 0;
     FOR_PARTS(part, unit)
         count++;
-    PyObject *kept = PyBytes_FromStringAndSize(NULL, count);
+    OWNED *kept = PyBytes_FromStringAndSize(NULL, count);
     char *is_in = kept ? PyBytes_AsString(kept) : NULL;
     FOR_PARTS(part, unit)
         if (is_in)
             *is_in++ = part->in_node;
-    int result = kept ? PyObject_SetAttr(context, torch_names.parts, kept) : -1;
-    Py_XDECREF(kept);
-    return result;
+    return kept ? PyObject_SetAttr(context, torch_names.parts, kept) : -1;
 }
 
 /* New reference. */
@@ -103,7 +101,8 @@ static PyObject *views_in_node(struct unit *unit) {
 /* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among
  * them get no gradient. */
 static PyObject *node_forward(PyObject *self, PyObject *args) {
-    PyObject *context = PyTuple_GetItem(args, 0), *token = PyTuple_GetItem(args, 2), *frozen;
+    PyObject *context = PyTuple_GetItem(args, 0), *token = PyTuple_GetItem(args, 2);
+    OWNED *frozen = NULL;
     (void)self;
     if (!context || !token)
         return NULL;
@@ -113,7 +112,6 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         (unit->next_segment && keep_parts(context, unit) < 0) || !(frozen = frozen_views(unit)))
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
-    Py_DECREF(frozen);
     return result < 0 ? NULL : views_in_node(unit);
 }
 
@@ -180,7 +178,7 @@ static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_
 static int arrive_all(struct unit *unit, struct arrival *arrival) {
     if (!unit->next_segment)
         return arrive(unit, arrival->args, arrival, 0);
-    PyObject *kept = PyObject_GetAttr(arrival->context, torch_names.parts);
+    OWNED *kept = PyObject_GetAttr(arrival->context, torch_names.parts);
     const char *is_in = kept ? PyBytes_AsString(kept) : NULL;
     int result = is_in ? 0 : -1;
     Py_ssize_t begin = 0, index = 0;
@@ -193,7 +191,6 @@ static int arrive_all(struct unit *unit, struct arrival *arrival) {
         Py_XDECREF(own);
         begin += count;
     }
-    Py_XDECREF(kept);
     return result;
 }
 
@@ -270,29 +267,25 @@ static PyMethodDef key_def = {"_compiled_autograd_key", node_compiled_autograd_k
 
 /* class FlatParameterViews(torch.autograd.Function), with C functions as its static methods. */
 static PyObject *make_class(PyObject *function) {
-    PyObject *forward = PyCFunction_New(&forward_def, NULL), *backward = PyCFunction_New(&backward_def, NULL);
-    PyObject *key = PyCFunction_New(&key_def, NULL), *class = NULL;
+    OWNED *forward = PyCFunction_New(&forward_def, NULL);
+    OWNED *backward = PyCFunction_New(&backward_def, NULL);
+    OWNED *key = PyCFunction_New(&key_def, NULL);
+    PyObject *class = NULL;
     if (forward && backward && key)
         class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOsOss}", "FlatParameterViews",
                                       function, "forward", forward, "backward", backward, key_def.ml_name,
                                       key, "__module__", "fsdp_c");
-    Py_XDECREF(forward);
-    Py_XDECREF(backward);
-    Py_XDECREF(key);
     return class;
 }
 
 int node_init(void) {
     if (apply)
         return 0;
-    PyObject *function = ref_find("torch.autograd", "Function");
-    PyObject *class = function ? make_class(function) : NULL;
-    PyObject *super =
+    OWNED *function = ref_find("torch.autograd", "Function");
+    OWNED *class = function ? make_class(function) : NULL;
+    OWNED *super =
         class ? PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL) : NULL;
     apply = super ? PyObject_GetAttrString(super, "apply") : NULL;
-    Py_XDECREF(function);
-    Py_XDECREF(class);
-    Py_XDECREF(super);
     return apply ? 0 : -1;
 }
 
@@ -300,16 +293,11 @@ int node_init(void) {
 
 /* The accumulation node of a leaf: what its expansion leads back to. */
 static PyObject *accumulation_node(PyObject *leaf) {
-    PyObject *expanded = PyObject_CallMethod(leaf, "expand_as", "O", leaf);
-    PyObject *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
-    PyObject *next = grad_fn ? PyObject_GetAttrString(grad_fn, "next_functions") : NULL;
-    PyObject *first = next ? PySequence_GetItem(next, 0) : NULL;
-    PyObject *node = first ? PySequence_GetItem(first, 0) : NULL;
-    Py_XDECREF(expanded);
-    Py_XDECREF(grad_fn);
-    Py_XDECREF(next);
-    Py_XDECREF(first);
-    return node;
+    OWNED *expanded = PyObject_CallMethod(leaf, "expand_as", "O", leaf);
+    OWNED *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
+    OWNED *next = grad_fn ? PyObject_GetAttrString(grad_fn, "next_functions") : NULL;
+    OWNED *first = next ? PySequence_GetItem(next, 0) : NULL;
+    return first ? PySequence_GetItem(first, 0) : NULL;
 }
 
 static int make_anchor(struct unit *unit) {
@@ -344,11 +332,10 @@ static int forget_hooks(struct unit *unit) {
         PyObject *views = part->handle->storage.copy->views;
         for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(views); i++) {
             PyObject *view = PyTuple_GetItem(views, i);
-            PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
+            OWNED *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
             if (!hooks ||
                 (hooks != Py_None && PyObject_SetAttr(view, torch_names._backward_hooks, Py_None) < 0))
                 registered = -1;
-            Py_XDECREF(hooks);
         }
     }
     if (registered < 0)
@@ -398,17 +385,15 @@ static PyObject *apply_node(struct unit *unit) {
     if (!unit->next_segment)
         return PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook,
                                             edges ? unit->handle->param.tensor : NULL, NULL);
-    PyObject *args = PyList_New(0), *tuple = NULL;
+    OWNED *args = PyList_New(0);
+    OWNED *tuple = NULL;
     int result = args && PyList_Append(args, unit->anchor) == 0 ? PyList_Append(args, unit->anchor_hook) : -1;
     FOR_PARTS(part, unit)
         if (!result && edges)
             result = PyList_Append(args, part->handle->param.tensor);
     if (!result)
         tuple = PyList_AsTuple(args);
-    PyObject *views = tuple ? PyObject_CallObject(apply, tuple) : NULL;
-    Py_XDECREF(args);
-    Py_XDECREF(tuple);
-    return views;
+    return tuple ? PyObject_CallObject(apply, tuple) : NULL;
 }
 
 int unit_attach_views(struct unit *unit) {
@@ -416,7 +401,7 @@ int unit_attach_views(struct unit *unit) {
     bool enabled = torch_grad_enabled();
     if ((!enabled || !unit->anchor) && torch_inference_mode())
         return 0; /* nothing is recorded there, whatever is turned on */
-    PyObject *views = NULL;
+    OWNED *views = NULL;
     bool has_anchor = unit->anchor;
     if (!enabled)
         torch_set_grad_enabled(true);
@@ -427,6 +412,5 @@ int unit_attach_views(struct unit *unit) {
     if (!enabled)
         torch_set_grad_enabled(false);
     unit->views_attached = true;
-    Py_XDECREF(views);
     return views ? 0 : refuse_transformed(unit, enabled, !has_anchor);
 }

@@ -27,12 +27,9 @@ static PyObject *handle_or_none(const struct unit *unit) {
 /* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or
  * NULL. */
 static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
-    PyObject *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
-    PyObject *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
-    PyObject *result = PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
-    Py_DECREF(function);
-    Py_DECREF(module);
-    return result;
+    OWNED *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
+    OWNED *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
+    return PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
 }
 
 static int done(PyObject *result) {
@@ -66,7 +63,7 @@ static int call_post_backward_reshard(struct unit *unit) {
 
 static int choose(struct unit *unit, struct unit **chosen) {
     const struct runtime *runtime = unit->runtime;
-    PyObject *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
+    OWNED *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
     int result = handle ? 0 : -1;
     *chosen = NULL;
     for (int64_t i = 0; handle && !*chosen && i < runtime->num_units; i++)
@@ -77,7 +74,6 @@ static int choose(struct unit *unit, struct unit **chosen) {
                             "the function in place of _get_handle_to_prefetch returned %R: return the "
                             "handle of a unit below the same root, or None",
                             handle);
-    Py_XDECREF(handle);
     return result;
 }
 

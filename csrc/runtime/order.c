@@ -8,8 +8,8 @@
 /* ---- validation ---- */
 
 static int init_tensors(struct order_validation *validation, PyObject *device) {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *dtype = torch ? PyObject_GetAttrString(torch, "int64") : NULL;
+    OWNED *torch = PyImport_ImportModule("torch");
+    OWNED *dtype = torch ? PyObject_GetAttrString(torch, "int64") : NULL;
     if (dtype)
         validation->own = torch_empty(1, dtype, device);
     if (validation->own)
@@ -17,8 +17,6 @@ static int init_tensors(struct order_validation *validation, PyObject *device) {
     /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
     int result =
         ref_done(validation->everyone ? PyObject_CallMethod(validation->everyone, "zero_", NULL) : NULL);
-    Py_XDECREF(torch);
-    Py_XDECREF(dtype);
     return result;
 }
 
@@ -70,7 +68,7 @@ static PyObject *gather_values(struct order_validation *validation, int64_t valu
  * whoever counts collectives finds as many. */
 static int compare_ranks(struct order_validation *validation, int64_t index) {
     PyObject *counts = gather_values(validation, 1);
-    PyObject *indices = counts ? gather_values(validation, index) : NULL;
+    OWNED *indices = counts ? gather_values(validation, index) : NULL;
     Py_XDECREF(counts);
     if (!indices)
         return -1;
@@ -85,7 +83,6 @@ static int compare_ranks(struct order_validation *validation, int64_t index) {
                 "order.",
                 names_of(validation, first), (long long)rank, names_of(validation, other));
     }
-    Py_DECREF(indices);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -105,8 +102,8 @@ static int grow(int64_t **indices, int64_t *capacity) {
 /* ---- later iterations: against the first ---- */
 
 static int warn(struct order_validation *validation, int64_t index, int64_t expected) {
-    PyObject *rest = NULL;
-    PyObject *text = PyUnicode_FromFormat(
+    OWNED *rest = NULL;
+    OWNED *text = PyUnicode_FromFormat(
         "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and "
         "may give incorrect results or hang.\nIn the first iteration came ",
         (long long)validation->group.rank);
@@ -116,8 +113,6 @@ static int warn(struct order_validation *validation, int64_t index, int64_t expe
     int result =
         rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U, but %R was run", rest, names_of(validation, index))
              : -1;
-    Py_XDECREF(text);
-    Py_XDECREF(rest);
     return result;
 }
 

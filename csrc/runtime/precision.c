@@ -5,12 +5,9 @@
 
 int unit_is_training(const struct unit *unit) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
-    PyObject *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
-    int result = training ? PyObject_IsTrue(training) : -1;
-    Py_XDECREF(wrapped);
-    Py_XDECREF(training);
-    return result;
+    OWNED *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
+    OWNED *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
+    return training ? PyObject_IsTrue(training) : -1;
 }
 
 static int use(struct unit *unit, enum precision precision) {

@@ -113,14 +113,13 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
  * the backward still. */
 static int wait_in_script(void *waiting) {
     struct runtime *runtime = waiting;
-    PyObject *object = runtime->object;
+    OWNED *object = runtime->object;
     bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
     runtime->script_waits = false;
     int result = 0;
     if (is_script) /* as a forward would, where autograd's thread has not come to it */
         result =
             runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
-    Py_DECREF(object);
     return result;
 }
 

@@ -120,9 +120,8 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
 int unit_unwatch_inputs(struct unit *unit) {
     if (!unit->reshard_hook)
         return 0;
-    PyObject *done = PyObject_CallMethod(unit->reshard_hook, "remove", NULL);
+    OWNED *done = PyObject_CallMethod(unit->reshard_hook, "remove", NULL);
     Py_CLEAR(unit->reshard_hook);
-    Py_XDECREF(done);
     return done ? 0 : -1;
 }
 

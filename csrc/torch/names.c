@@ -94,27 +94,23 @@ int torch_names_init(void) {
 }
 
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
-    PyObject *args = Py_BuildValue("(L)", (long long)numel);
-    PyObject *kwargs = Py_BuildValue("{sOsO}", "dtype", dtype, "device", device);
-    PyObject *tensor = args && kwargs ? PyObject_Call(torch_names.empty, args, kwargs) : NULL;
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return tensor;
+    OWNED *args = Py_BuildValue("(L)", (long long)numel);
+    OWNED *kwargs = Py_BuildValue("{sOsO}", "dtype", dtype, "device", device);
+    return args && kwargs ? PyObject_Call(torch_names.empty, args, kwargs) : NULL;
 }
 
 /* A TorchDispatchMode may read what it sees, and `tensor` may have no memory. */
 static PyObject *empty_of(PyObject *tensor) {
-    PyObject *numel = PyObject_CallMethod(tensor, "numel", NULL), *dtype = NULL, *device = NULL,
-             *result = NULL;
+    OWNED *numel = PyObject_CallMethod(tensor, "numel", NULL);
+    OWNED *dtype = NULL;
+    OWNED *device = NULL;
+    PyObject *result = NULL;
     if (numel)
         dtype = PyObject_GetAttr(tensor, torch_names.dtype);
     if (dtype)
         device = PyObject_GetAttr(tensor, torch_names.device);
     if (device)
         result = torch_empty(PyLong_AsLongLong(numel), dtype, device);
-    Py_XDECREF(numel);
-    Py_XDECREF(dtype);
-    Py_XDECREF(device);
     return result;
 }
 
@@ -150,13 +146,10 @@ PyObject *torch_empty_pinned_like(PyObject *tensor) {
     struct tensor_view view;
     if (tensor_view_of(tensor, &view) < 0)
         return NULL;
-    PyObject *args = PyTuple_Pack(1, tensor);
-    PyObject *kwargs = Py_BuildValue("{sssO}", "device", "cpu", "pin_memory",
-                                     view.device != DEVICE_CPU ? Py_True : Py_False);
-    PyObject *result = args && kwargs ? PyObject_Call(torch_names.empty_like, args, kwargs) : NULL;
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return result;
+    OWNED *args = PyTuple_Pack(1, tensor);
+    OWNED *kwargs = Py_BuildValue("{sssO}", "device", "cpu", "pin_memory",
+                                  view.device != DEVICE_CPU ? Py_True : Py_False);
+    return args && kwargs ? PyObject_Call(torch_names.empty_like, args, kwargs) : NULL;
 }
 
 int torch_set_data(PyObject *tensor, PyObject *data) {
@@ -179,14 +172,13 @@ void torch_restore_data(PyObject *tensor, PyObject *data) {
 
 /* `.grad` accepts what fits the tensor: so let other data fit for a moment. */
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
-    PyObject *data = torch_data(tensor);
+    OWNED *data = torch_data(tensor);
     int result = data ? torch_set_data(tensor, grad) : -1;
     if (!result) {
         result = torch_set_grad(tensor, grad);
         if (result < 0 || (result = torch_set_data(tensor, data)) < 0)
             torch_restore_data(tensor, data);
     }
-    Py_XDECREF(data);
     return result;
 }
 
@@ -195,10 +187,8 @@ PyObject *torch_get_grad(PyObject *tensor) {
 }
 
 PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel) {
-    PyObject *view = PyObject_CallMethod(tensor, "narrow", "iLL", 0, (long long)offset, (long long)numel);
-    PyObject *data = view ? torch_data(view) : NULL;
-    Py_XDECREF(view);
-    return data;
+    OWNED *view = PyObject_CallMethod(tensor, "narrow", "iLL", 0, (long long)offset, (long long)numel);
+    return view ? torch_data(view) : NULL;
 }
 
 PyObject *torch_data(PyObject *tensor) {
@@ -206,10 +196,8 @@ PyObject *torch_data(PyObject *tensor) {
 }
 
 int64_t torch_graph_task(void) {
-    PyObject *id = PyObject_CallNoArgs(torch_names.graph_task_id);
-    int64_t result = id ? PyLong_AsLongLong(id) : -2;
-    Py_XDECREF(id);
-    return result;
+    OWNED *id = PyObject_CallNoArgs(torch_names.graph_task_id);
+    return id ? PyLong_AsLongLong(id) : -2;
 }
 
 PyObject *torch_active_ddp(void) {
@@ -221,31 +209,25 @@ PyObject *torch_active_ddp(void) {
 }
 
 int torch_will_execute(PyObject *node) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(torch_names.will_execute, node, NULL);
-    int result = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return result;
+    OWNED *answer = PyObject_CallFunctionObjArgs(torch_names.will_execute, node, NULL);
+    return answer ? PyObject_IsTrue(answer) : -1;
 }
 
 int torch_requires_grad(PyObject *tensor) {
-    PyObject *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
+    OWNED *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
     if (!value)
         return -1;
-    int result = value == Py_True;
-    Py_DECREF(value);
-    return result;
+    return value == Py_True;
 }
 
 /* Inference tensors count nothing. */
 int64_t torch_version(PyObject *tensor) {
-    PyObject *value = read_attribute(tensor, &of_version, torch_names._version);
+    OWNED *value = read_attribute(tensor, &of_version, torch_names._version);
     if (!value && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         PyErr_Clear();
         return 0;
     }
-    int64_t version = value ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return version;
+    return value ? PyLong_AsLongLong(value) : -1;
 }
 
 bool torch_is_tensor(PyObject *object) {
@@ -255,20 +237,19 @@ bool torch_is_tensor(PyObject *object) {
 }
 
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides) {
-    PyObject *data = torch_data(flat), *view = NULL, *result = NULL;
+    OWNED *data = torch_data(flat);
+    OWNED *view = NULL;
+    PyObject *result = NULL;
     if (!data)
         return NULL;
     if (strides == Py_None) {
-        PyObject *part = PyObject_CallMethod(data, "narrow", "iLL", 0, (long long)offset, (long long)numel);
+        OWNED *part = PyObject_CallMethod(data, "narrow", "iLL", 0, (long long)offset, (long long)numel);
         view = part ? PyObject_CallMethod(part, "view", "(O)", shape) : NULL;
-        Py_XDECREF(part);
     } else {
         view = PyObject_CallMethod(data, "as_strided", "OOL", shape, strides, (long long)offset);
     }
     if (view)
         result = torch_data(view);
-    Py_DECREF(data);
-    Py_XDECREF(view);
     return result;
 }
 
@@ -284,11 +265,10 @@ int torch_hooks_registered_since(PyObject **seen) {
 }
 
 bool torch_inference_mode(void) {
-    PyObject *enabled = PyObject_CallNoArgs(torch_names.is_inference_mode_enabled);
+    OWNED *enabled = PyObject_CallNoArgs(torch_names.is_inference_mode_enabled);
     bool result = enabled == Py_True;
     if (!enabled)
         PyErr_Clear();
-    Py_XDECREF(enabled);
     return result;
 }
 

@@ -21,7 +21,7 @@ static int find_functions(struct pool *pool) {
 /* A pool is of the device that is current when it is made. -1 and the one before stays. */
 static int new_pool(struct pool *pool, PyObject *module) {
     PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", pool->device));
-    PyObject *made = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
+    OWNED *made = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
     PyObject *id = made ? PyObject_GetAttrString(made, "id") : NULL;
     if (current && context_leave(current) < 0)
         Py_CLEAR(id);
@@ -31,7 +31,6 @@ static int new_pool(struct pool *pool, PyObject *module) {
     }
     int result = id ? 0 : -1;
     Py_XDECREF(id);
-    Py_XDECREF(made);
     return result;
 }
 
@@ -123,18 +122,13 @@ int64_t pool_piece_nbytes(int64_t nbytes_of_blocks) {
 /* A tensor without elements, whose storage grows: in deterministic mode torch fills those with elements, on
  * the stream that is current now, while other streams may be first to write here. */
 static int take_memory(struct pool *pool, int64_t nbytes) {
-    PyObject *tensor = torch_empty(0, torch_names.uint8, pool->device);
-    PyObject *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
-    PyObject *grown = storage ? PyObject_CallMethod(storage, "resize_", "L", (long long)nbytes) : NULL;
-    PyObject *begin = grown ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
+    OWNED *tensor = torch_empty(0, torch_names.uint8, pool->device);
+    OWNED *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
+    OWNED *grown = storage ? PyObject_CallMethod(storage, "resize_", "L", (long long)nbytes) : NULL;
+    OWNED *begin = grown ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
     if (begin)
         pool->begin = PyLong_AsVoidPtr(begin);
-    int result = begin ? 0 : -1;
-    Py_XDECREF(begin);
-    Py_XDECREF(grown);
-    Py_XDECREF(storage);
-    Py_XDECREF(tensor);
-    return result;
+    return begin ? 0 : -1;
 }
 
 /* It is free again at once, and stays in the pool. */

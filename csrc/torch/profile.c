@@ -12,13 +12,12 @@ static bool is_on;                /* when an outer range was last opened, or wou
 int profile_init(void) {
     if (record_function)
         return 0;
-    PyObject *module = PyImport_ImportModule("torch.autograd.profiler");
+    OWNED *module = PyImport_ImportModule("torch.autograd.profiler");
     if (!module)
         return -1;
     ref_set(&profiler, Py_NewRef(PyModule_GetDict(module)));
     ref_set(&enabled_key, PyUnicode_InternFromString("_is_profiler_enabled"));
     record_function = PyObject_GetAttrString(module, "record_function");
-    Py_DECREF(module);
     return enabled_key && record_function ? 0 : -1;
 }
 

@@ -7,6 +7,13 @@
 #include <stdio.h>
 #include <string.h>
 
+static inline void ref_release(PyObject **reference) {
+    Py_XDECREF(*reference);
+}
+
+/* An owned local, or NULL: released where its block is left. A function that hands it on clears it first. */
+#define OWNED __attribute__((cleanup(ref_release))) PyObject
+
 /* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be
  * NULL. */
 static inline void ref_set(PyObject **field, PyObject *value) {

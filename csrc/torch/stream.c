@@ -169,12 +169,10 @@ int stream_enter_lasting(struct streams *streams) {
         return 0;
     if (stream_follow(streams) < 0)
         return -1;
-    PyObject *stream = streams->is_external
-                           ? PyObject_CallMethod(streams->module, "default_stream", "O", streams->device)
-                           : Py_NewRef(streams->roles[STREAM_COMPUTE].object);
-    int result = stream ? enter(streams, stream) : -1;
-    Py_XDECREF(stream);
-    return result;
+    OWNED *stream = streams->is_external
+                        ? PyObject_CallMethod(streams->module, "default_stream", "O", streams->device)
+                        : Py_NewRef(streams->roles[STREAM_COMPUTE].object);
+    return stream ? enter(streams, stream) : -1;
 }
 
 /* What was done in between may have failed: its exception stays. */

@@ -47,9 +47,8 @@ static bool is_capturing(const struct streams *streams, const struct stream_hand
 }
 
 static int is_elsewhere(const struct streams *streams) {
-    PyObject *index = PyObject_CallMethod(streams->module, "current_device", NULL);
+    OWNED *index = PyObject_CallMethod(streams->module, "current_device", NULL);
     long current = index ? PyLong_AsLong(index) : -1;
-    Py_XDECREF(index);
     return PyErr_Occurred() ? -1 : current != streams->device_index;
 }
 

@@ -71,7 +71,7 @@ static PyObject *optional_attribute(PyObject *object, const char *name) {
 
 /* The table's name changed between releases; its version is checked, and older versions of it are chained. */
 static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
-    PyObject *capsule = optional_attribute(tensor_type, "__dlpack_c_exchange_api__");
+    OWNED *capsule = optional_attribute(tensor_type, "__dlpack_c_exchange_api__");
     if (!capsule)
         capsule = optional_attribute(tensor_type, "__c_dlpack_exchange_api__");
     const struct dl_exchange *table = NULL;
@@ -79,7 +79,6 @@ static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
         table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     while (table && table->major != DLPACK_MAJOR)
         table = table->previous;
-    Py_XDECREF(capsule);
     return table;
 }
 
@@ -172,7 +171,7 @@ static int64_t *ring_reserve(Py_ssize_t count) {
 
 /* Copy a tuple of ints into the ring. NULL with an exception on failure. */
 static const int64_t *read_ints(PyObject *sequence) {
-    PyObject *tuple = sequence ? PySequence_Tuple(sequence) : NULL;
+    OWNED *tuple = sequence ? PySequence_Tuple(sequence) : NULL;
     Py_ssize_t count = tuple ? PyTuple_Size(tuple) : 0;
     int64_t *values = tuple ? ring_reserve(count) : NULL;
     for (Py_ssize_t i = 0; values && i < count; i++) {
@@ -180,15 +179,12 @@ static const int64_t *read_ints(PyObject *sequence) {
         if (values[i] == -1 && PyErr_Occurred())
             values = NULL;
     }
-    Py_XDECREF(tuple);
     return values;
 }
 
 static PyObject *attribute_text(PyObject *object, const char *name) {
-    PyObject *value = object ? PyObject_GetAttrString(object, name) : NULL;
-    PyObject *text = value ? PyObject_Str(value) : NULL;
-    Py_XDECREF(value);
-    return text;
+    OWNED *value = object ? PyObject_GetAttrString(object, name) : NULL;
+    return value ? PyObject_Str(value) : NULL;
 }
 
 static enum dtype dtype_named(PyObject *text, PyObject *element_nbytes) {
@@ -205,27 +201,24 @@ static enum dtype dtype_named(PyObject *text, PyObject *element_nbytes) {
 }
 
 static int read_device(PyObject *tensor, struct tensor_view *view) {
-    PyObject *device = PyObject_GetAttrString(tensor, "device");
-    PyObject *type = attribute_text(device, "type");
-    PyObject *bytes = type ? PyUnicode_AsUTF8String(type) : NULL;
+    OWNED *device = PyObject_GetAttrString(tensor, "device");
+    OWNED *type = attribute_text(device, "type");
+    OWNED *bytes = type ? PyUnicode_AsUTF8String(type) : NULL;
     PyObject *index = bytes ? PyObject_GetAttrString(device, "index") : NULL;
     if (index) {
         view->device = tensor_device_named(PyBytes_AsString(bytes));
         view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
     }
-    Py_XDECREF(bytes);
-    Py_XDECREF(type);
-    Py_XDECREF(device);
     return ref_done(index);
 }
 
 /* The slow way, for a torch without the table. */
 static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
-    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-    PyObject *shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
-    PyObject *strides = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
-    PyObject *dtype = strides ? attribute_text(tensor, "dtype") : NULL;
-    PyObject *element_nbytes = dtype ? PyObject_GetAttrString(tensor, "itemsize") : NULL;
+    OWNED *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    OWNED *shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
+    OWNED *strides = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
+    OWNED *dtype = strides ? attribute_text(tensor, "dtype") : NULL;
+    OWNED *element_nbytes = dtype ? PyObject_GetAttrString(tensor, "itemsize") : NULL;
     int result = -1;
     if (element_nbytes && read_device(tensor, view) == 0) {
         view->data = PyLong_AsVoidPtr(address);
@@ -235,11 +228,6 @@ static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
         view->dtype = dtype_named(dtype, element_nbytes);
         result = view->strides ? 0 : -1;
     }
-    Py_XDECREF(element_nbytes);
-    Py_XDECREF(dtype);
-    Py_XDECREF(strides);
-    Py_XDECREF(shape);
-    Py_XDECREF(address);
     return result;
 }
 
@@ -255,15 +243,13 @@ static int refuse(PyObject *object) {
 /* torch's own message carries a C++ stack trace. */
 static int refuse_memory(PyObject *tensor) {
     PyErr_Clear();
-    PyObject *device = attribute_text(tensor, "device");
-    PyObject *layout = attribute_text(tensor, "layout");
+    OWNED *device = attribute_text(tensor, "device");
+    OWNED *layout = attribute_text(tensor, "layout");
     if (device && layout) {
         PyErr_Format(PyExc_RuntimeError,
                      "expected a dense tensor with memory, got one of layout %U on device %U", layout,
                      device);
     }
-    Py_XDECREF(layout);
-    Py_XDECREF(device);
     return -1;
 }
 

@@ -8,6 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "torch/ref.h"
+
 struct torch_abi torch_abi;
 
 enum { OLDEST_MAJOR = 2, OLDEST_MINOR = 10 };
@@ -22,16 +24,13 @@ static bool find_symbol(void *library, const char *name, void *field) {
 
 /* New reference to torch.__version__, or NULL with an ImportError. */
 static PyObject *torch_version(void) {
-    PyObject *name = PyUnicode_FromString("torch");
-    PyObject *torch = name ? PyImport_GetModule(name) : NULL;
-    PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
+    OWNED *name = PyUnicode_FromString("torch");
+    OWNED *torch = name ? PyImport_GetModule(name) : NULL;
+    OWNED *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
     PyObject *text = version ? PyObject_Str(version) : NULL;
     if (!text && !PyErr_Occurred())
         PyErr_SetString(PyExc_ImportError,
                         "fsdp_c needs torch to be imported first: import torch, then fsdp_c");
-    Py_XDECREF(version);
-    Py_XDECREF(torch);
-    Py_XDECREF(name);
     return text;
 }
 
