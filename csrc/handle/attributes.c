@@ -1,24 +1,25 @@
 #include "handle/attributes.h"
 
+#include "torch/ref.h"
+
 void attributes_fini(struct attributes *attributes) {
     Py_CLEAR(attributes->dict);
 }
 
-int attributes_begin(struct attributes *attributes, PyObject *flat_param) {
+int attributes_begin(struct attributes *attributes, struct storage *storage) {
     if (!attributes->dict)
-        attributes->dict = PyObject_GetAttrString(flat_param, "__dict__");
-    return attributes->dict ? 0 : -1;
+        attributes->dict = PyObject_GetAttrString(storage->param->tensor, "__dict__");
+    return attributes->dict ? attributes_storage(attributes, storage) : -1;
 }
 
 /* The entry is `value`, or is not there where that is NULL. */
 static int put(struct attributes *attributes, const char *name, PyObject *value) {
-    PyObject *key = PyUnicode_InternFromString(name);
+    OWNED *key = PyUnicode_InternFromString(name);
     int result = key ? 0 : -1;
     if (key && value)
         result = PyDict_SetItem(attributes->dict, key, value);
     else if (key && PyDict_Contains(attributes->dict, key) == 1)
         result = PyDict_DelItem(attributes->dict, key);
-    Py_XDECREF(key);
     return PyErr_Occurred() ? -1 : result;
 }
 

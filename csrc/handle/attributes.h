@@ -13,7 +13,7 @@ struct attributes {
 };
 
 void attributes_fini(struct attributes *attributes);
-int attributes_begin(struct attributes *attributes, PyObject *flat_param); /* 0 or -1 */
+int attributes_begin(struct attributes *attributes, struct storage *storage); /* 0 or -1 */
 /* after lazy init, each time. 0 or -1 */
 int attributes_storage(struct attributes *attributes, struct storage *storage);
 int attributes_cpu_grad(struct attributes *attributes, PyObject *grad); /* 0 or -1 */

@@ -64,19 +64,15 @@ int gradients_apply(const struct gradients *gradients, elementwise_kernel *kerne
 }
 
 PyObject *gradients_take_received(struct gradients *gradients) {
-    PyObject *total = gradients->sum ? Py_NewRef(gradients->sum)
-                                     : torch_empty_like(gradients->storage->copy->gradient_like.tensor);
-    int result = -1;
-    if (total)
-        result = gradients->sum ? gradients_add_pending(gradients, total)
-                                : gradients_pack_pending(gradients, total, 1.0);
-    if (result < 0) {
-        Py_XDECREF(total);
+    const PyObject *sum = gradients->sum;
+    OWNED *total =
+        sum ? Py_NewRef(gradients->sum) : torch_empty_like(gradients->storage->copy->gradient_like.tensor);
+    if (!total ||
+        (sum ? gradients_add_pending(gradients, total) : gradients_pack_pending(gradients, total, 1.0)) < 0)
         return NULL;
-    }
     Py_CLEAR(gradients->sum);
     Py_CLEAR(gradients->pending);
-    return total;
+    return Py_NewRef(total);
 }
 
 int gradients_add_received(struct gradients *gradients, PyObject *target) {

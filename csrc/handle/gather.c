@@ -92,39 +92,31 @@ int handle_detach_views(struct handle *handle) {
 
 /* ---- precision ---- */
 
-/* The modules let go of the views; without original parameters they show those of the copy that is in use
- * then. */
-static int hide_views(struct handle *handle) {
-    if (handle->param_views.shown != SHOWN_VIEWS)
-        return 0;
-    return handle->param.use_orig_params ? handle_show_sharded(handle)
-                                         : param_views_show_nothing(&handle->param_views);
-}
-
 int handle_use_precision(struct handle *handle, enum precision precision) {
     if (storage_precision(&handle->storage) == precision)
         return 0;
-    bool shows_views = handle->param_views.shown == SHOWN_VIEWS && !handle->param.use_orig_params;
-    if (storage_reshard(&handle->storage, true) < 0 || hide_views(handle) < 0)
+    bool orig = handle->param.use_orig_params, shows_views = handle->param_views.shown == SHOWN_VIEWS;
+    if (storage_reshard(&handle->storage, true) < 0)
+        return -1;
+    /* the modules let go of the views; without original parameters they show those of the copy in use then */
+    if (shows_views &&
+        (orig ? handle_show_sharded(handle) : param_views_show_nothing(&handle->param_views)) < 0)
         return -1;
     if (storage_use_copy(&handle->storage, precision) < 0)
         return -1;
     param_views_forget_wrapped(&handle->param_views);
-    return shows_views ? handle_show_views(handle) : 0;
+    return shows_views && !orig ? handle_show_views(handle) : 0;
 }
 
-/* The reduction from now on is in `dtype`, also when lazy init comes later or comes again. */
-static int reduce_in(struct handle *handle, PyObject *dtype) {
-    if (handle->ready && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
-        return -1;
-    return storage_fix_reduce_dtype(&handle->storage, dtype);
-}
-
+/* A reduction in `dtype` is so from now on, also when lazy init comes later or comes again. */
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {
     if (gradients_check_hookless(&handle->gradients) < 0)
         return -1;
-    if (dtype != Py_None && reduce_in(handle, dtype) < 0)
+    bool native = dtype != Py_None;
+    if (native && handle->ready && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
         return -1;
-    gradients_set_comm_hook(&handle->gradients, function, state, dtype != Py_None);
+    if (native && storage_fix_reduce_dtype(&handle->storage, dtype) < 0)
+        return -1;
+    gradients_set_comm_hook(&handle->gradients, function, state, native);
     return 0;
 }

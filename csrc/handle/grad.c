@@ -5,26 +5,16 @@
 
 /* ---- shown ---- */
 
-static PyObject *split(PyObject *tensor, PyObject *sizes) {
-    return PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, tensor, sizes, NULL);
-}
-
 static int clear_grad(PyObject *param) {
     OWNED *grad = torch_get_grad(param);
-    int result = grad ? 0 : -1;
-    if (grad && grad != Py_None)
-        result = torch_set_grad(param, Py_None);
-    return result;
+    if (!grad || grad == Py_None)
+        return grad ? 0 : -1;
+    return torch_set_grad(param, Py_None);
 }
 
 static int is_zero(PyObject *tensor) {
     OWNED *any = PyObject_CallMethod(tensor, "any", NULL);
     return any ? PyObject_Not(any) : -1;
-}
-
-static int has_grad(PyObject *param) {
-    OWNED *grad = torch_get_grad(param);
-    return grad ? grad != Py_None : -1;
 }
 
 /* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one
@@ -34,7 +24,10 @@ static int shows_grad(const struct gradients *gradients, int64_t index) {
     int requires_grad = torch_requires_grad(param);
     if (requires_grad)
         return requires_grad;
-    return gradients->hidden ? PyList_GetItem(gradients->hidden, index) != Py_None : has_grad(param);
+    if (gradients->hidden)
+        return PyList_GetItem(gradients->hidden, index) != Py_None;
+    OWNED *grad = torch_get_grad(param);
+    return grad ? grad != Py_None : -1;
 }
 
 /* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its
@@ -102,10 +95,9 @@ static int watch_last_part(struct gradients *gradients, const struct tensor_view
 static int watch_shown(struct gradients *gradients, int64_t gone) {
     OWNED *flat_grad = torch_get_grad(gradients->param->tensor);
     struct tensor_view flat;
-    int result = flat_grad ? 0 : -1;
-    if (flat_grad && flat_grad != Py_None)
-        result = tensor_view_of(flat_grad, &flat) < 0 ? -1 : watch_last_part(gradients, &flat, gone);
-    return result;
+    if (!flat_grad || flat_grad == Py_None)
+        return flat_grad ? 0 : -1;
+    return tensor_view_of(flat_grad, &flat) < 0 ? -1 : watch_last_part(gradients, &flat, gone);
 }
 
 /* The parameter may not be asked for what it has shown: this is called amid its end. */
@@ -144,7 +136,8 @@ void gradients_fini_shown(struct gradients *gradients) {
 /* The original parameters show their parts of the sharded flat gradient; those outside the shard show
  * None. */
 static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
-    OWNED *pieces = split(grad, gradients->shard_sizes);
+    OWNED *pieces =
+        PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, grad, gradients->shard_sizes, NULL);
     int result = pieces ? 0 : -1;
     for (int64_t i = gradients->param->num_params - 1; !result && i >= 0; i--) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
@@ -227,17 +220,12 @@ static int show_no_sync(struct gradients *gradients) {
 }
 
 static int show_reduced(struct gradients *gradients) {
-    PyObject *shard = take_saved_shard(gradients);
-    OWNED *grad = NULL;
-    int result = gradients_set_kind(gradients, GRAD_SHARDED);
-    if (!result && shard && gradients_add_late(gradients, &shard) == 0)
-        grad = hand_over_dtype(gradients, shard);
-    Py_XDECREF(shard);
-    if (!result)
-        result = grad ? set_flat_grad(gradients, grad) : -1;
-    if (!result)
-        result = show_grads(gradients, grad);
-    return result;
+    OWNED *shard = take_saved_shard(gradients);
+    if (gradients_set_kind(gradients, GRAD_SHARDED) < 0 || !shard ||
+        gradients_add_late(gradients, &shard) < 0)
+        return -1;
+    OWNED *grad = hand_over_dtype(gradients, shard);
+    return !grad || set_flat_grad(gradients, grad) < 0 ? -1 : show_grads(gradients, grad);
 }
 
 int gradients_note_hidden(struct gradients *gradients, int64_t index) {
@@ -273,7 +261,7 @@ int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
 int gradients_hide_unsharded(struct gradients *gradients) {
     if (gradients->kind != GRAD_UNSHARDED)
         return 0;
-    if (gradients_hide(gradients, gradients->unsharded) < 0 ||
+    if (gradients_hide(gradients, gradients->unsharded, false) < 0 ||
         torch_set_grad(gradients->param->tensor, Py_None) < 0)
         return -1;
     return gradients_set_kind(gradients, GRAD_NONE);
@@ -285,10 +273,9 @@ int gradients_show_flat_grad(struct gradients *gradients) {
     if (gradients->kind == GRAD_UNSHARDED)
         return show_unsharded_grads(gradients, gradients->unsharded);
     OWNED *grad = torch_get_grad(gradients->param->tensor);
-    int result = grad ? 0 : -1;
-    if (grad)
-        result = grad == Py_None ? gradients_show_full_grad(gradients, grad) : show_grads(gradients, grad);
-    return result;
+    if (!grad)
+        return -1;
+    return grad == Py_None ? gradients_show_full_grad(gradients, grad) : show_grads(gradients, grad);
 }
 
 /* ---- moved ---- */
@@ -317,11 +304,10 @@ static int move_unsharded(struct gradients *gradients) {
     const struct storage *storage = gradients->storage;
     PyObject *like = storage->may_offload ? gradients->unsharded : storage->local_shard;
     PyObject *dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
-    PyObject *device = PyObject_GetAttr(like, torch_names.device);
+    OWNED *device = PyObject_GetAttr(like, torch_names.device);
     PyObject *moved = device ? PyObject_CallMethod(gradients->unsharded, "to", "OO", device,
                                                    dtype == Py_None ? storage->orig_dtype : dtype)
                              : NULL;
-    Py_XDECREF(device);
     if (!moved)
         return -1;
     ref_set(&gradients->unsharded, moved);
@@ -344,19 +330,11 @@ static PyObject *upload(struct gradients *gradients, PyObject *grad) {
     struct tensor_view view;
     if (tensor_view_of(grad, &view) < 0)
         return NULL;
-    PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
     PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, gradients->param->device) : NULL;
-    OWNED *done = copy ? PyObject_CallMethod(copy, "copy_", "OO", grad, Py_True) : NULL;
-    Py_XDECREF(dtype);
-    if (!done)
+    if (copy && torch_enqueue_copy(copy, grad) < 0)
         Py_CLEAR(copy);
     return copy;
-}
-
-/* ---- zeroed ---- */
-
-static int zero(PyObject *tensor) {
-    return ref_done(PyObject_CallMethod(tensor, "zero_", NULL));
 }
 
 int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
@@ -364,7 +342,7 @@ int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
     if (!gradients->saved_shard || !range->in_shard)
         return 0;
     OWNED *part = torch_part(gradients->saved_shard, range->offset_in_shard, range->numel_in_shard);
-    return part ? zero(part) : -1;
+    return part ? torch_zero(part) : -1;
 }
 
 static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_t index) {
@@ -399,42 +377,32 @@ static void forget(struct gradients *gradients) {
 
 static int take_flat_grad(struct gradients *gradients) {
     Py_CLEAR(gradients->shown);
-    PyObject *grad = torch_get_grad(gradients->param->tensor);
+    OWNED *grad = torch_get_grad(gradients->param->tensor);
+    struct tensor_view view;
     if (!grad)
         return -1;
     if (grad == Py_None) {
-        Py_DECREF(grad);
         forget(gradients);
         return gradients_set_kind(gradients, GRAD_NONE);
     }
-    if (gradients->kind == GRAD_UNSHARDED) {
-        Py_DECREF(grad);
+    if (gradients->kind == GRAD_UNSHARDED)
         return forget_zeroed(gradients);
-    }
-    if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_set_aside(gradients, grad) < 0) {
-        Py_DECREF(grad);
+    if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_hide(gradients, grad, true) < 0)
         return -1;
-    }
-    struct tensor_view view;
-    if (gradients->storage->offload) {
+    if (gradients->storage->offload)
         ref_set(&grad, upload(gradients, grad));
-        if (!grad)
-            return -1;
-    }
-    int result = tensor_view_of(grad, &view);
-    if (!result && gradients->param->sharded && view.dtype != gradients->storage->orig_kind)
+    if (!grad || tensor_view_of(grad, &view) < 0)
+        return -1;
+    if (gradients->param->sharded && view.dtype != gradients->storage->orig_kind)
         ref_set(&grad, gradients_cast_to_shard_dtype(gradients, grad));
-    if (!result && grad)
-        result = torch_set_grad(gradients->param->tensor, Py_None);
-    ref_set(&gradients->saved_shard, grad);
-    return grad ? result : -1;
+    ref_set(&gradients->saved_shard, Py_XNewRef(grad));
+    return grad ? torch_set_grad(gradients->param->tensor, Py_None) : -1;
 }
 
 int gradients_prepare(struct gradients *gradients) {
-    if (gradients->in_backward)
-        return 0;
+    bool begins = !gradients->in_backward;
     gradients->in_backward = true;
-    return take_flat_grad(gradients);
+    return begins ? take_flat_grad(gradients) : 0;
 }
 
 int gradients_drop_shown(struct gradients *gradients) {

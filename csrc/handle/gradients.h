@@ -174,15 +174,13 @@ int gradients_note_hidden(struct gradients *gradients, int64_t index);
  * reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);
-/* late_grads.c: amid a backward, no original parameter's .grad is a part of `grad` any longer. 0 or -1. */
-int gradients_hide(struct gradients *gradients, PyObject *grad);
-/* the same, until they are shown again */
-int gradients_set_aside(struct gradients *gradients, PyObject *grad);
+/* late_grads.c: amid a backward, no original parameter's .grad is a part of `grad` any longer; `aside`: until
+ * they are shown again. 0 or -1. */
+int gradients_hide(struct gradients *gradients, PyObject *grad, bool aside);
 int gradients_show_again(struct gradients *gradients); /* after an exception. 0 or -1 */
 /* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or
- * -1. */
+ * -1. Without a `shard`: is there any? 1, 0 or -1. */
 int gradients_add_late(struct gradients *gradients, PyObject **shard);
-int gradients_have_late(struct gradients *gradients); /* is there any? 1, 0 or -1 */
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's
  * has. */
 int64_t gradients_offset(const struct gradients *gradients, int64_t index);

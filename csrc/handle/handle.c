@@ -86,9 +86,7 @@ struct handle *handle_table_find(int64_t id) {
 
 /* ---- life ---- */
 
-/* A handle that has ended may yet be asked: its components know each other then, too. */
-static void zero(struct handle *handle) {
-    memset(handle, 0, sizeof *handle);
+void handle_bind(struct handle *handle) {
     storage_bind(&handle->storage, &handle->param);
     param_views_bind(&handle->param_views, &handle->param);
     gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->attributes);
@@ -96,24 +94,25 @@ static void zero(struct handle *handle) {
                    &handle->gradients, &handle->training_state);
 }
 
-static int init_components(struct handle *handle, const struct handle_spec *spec) {
+/* A handle that has ended may yet be asked: its components know each other then, too. */
+static void zero(struct handle *handle) {
+    memset(handle, 0, sizeof *handle);
+    handle_bind(handle);
+}
+
+int handle_init(struct handle *handle, const struct handle_spec *spec) {
+    zero(handle);
     int64_t op_id = handle_table_add(handle);
     if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
-        storage_init(&handle->storage, spec) < 0 || param_views_init(&handle->param_views, spec) < 0)
+        storage_init(&handle->storage, spec) < 0 || param_views_init(&handle->param_views, spec) < 0) {
+        handle_fini(handle);
         return -1;
+    }
     gradients_init(&handle->gradients, spec);
     handle->summon.flat_param_owner =
         spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
     handle->summon.flat_param_name = Py_NewRef(spec->flat_param_name);
     return 0;
-}
-
-int handle_init(struct handle *handle, const struct handle_spec *spec) {
-    zero(handle);
-    if (init_components(handle, spec) == 0)
-        return 0;
-    handle_fini(handle);
-    return -1;
 }
 
 void handle_fini(struct handle *handle) {
@@ -171,9 +170,7 @@ int handle_lazy_init(struct handle *handle) {
 }
 
 int handle_publish(struct handle *handle) {
-    if (attributes_begin(&handle->attributes, handle->param.tensor) < 0)
-        return -1;
-    return attributes_storage(&handle->attributes, &handle->storage);
+    return attributes_begin(&handle->attributes, &handle->storage);
 }
 
 static int follow_other_data(struct handle *handle) {
@@ -193,7 +190,8 @@ int handle_follow_flat_param(struct handle *handle) {
         return handle_lazy_init(handle);
     if (tensor_view_of(handle->param.tensor, &view) < 0)
         return -1;
-    if (storage_is_current(&handle->storage, &view))
+    const struct storage *storage = &handle->storage;
+    if (view.data == storage->local_view.data && view.dtype == storage->orig_kind) /* is it the shard? */
         return 0;
     if (torch_leave_inference_mode(&left) < 0)
         return -1;
@@ -208,13 +206,6 @@ int handle_writeback(struct handle *handle) {
 }
 
 /* ---- a flat parameter that moves ---- */
-
-static int refuse_to_move(struct handle *handle) {
-    return unit_error(PyExc_AssertionError, handle->param.layout.rank, handle->param.name,
-                      "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
-                      "summon_full_params.",
-                      training_state_name(handle->training_state));
-}
 
 int handle_leave(struct handle *handle) {
     if (handle->training_state != USE_IDLE)
@@ -236,11 +227,6 @@ int handle_follow(struct handle *handle) {
     return handle_show_sharded(handle) < 0 ? -1 : gradients_follow(&handle->gradients);
 }
 
-static PyObject *moved(PyObject *tensor, PyObject *args, PyObject *kwargs) {
-    OWNED *to = PyObject_GetAttrString(tensor, "to");
-    return to ? PyObject_Call(to, args, kwargs) : NULL;
-}
-
 static int follow_to(struct handle *handle, PyObject *data) {
     if (torch_set_data(handle->param.tensor, data) < 0 || handle_follow_flat_param(handle) < 0)
         return -1;
@@ -258,12 +244,16 @@ static void move_back(struct handle *handle, PyObject *data) {
 
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
     if (handle->training_state != USE_IDLE)
-        return refuse_to_move(handle);
+        return unit_error(PyExc_AssertionError, handle->param.layout.rank, handle->param.name,
+                          "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
+                          "summon_full_params.",
+                          training_state_name(handle->training_state));
     if ((!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
         storage_reshard(&handle->storage, true) < 0)
         return -1;
     OWNED *data = torch_data(handle->param.tensor);
-    OWNED *to = data ? moved(data, args, kwargs) : NULL;
+    OWNED *method = data ? PyObject_GetAttrString(data, "to") : NULL;
+    OWNED *to = method ? PyObject_Call(method, args, kwargs) : NULL;
     int result = to ? follow_to(handle, to) : -1;
     if (result < 0 && to)
         move_back(handle, data);

@@ -49,6 +49,7 @@ struct handle {
 
 int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
 void handle_fini(struct handle *handle);
+void handle_bind(struct handle *handle); /* of zeros: its components know each other from then on */
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
 /* states.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states.
@@ -123,17 +124,13 @@ static inline int handle_show_views(struct handle *handle) {
     return param_views_show_views(&handle->param_views, handle->storage.copy->views);
 }
 
-/* In a training step, of which there are many. */
-static inline bool handle_is_trained(const struct handle *handle) {
-    bool in_forward = handle->training_state == USE_FORWARD && torch_grad_enabled();
-    return in_forward || handle->training_state == USE_BACKWARD_PRE ||
-           handle->training_state == USE_BACKWARD_POST;
-}
-
 static inline int handle_show_sharded(struct handle *handle) {
+    bool is_trained = (handle->training_state == USE_FORWARD && torch_grad_enabled()) ||
+                      handle->training_state == USE_BACKWARD_PRE ||
+                      handle->training_state == USE_BACKWARD_POST;
     int result = param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
                                           handle->storage.copy->views);
-    return result ? result : call_guards_place(&handle->call_guards, handle_is_trained(handle));
+    return result ? result : call_guards_place(&handle->call_guards, is_trained);
 }
 
 /* A layer that is called now computes with sharded parameters. */
@@ -141,13 +138,6 @@ static inline bool handle_shows_sharded(const struct handle *handle) {
     bool freed =
         handle->storage.param_state == PARAM_SHARDED && handle->param_views.shown != SHOWN_FULL_PARAMS;
     return handle->param.sharded && (freed || handle->param_views.shown == SHOWN_SHARDED);
-}
-
-/* `calls` of its layers, see call_guards.h. 0 or -1. */
-static inline int handle_set_call_guards(struct handle *handle, PyObject *calls) {
-    if (call_guards_init(&handle->call_guards, calls) < 0)
-        return -1;
-    return handle_shows_sharded(handle) ? call_guards_place(&handle->call_guards, false) : 0;
 }
 
 /* Do modules show the views between a forward and its backward (C-091)? */
@@ -159,13 +149,14 @@ static inline bool handle_leaves_views(const struct handle *handle) {
 /* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that
  * writes, goes into the shard, before what is gathered goes. 0 or -1. */
 static inline int handle_take_over_views(struct handle *handle) {
+    int64_t last;
     bool in_backward =
         handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
     bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
     if (!expected || handle->storage.copy->is_local || handle->param_views.shown != SHOWN_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
-    return writeback_take_over_views(&handle->writeback) < 0 ? -1 : 0;
+    return writeback_take_over_views(&handle->writeback, &last) < 0 ? -1 : 0;
 }
 
 /* What the module has written in place to its parameters in a forward goes into the shard, and to the ranks
@@ -187,10 +178,6 @@ static inline int handle_hide_views(struct handle *handle) {
         handle->param_views.shown != SHOWN_VIEWS)
         return 0;
     return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
-}
-
-static inline int handle_wrap_views(struct handle *handle) {
-    return param_views_wrap_views(&handle->param_views, handle->storage.copy->views);
 }
 
 /* What the user did to gradients since the last step. 0 or -1. */

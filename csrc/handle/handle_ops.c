@@ -58,7 +58,9 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     check_full("fsdp_c::unshard", handle, &full);
     run("fsdp_c::unshard", handle, handle_unshard_outside_step);
     op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
-    const struct tensor_view *gathered = storage_full_view(&handle->storage);
+    const struct storage *storage = &handle->storage;
+    const struct tensor_view *gathered =
+        storage->copy->is_local ? &storage->local_view : &storage->copy->full.view;
     if (full.view.data != gathered->data)
         handle->storage.kernels->cast_divide(full.view.data, handle->storage.copy->kind, gathered->data,
                                              handle->storage.copy->kind, full.numel, 1.0,

@@ -22,7 +22,7 @@ static bool is_part_of(PyObject *grad, const struct tensor_view *whole) {
     return (uintptr_t)view.data - (uintptr_t)whole->data < nbytes;
 }
 
-static int hide_all(struct gradients *gradients, PyObject *whole_grad, bool aside) {
+int gradients_hide(struct gradients *gradients, PyObject *whole_grad, bool aside) {
     struct tensor_view whole;
     if (!gradients->param->use_orig_params)
         return 0;
@@ -40,14 +40,6 @@ static int hide_all(struct gradients *gradients, PyObject *whole_grad, bool asid
     return result;
 }
 
-int gradients_hide(struct gradients *gradients, PyObject *grad) {
-    return hide_all(gradients, grad, false);
-}
-
-int gradients_set_aside(struct gradients *gradients, PyObject *grad) {
-    return hide_all(gradients, grad, true);
-}
-
 int gradients_show_again(struct gradients *gradients) {
     OWNED *hidden = gradients->hidden;
     gradients->hidden = NULL;
@@ -62,16 +54,12 @@ int gradients_show_again(struct gradients *gradients) {
 static int add(const struct gradients *gradients, PyObject **shard, PyObject *late, int64_t index) {
     if (!*shard && !(*shard = torch_zeros_like(gradients->storage->shard_like.tensor)))
         return -1;
-    PyObject *part = index < 0 ? Py_NewRef(*shard) : gradients_part(gradients, *shard, index);
-    PyObject *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
-    int result = ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL);
-    Py_XDECREF(part);
-    Py_XDECREF(there);
-    return result;
+    OWNED *part = index < 0 ? Py_NewRef(*shard) : gradients_part(gradients, *shard, index);
+    OWNED *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
+    return ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL);
 }
 
-/* Each is added to *shard; without a `shard`, 1 where there is one. */
-static int go_through_late(struct gradients *gradients, PyObject **shard) {
+int gradients_add_late(struct gradients *gradients, PyObject **shard) {
     const struct flat_param *param = gradients->param;
     int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
     int64_t end = param->use_orig_params ? param->num_params : 0;
@@ -84,12 +72,4 @@ static int go_through_late(struct gradients *gradients, PyObject **shard) {
             result = !late ? -1 : shard ? add(gradients, shard, late, i) : 1;
     }
     return result;
-}
-
-int gradients_add_late(struct gradients *gradients, PyObject **shard) {
-    return go_through_late(gradients, shard);
-}
-
-int gradients_have_late(struct gradients *gradients) {
-    return go_through_late(gradients, NULL);
 }

@@ -29,10 +29,9 @@ static PyObject *hooks_of(const struct gradients *gradients, PyObject *attribute
  * none. New reference. */
 static PyObject *functions_of(const struct gradients *gradients, PyObject *attribute) {
     OWNED *hooks = hooks_of(gradients, attribute);
-    PyObject *functions = NULL;
-    if (hooks)
-        functions = hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
-    return functions;
+    if (!hooks)
+        return NULL;
+    return hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
 }
 
 /* What a hook returned must be able to stand for the gradient it was given. */
@@ -61,7 +60,7 @@ static int check_replacement(const struct gradients *gradients, PyObject *functi
 
 /* The gradient after all hooks. Steals `grad`; new reference or NULL. */
 static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad) {
-    PyObject *functions = functions_of(gradients, torch_names._backward_hooks);
+    OWNED *functions = functions_of(gradients, torch_names._backward_hooks);
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
         PyObject *function = PyList_GetItem(functions, i);
@@ -70,7 +69,6 @@ static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad
         if (!result && value != Py_None)
             ref_set(&grad, Py_NewRef(value));
     }
-    Py_XDECREF(functions);
     if (result < 0)
         Py_CLEAR(grad);
     return grad;
@@ -78,20 +76,17 @@ static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad
 
 static int call_accumulated_hooks(struct gradients *gradients) {
     OWNED *functions = functions_of(gradients, torch_names._post_accumulate_grad_hooks);
-    int result = functions ? 0 : -1;
-    for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
+    for (Py_ssize_t i = 0; functions && i < PyList_Size(functions); i++) {
         OWNED *value =
             PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
-        result = value ? 0 : -1;
-        if (value && value != Py_None) {
-            unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                       "Tensor post accumulate grad hooks should return None, not a "
-                       "%R",
-                       (PyObject *)Py_TYPE(value));
-            result = -1;
-        }
+        if (!value)
+            return -1;
+        if (value != Py_None)
+            return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+                              "Tensor post accumulate grad hooks should return None, not a %R",
+                              (PyObject *)Py_TYPE(value));
     }
-    return result;
+    return functions ? 0 : -1;
 }
 
 /* ---- .grad while they are called ---- */
@@ -111,7 +106,7 @@ static int show_grad(struct gradients *gradients, PyObject *padded) {
 /* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
  * seen it. */
 static int accumulate(struct gradients *gradients, PyObject *grad) {
-    PyObject *sum = torch_get_grad(gradients->param->tensor);
+    OWNED *sum = torch_get_grad(gradients->param->tensor);
     int result = -1;
     if (sum && sum != Py_None) {
         result = ref_done(PyObject_CallMethod(sum, "add_", "O", grad));
@@ -120,7 +115,6 @@ static int accumulate(struct gradients *gradients, PyObject *grad) {
         OWNED *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
         result = own ? torch_set_foreign_grad(gradients->param->tensor, own) : -1;
     }
-    Py_XDECREF(sum);
     Py_DECREF(grad);
     return result;
 }
@@ -150,19 +144,17 @@ static bool lies_in(const struct gradients *gradients, PyObject *grad, PyObject 
 /* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
  * replaced. */
 static int take_grad(struct gradients *gradients, PyObject *padded) {
-    PyObject *grad = torch_get_grad(gradients->param->tensor), *taken = NULL;
-    int result = grad ? 0 : -1;
-    if (grad && grad != Py_None) {
-        taken = lies_in(gradients, grad, padded) ? Py_NewRef(padded) : padded_copy(gradients, grad);
-        result = taken ? torch_set_grad(gradients->param->tensor, Py_None) : -1;
-    }
-    Py_XDECREF(grad);
-    if (result < 0) {
-        Py_XDECREF(taken);
+    OWNED *grad = torch_get_grad(gradients->param->tensor);
+    OWNED *taken = NULL;
+    if (!grad)
         return -1;
+    if (grad != Py_None) {
+        taken = lies_in(gradients, grad, padded) ? Py_NewRef(padded) : padded_copy(gradients, grad);
+        if (!taken || torch_set_grad(gradients->param->tensor, Py_None) < 0)
+            return -1;
     }
     gradients->hooked = taken != NULL;
-    ref_set(gradients_previous(gradients), taken);
+    ref_set(gradients_previous(gradients), Py_XNewRef(taken));
     return gradients_set_kind(gradients, GRAD_NONE); /* until it is handed over */
 }
 

@@ -38,26 +38,19 @@ static int read_factor(PyObject *state, const char *name, double *factor) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int read_group(struct comm_hook *hook) {
-    OWNED *group = PyObject_GetAttrString(hook->state, "process_group");
-    int result = group ? 0 : -1;
-    if (group && group != hook->group.group) {
-        collective_group_fini(&hook->group);
-        result = collective_group_init(&hook->group, group);
-    }
-    return result;
-}
-
 /* The state is the user's, who may change it between reductions. */
 int gradients_read_comm_hook(struct gradients *gradients) {
     struct comm_hook *hook = &gradients->comm_hook;
     if (!hook->native)
         return 0;
-    if (read_factor(hook->state, "gradient_predivide_factor", &gradients->predivide) < 0)
+    if (read_factor(hook->state, "gradient_predivide_factor", &gradients->predivide) < 0 ||
+        read_factor(hook->state, "gradient_postdivide_factor", &gradients->postdivide) < 0)
         return -1;
-    if (read_factor(hook->state, "gradient_postdivide_factor", &gradients->postdivide) < 0)
-        return -1;
-    return read_group(hook);
+    OWNED *group = PyObject_GetAttrString(hook->state, "process_group");
+    if (!group || group == hook->group.group)
+        return group ? 0 : -1;
+    collective_group_fini(&hook->group);
+    return collective_group_init(&hook->group, group);
 }
 
 /* ---- a custom hook ---- */
@@ -95,17 +88,13 @@ static PyObject *call_comm_hook(struct gradients *gradients) {
 
 /* ---- reduction ---- */
 
-/* What the reduce-scatter writes is the gradient of this backward, as it is. A hook may give it other
- * memory. */
-static bool keeps_output(const struct gradients *gradients) {
-    bool is_hooked = gradients->comm_hook.function && !gradients->comm_hook.native;
-    return gradients->param->sharded && !gradients->saved_shard && !is_hooked &&
-           !gradients_reduce_twice(gradients) &&
-           gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
-}
-
 int gradients_take_memory(struct gradients *gradients) {
-    if (!keeps_output(gradients))
+    /* A hook may give the output other memory. */
+    bool is_hooked = gradients->comm_hook.function && !gradients->comm_hook.native;
+    bool is_gradient = gradients->param->sharded && !gradients->saved_shard && !is_hooked &&
+                       !gradients_reduce_twice(gradients) &&
+                       gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
+    if (!is_gradient)
         return 0;
     ref_set(&gradients->reduce_output, torch_empty_like(gradients->storage->copy->reduce_output_like.tensor));
     return gradients->reduce_output ? 0 : -1;

@@ -33,15 +33,7 @@ int storage_set_state(struct storage *storage, enum param_state state) {
     return 0;
 }
 
-#ifdef FSDP_C_CHECK
-static bool holds_nothing(const struct precision_copy *copy) {
-    return !copy->full.allocated;
-}
-#endif
-
 void storage_check(const struct storage *storage) {
-    (void)storage;
-#ifdef FSDP_C_CHECK
     const struct precision_copy *copy = storage->copy;
     bool gathered = storage->param_state != PARAM_SHARDED;
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
@@ -49,9 +41,8 @@ void storage_check(const struct storage *storage) {
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
     INVARIANT(!storage_gathers_in_node(storage) || storage_keeps_secondary_shards(storage));
     for (int i = 0; i < PRECISIONS; i++)
-        INVARIANT(&storage->copies[i] == copy || holds_nothing(&storage->copies[i]) ||
+        INVARIANT(&storage->copies[i] == copy || !storage->copies[i].full.allocated ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));
-#endif
 }
 
 /* ---- what the param_views show ---- */
@@ -77,7 +68,6 @@ int param_views_set_shown(struct param_views *param_views, enum shown shown) {
 }
 
 void param_views_check(const struct param_views *param_views) {
-    (void)param_views; /* without FSDP_C_CHECK */
     INVARIANT(param_views->count >= param_views->param->num_params);
     INVARIANT(param_views->shown != SHOWN_SHARDED || param_views->param->use_orig_params);
     INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
@@ -106,7 +96,6 @@ int gradients_set_kind(struct gradients *gradients, enum grad_kind kind) {
 }
 
 void gradients_check(const struct gradients *gradients) {
-    (void)gradients; /* without FSDP_C_CHECK */
     INVARIANT(gradients->kind != GRAD_SHARDED || !gradients->in_backward);
     INVARIANT(gradients->kind != GRAD_UNSHARDED || gradients->param->sharded);
     INVARIANT(!gradients->work || gradients->reduce_output);
@@ -160,21 +149,15 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
 
 /* ---- what holds of a handle, and of those of its components that have no states ---- */
 
-#ifdef FSDP_C_CHECK
-static bool may_have_replicas(enum sharding_strategy strategy) {
-    return strategy != FULL_SHARD && strategy != SHARD_GRAD_OP;
-}
-
 /* The entry is `value`, or is not there where that is NULL. */
 static bool is_published(const struct attributes *attributes, const char *name, PyObject *value) {
     return PyDict_GetItemString(attributes->dict, name) == value;
 }
-#endif
 
 void flat_param_check(const struct flat_param *param) {
-    (void)param; /* without FSDP_C_CHECK, here and below */
     INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
-    INVARIANT(may_have_replicas(param->strategy) || !param->replicate_group.group);
+    INVARIANT((param->strategy != FULL_SHARD && param->strategy != SHARD_GRAD_OP) ||
+              !param->replicate_group.group);
     INVARIANT(!param->node_group.group || param->layout.padded_numel % param->node_group.world_size == 0);
     INVARIANT(param->layout.rank == param->shard_group.rank);
     INVARIANT(param->layout.num_params == param->num_params);
@@ -186,8 +169,6 @@ void flat_param_check(const struct flat_param *param) {
 }
 
 void attributes_check(const struct attributes *attributes, const struct storage *storage) {
-    (void)attributes;
-    (void)storage;
     INVARIANT(!attributes->dict || is_published(attributes, "_local_shard", storage->local_shard));
     INVARIANT(!attributes->dict || is_published(attributes, "_full_param_padded", attributes_full(storage)));
     INVARIANT(!attributes->dict ||
@@ -195,21 +176,18 @@ void attributes_check(const struct attributes *attributes, const struct storage 
 }
 
 void writeback_check(const struct writeback *writeback) {
-    (void)writeback;
     INVARIANT(!writeback->taken || writeback->storage->param_state == PARAM_SHARDED);
     INVARIANT(writeback->unheld_turn == 0 ||
               (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
 }
 
 void call_guards_check(const struct call_guards *layers) {
-    (void)layers;
     for (int64_t i = 0; layers->placed && i < layers->count; i++)
         INVARIANT(layers->all[i].compiled ||
                   PyDict_GetItemWithError(layers->all[i].attributes, torch_names._compiled_call_impl));
 }
 
 void handle_check(const struct handle *handle) {
-    (void)handle;
     INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
     INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
     INVARIANT(handle->writeback.storage == &handle->storage &&

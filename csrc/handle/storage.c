@@ -20,16 +20,6 @@ int storage_init(struct storage *storage, const struct handle_spec *spec) {
     return storage->fallback_dtypes ? 0 : -1;
 }
 
-void storage_fini(struct storage *storage) {
-    Py_CLEAR(storage->unshard_work);
-    Py_CLEAR(storage->local_shard);
-    Py_CLEAR(storage->orig_dtype);
-    storage_fini_copies(storage);
-    Py_CLEAR(storage->shard_like.tensor);
-    buffer_fini(&storage->device_shard);
-    Py_CLEAR(storage->fallback_dtypes);
-}
-
 int storage_visit(const struct storage *storage, visitproc visit, void *arg) {
     for (int i = 0; i < PRECISIONS; i++)
         Py_VISIT(storage->copies[i].views);
@@ -71,10 +61,6 @@ int storage_read_shard(struct storage *storage) {
                       (long long)numel, (long long)want);
 }
 
-bool storage_is_current(const struct storage *storage, const struct tensor_view *data) {
-    return data->data == storage->local_view.data && data->dtype == storage->orig_kind;
-}
-
 /* ---- where it computes ---- */
 
 int storage_refuse_elsewhere(const struct storage *storage) {
@@ -88,38 +74,6 @@ int storage_refuse_elsewhere(const struct storage *storage) {
                "back first, by handle.flat_param_to(device) as it was moved away, or by moving the module.",
                storage->param->device, device);
     return -1;
-}
-
-static int init_compute_device(struct storage *storage) {
-    const char *why = NULL;
-    const struct tensor_view *compute = &storage->compute_view, *shard = &storage->local_view;
-    int64_t numel = storage->param->layout.shard_numel;
-    PyObject *like = storage_freed_tensor(numel, storage->orig_dtype, storage->param->device);
-    if (!like)
-        return -1;
-    ref_set(&storage->shard_like.tensor, like);
-    if (tensor_view_of(like, &storage->compute_view) < 0)
-        return -1;
-    /* the shard is in CPU memory, and what computes is not */
-    storage->offload = storage->may_offload && shard->device == DEVICE_CPU && compute->device != DEVICE_CPU;
-    storage->elsewhere = !storage->offload &&
-                         (compute->device != shard->device || compute->device_index != shard->device_index);
-    if (!storage->offload && compute->device == shard->device)
-        ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
-    bool is_fake = !shard->data && numel > 0;
-    storage->kernels = is_fake ? &no_kernels : kernels_of(compute->device, compute->device_index, &why);
-    if (!storage->kernels)
-        return refuse_device(storage, why);
-    buffer_fini(&storage->device_shard);
-    if (!storage->offload)
-        return 0;
-    if (buffer_init(&storage->device_shard, numel, storage->orig_dtype, storage->param->device, false) < 0)
-        return -1;
-    return buffer_free(&storage->device_shard);
-}
-
-int storage_follow_shard(struct storage *storage) {
-    return init_compute_device(storage) < 0 ? -1 : storage_init_copies(storage);
 }
 
 int storage_leave_device(struct storage *storage) {
@@ -167,7 +121,7 @@ static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
 }
 
 /* A tensor that only says what to allocate later. New reference. */
-PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
+static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
     struct buffer buffer;
     if (buffer_init(&buffer, numel, dtype, device, false) < 0)
         return NULL;
@@ -184,11 +138,10 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     struct tensor_view view;
     ref_set(&copy->gradient_like.tensor, Py_NewRef(gradient));
     ref_set(&copy->reduce_input_like.tensor,
-            same ? Py_NewRef(gradient)
-                 : storage_freed_tensor(padded, copy->reduce_dtype, storage->param->device));
+            same ? Py_NewRef(gradient) : freed_tensor(padded, copy->reduce_dtype, storage->param->device));
     ref_set(&copy->reduce_output_like.tensor,
             same_shard ? Py_NewRef(storage->shard_like.tensor)
-                       : storage_freed_tensor(shard, copy->reduce_dtype, storage->param->device));
+                       : freed_tensor(shard, copy->reduce_dtype, storage->param->device));
     if (!copy->reduce_input_like.tensor || !copy->reduce_output_like.tensor)
         return -1;
     if (tensor_view_of(copy->reduce_input_like.tensor, &view) < 0)
@@ -196,6 +149,18 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     copy->reduce_kind = view.dtype;
     copy->kind = copy->is_local ? storage->orig_kind : copy->full.view.dtype;
     return 0;
+}
+
+static int init_secondary_shard(const struct storage *storage, struct precision_copy *copy) {
+    const struct flat_param *param = storage->param;
+    if (!param->node_group.group || copy->is_local || !flat_param_reshards_after_forward(param))
+        return 0;
+    int64_t numel = param->layout.padded_numel / param->node_group.world_size;
+    copy->secondary_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
+    if (!copy->secondary_source ||
+        buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
+        return -1;
+    return buffer_free(&copy->secondary_shard);
 }
 
 /* The storage is there while views of it are made, and not after. */
@@ -211,12 +176,12 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     if (copy->views &&
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
-    if (!copy->views || storage_init_secondary_shard(storage, copy) < 0 ||
+    if (!copy->views || init_secondary_shard(storage, copy) < 0 ||
         (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
-    PyObject *shard = storage_freed_tensor(layout->shard_numel, copy->dtype, device);
+    PyObject *shard = freed_tensor(layout->shard_numel, copy->dtype, device);
     ref_set(&copy->low_precision_shard.tensor, shard);
     return shard ? 0 : -1;
 }
@@ -238,13 +203,6 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->gradient_like.tensor);
 }
 
-static int copy_init(struct storage *storage, struct precision_copy *copy) {
-    if (init_dtypes(storage, copy) == 0 && init_storage(storage, copy) == 0 && init_likes(storage, copy) == 0)
-        return 0;
-    copy_fini(copy);
-    return -1;
-}
-
 /* Its storage goes with it, but not before its last use. */
 static void drop_copy(struct storage *storage, struct precision_copy *copy) {
     if (deferred_free_forget(storage->full_free, &copy->full) < 0)
@@ -252,9 +210,15 @@ static void drop_copy(struct storage *storage, struct precision_copy *copy) {
     copy_fini(copy);
 }
 
-void storage_fini_copies(struct storage *storage) {
+void storage_fini(struct storage *storage) {
+    Py_CLEAR(storage->unshard_work);
+    Py_CLEAR(storage->local_shard);
+    Py_CLEAR(storage->orig_dtype);
     for (int i = 0; i < PRECISIONS; i++)
         drop_copy(storage, &storage->copies[i]);
+    Py_CLEAR(storage->shard_like.tensor);
+    buffer_fini(&storage->device_shard);
+    Py_CLEAR(storage->fallback_dtypes);
 }
 
 /* A graph may still read the former views: they keep their history, and the node with it. */
@@ -287,7 +251,11 @@ int storage_make_copy(struct storage *storage, enum precision precision) {
         return 0;
     if (torch_leave_inference_mode(&left) < 0)
         return -1;
-    int result = copy_init(storage, copy);
+    int result = init_dtypes(storage, copy) < 0 || init_storage(storage, copy) < 0 ? -1 : 0;
+    if (!result)
+        result = init_likes(storage, copy);
+    if (result < 0)
+        copy_fini(copy);
     return torch_return_to_inference_mode(left) < 0 ? -1 : result;
 }
 
@@ -302,11 +270,11 @@ int storage_use_copy(struct storage *storage, enum precision precision) {
  * to. */
 static bool still_fits(const struct storage *storage, const struct precision_copy *copy) {
     bool is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
-    bool same_dtype = storage->orig_kind == storage->local_view.dtype && dtype_is_known(storage->orig_kind);
-    return copy->views && same_dtype && !is_local && !copy->is_local;
+    return copy->views && !is_local && !copy->is_local && storage->orig_kind == storage->local_view.dtype &&
+           dtype_is_known(storage->orig_kind);
 }
 
-int storage_init_copies(struct storage *storage) {
+static int init_copies(struct storage *storage) {
     enum precision precision = storage_precision(storage);
     for (int i = 0; i < PRECISIONS; i++) {
         if (!still_fits(storage, &storage->copies[i]))
@@ -316,6 +284,34 @@ int storage_init_copies(struct storage *storage) {
     }
     storage->orig_kind = storage->local_view.dtype;
     return storage_use_copy(storage, PRECISION_COMPUTE) < 0 ? -1 : storage_use_copy(storage, precision);
+}
+
+int storage_follow_shard(struct storage *storage) {
+    const char *why = NULL;
+    const struct tensor_view *compute = &storage->compute_view, *shard = &storage->local_view;
+    int64_t numel = storage->param->layout.shard_numel;
+    PyObject *like = freed_tensor(numel, storage->orig_dtype, storage->param->device);
+    if (!like)
+        return -1;
+    ref_set(&storage->shard_like.tensor, like);
+    if (tensor_view_of(like, &storage->compute_view) < 0)
+        return -1;
+    /* the shard is in CPU memory, and what computes is not */
+    storage->offload = storage->may_offload && shard->device == DEVICE_CPU && compute->device != DEVICE_CPU;
+    storage->elsewhere = !storage->offload &&
+                         (compute->device != shard->device || compute->device_index != shard->device_index);
+    if (!storage->offload && compute->device == shard->device)
+        ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
+    bool is_fake = !shard->data && numel > 0;
+    storage->kernels = is_fake ? &no_kernels : kernels_of(compute->device, compute->device_index, &why);
+    if (!storage->kernels)
+        return refuse_device(storage, why);
+    buffer_fini(&storage->device_shard);
+    if (storage->offload &&
+        (buffer_init(&storage->device_shard, numel, storage->orig_dtype, storage->param->device, false) < 0 ||
+         buffer_free(&storage->device_shard) < 0))
+        return -1;
+    return init_copies(storage);
 }
 
 int storage_take_written(const struct storage *storage, int64_t param) {
@@ -348,18 +344,6 @@ int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
 
 /* ---- what the ranks of a node keep of a forward's unsharded parameters, for the backward to gather from
  * ---- */
-
-int storage_init_secondary_shard(const struct storage *storage, struct precision_copy *copy) {
-    const struct flat_param *param = storage->param;
-    if (!param->node_group.group || copy->is_local || !flat_param_reshards_after_forward(param))
-        return 0;
-    int64_t numel = param->layout.padded_numel / param->node_group.world_size;
-    copy->secondary_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
-    if (!copy->secondary_source ||
-        buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
-        return -1;
-    return buffer_free(&copy->secondary_shard);
-}
 
 /* On the stream that computes, to which the memory belongs: the backward's gather comes after the last use of
  * what is gathered now, and is waited for before the part is forgotten. */

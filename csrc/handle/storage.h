@@ -117,8 +117,6 @@ void storage_check(const struct storage *storage); /* the invariant, where FSDP_
 int storage_read_shard(struct storage *storage); /* its dtype and data. 0 or -1 */
 /* after that: the device that computes, and the precision copies. 0 or -1 */
 int storage_follow_shard(struct storage *storage);
-/* is that the shard it knows? */
-bool storage_is_current(const struct storage *storage, const struct tensor_view *data);
 /* 0, or -1 where the user has moved the shard away */
 int storage_refuse_elsewhere(const struct storage *storage);
 /* the user has: nothing is kept for it on the one it has left. 0 or -1 */
@@ -134,10 +132,6 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
 /* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
 
-/* New; only says what to allocate later. */
-PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device);
-/* after the dtypes and the shard; the one to compute with is in use */
-int storage_init_copies(struct storage *storage);
 /* so that its tensors are there, freed. 0 or -1 */
 int storage_make_copy(struct storage *storage, enum precision precision);
 /* while SHARDED: it is in use from now on. 0 or -1 */
@@ -146,7 +140,6 @@ int storage_use_copy(struct storage *storage, enum precision precision);
 int storage_detach_views(struct storage *storage);
 /* also for copies that are yet to be made. 0 or -1 */
 int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype);
-void storage_fini_copies(struct storage *storage);
 bool storage_has_mixed_precision(const struct storage *storage);
 
 /* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or
@@ -159,8 +152,6 @@ static inline enum precision storage_precision(const struct storage *storage) {
 
 /* ---- storage.c: see [Note: secondary shards] ---- */
 
-/* with the storage of `full` at hand; freed. 0, or -1 and copy_fini follows */
-int storage_init_secondary_shard(const struct storage *storage, struct precision_copy *copy);
 /* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
 int storage_keep_secondary_shard(struct storage *storage);
 int storage_forget_secondary_shard(struct storage *storage); /* the next gather reads the shards. 0 or -1 */
@@ -205,15 +196,5 @@ int storage_reserve(struct storage *storage);
 int storage_release_reserved(struct storage *storage);
 int64_t storage_unsharded_nbytes(const struct storage *storage);
 bool storage_wants_memory(const struct storage *storage); /* SHARDED, and gathering would allocate */
-
-/* The padded unsharded flat parameter, allocated or not. Borrowed. */
-static inline PyObject *storage_full(const struct storage *storage) {
-    return storage->copy->is_local ? storage->local_shard : storage->copy->full.tensor;
-}
-
-/* Where the unsharded parameters lie, once they are gathered. */
-static inline const struct tensor_view *storage_full_view(const struct storage *storage) {
-    return storage->copy->is_local ? &storage->local_view : &storage->copy->full.view;
-}
 
 #endif

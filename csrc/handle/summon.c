@@ -21,17 +21,6 @@ static int restore_flat_param(struct handle *handle) {
 
 /* ---- parameters ---- */
 
-static int require_idle(const struct handle *handle) {
-    if (handle->training_state == USE_IDLE)
-        return 0;
-    PyErr_Format(PyExc_AssertionError,
-                 "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit "
-                 "%S): leave the forward, the backward or the enclosing summon_full_params() first.",
-                 training_state_name(handle->training_state), (long long)handle->param.layout.rank,
-                 handle->param.name);
-    return -1;
-}
-
 /* Back to the precision of a step; an exception that is set stays. */
 static int leave_full_precision(struct handle *handle) {
     PyObject *type, *value, *traceback;
@@ -94,11 +83,10 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
 }
 
 static int write_back(struct handle *handle) {
-    PyObject *views = flat_param_views(&handle->param, handle->summon.full);
+    OWNED *views = flat_param_views(&handle->param, handle->summon.full);
     int result = views ? 0 : -1;
     for (int64_t i = 0; !result && i < handle->param.num_params; i++)
         result = settle_replaced(handle, views, i);
-    Py_XDECREF(views);
     if (result || !shows_copy(handle))
         return result;
     /* a backward may come next, whose gathers read the shard on other streams */
@@ -139,7 +127,15 @@ static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int 
 }
 
 int handle_summon_enter(struct handle *handle, bool writeback) {
-    if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
+    if (handle->training_state != USE_IDLE) {
+        PyErr_Format(PyExc_AssertionError,
+                     "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit "
+                     "%S): leave the forward, the backward or the enclosing summon_full_params() first.",
+                     training_state_name(handle->training_state), (long long)handle->param.layout.rank,
+                     handle->param.name);
+        return -1;
+    }
+    if (handle_collect_user_grads(handle) < 0)
         return -1;
     if (!handle->param.skip_writeback_check &&
         (writeback_check_unheld(&handle->writeback) < 0 || handle_writeback(handle) < 0))
@@ -185,13 +181,11 @@ int handle_summon_exit(struct handle *handle) {
 /* On how many ranks of the group is the gradient missing? -1 on error. Collective. Counted in integers:
  * bfloat16 has none between 256 and 258. */
 static int64_t count_missing(struct handle *handle, bool missing) {
-    PyObject *count = torch_empty(1, torch_names.int32, handle->param.device);
+    OWNED *count = torch_empty(1, torch_names.int32, handle->param.device);
     OWNED *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)missing) : NULL;
     PyObject *work = flag ? collective_all_reduce(&handle->param.shard_group, count) : NULL;
     OWNED *sum = work && collective_wait(work) == 0 ? PyObject_CallMethod(count, "item", NULL) : NULL;
-    int64_t result = sum ? PyLong_AsLongLong(sum) : -1;
-    Py_XDECREF(count);
-    return result;
+    return sum ? PyLong_AsLongLong(sum) : -1;
 }
 
 static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
@@ -238,9 +232,8 @@ static PyObject *full_grad(struct handle *handle, PyObject *grad) {
 }
 
 int handle_summon_grads(struct handle *handle) {
-    PyObject *grad = torch_get_grad(handle->param.tensor);
+    OWNED *grad = torch_get_grad(handle->param.tensor);
     PyObject *full = grad ? full_grad(handle, grad) : NULL;
-    Py_XDECREF(grad);
     if (!full)
         return -1;
     int result = gradients_show_full_grad(&handle->gradients, full);

@@ -32,18 +32,18 @@ static int check_shape(struct writeback *writeback, int64_t param, PyObject *val
         is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
     if (tensor_view_numel(view) == want && (!is->sharded || view->ndim == 1))
         return 0;
-    PyObject *shape = PyObject_GetAttrString(value, "shape");
+    OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(is, param);
     PyErr_Format(PyExc_RuntimeError,
                  "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
                  "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                  fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
-    Py_XDECREF(shape);
     return -1;
 }
 
-int writeback_warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value) {
+/* Where messages are wanted: the user's value of a parameter, or of its gradient, is taken over (C-136). */
+static int warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value) {
     if (!writeback->param->verbose)
         return 0;
     OWNED *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
@@ -78,18 +78,16 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
     int64_t numel =
         is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
     OWNED *source = torch_data(value);
-    PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
+    OWNED *flat_shape = Py_BuildValue("(L)", (long long)numel);
     OWNED *part = NULL;
     PyObject *shape = is->sharded ? flat_shape : PyTuple_GetItem(is->shapes, param);
     PyObject *strides = is->sharded ? Py_None : PyTuple_GetItem(is->strides, param);
     if (source && flat_shape)
         part = torch_view(writeback->storage->local_shard, offset, numel, shape, strides);
     writeback->copied = true;
-    int result = part ? torch_copy(part, source) : -1;
-    if (!result)
-        result = torch_set_data(value, part) < 0 ? -1 : keep_object(writeback, param, value);
-    Py_XDECREF(flat_shape);
-    return result;
+    if (!part || torch_copy(part, source) < 0 || torch_set_data(value, part) < 0)
+        return -1;
+    return keep_object(writeback, param, value);
 }
 
 static int take_back_param(struct writeback *writeback, int64_t param) {
@@ -102,8 +100,7 @@ static int take_back_param(struct writeback *writeback, int64_t param) {
     bool same = value == PyList_GetItem(writeback->param->params, param);
     if (same && (view.data == (void *)expected_data(writeback, param) || tensor_view_numel(&view) == 0))
         return 0;
-    if (writeback_warn(writeback, param, "Parameter", value) < 0 ||
-        check_shape(writeback, param, value, &view) < 0)
+    if (warn(writeback, param, "Parameter", value) < 0 || check_shape(writeback, param, value, &view) < 0)
         return -1;
     return take_over(writeback, param, value);
 }
@@ -128,7 +125,7 @@ static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_tu
         return -1;
     if (!tensor_view_numel(&view))
         return keep_object(writeback, param, value);
-    PyObject *shape = PyObject_GetAttrString(value, "shape");
+    OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(writeback->param, param);
     PyErr_Format(
         PyExc_RuntimeError,
@@ -136,7 +133,6 @@ static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_tu
         "rank %lld holds none of the parameter, so that the edit would be lost. Change parameters inside "
         "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
         fqn, writeback->param->name, shape ? shape : Py_None, (long long)writeback->param->layout.rank);
-    Py_XDECREF(shape);
     return -1;
 }
 
@@ -244,8 +240,7 @@ static int take_over_view(struct writeback *writeback, int64_t param) {
     return result;
 }
 
-/* `*last`: the last parameter that was written to, or as it was. */
-static int take_over_views(struct writeback *writeback, int64_t *last) {
+int writeback_take_over_views(struct writeback *writeback, int64_t *last) {
     int any = 0;
     for (int64_t i = 0; i < writeback->param->num_params; i++) {
         int written = storage_take_written(writeback->storage, i);
@@ -256,11 +251,6 @@ static int take_over_views(struct writeback *writeback, int64_t *last) {
         any = any || written;
     }
     return any;
-}
-
-int writeback_take_over_views(struct writeback *writeback) {
-    int64_t last;
-    return take_over_views(writeback, &last);
 }
 
 /* ---- what a forward writes ---- */
@@ -276,7 +266,7 @@ int writeback_take_over_writes(struct writeback *writeback) {
     bool expected = writeback->forward_writes || count < FIRST_FORWARDS;
     if (!expected && count % FORWARDS_BETWEEN)
         return 0;
-    int written = take_over_views(writeback, &last);
+    int written = writeback_take_over_views(writeback, &last);
     if (written <= 0)
         return written;
     writeback->forward_writes = true;
@@ -293,16 +283,6 @@ int writeback_take_over_writes(struct writeback *writeback) {
 }
 
 /* ---- views that are replaced ---- */
-
-static int refuse_changed_view(struct writeback *writeback, const struct param_view *param_view) {
-    OWNED *fqn = flat_param_fqn(writeback->param, param_view->param);
-    PyErr_Format(PyExc_AssertionError,
-                 "FSDP does not support changing the parameters between forward and backward for strategies "
-                 "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
-                 "the backward.",
-                 (long long)writeback->param->layout.rank, writeback->param->name, fqn);
-    return -1;
-}
 
 int writeback_check_views(struct writeback *writeback) {
     if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_VIEWS ||
@@ -321,8 +301,16 @@ int writeback_check_views(struct writeback *writeback) {
             continue;
         if (tensor_view_of(param_views_local_value(writeback->param_views, value), &view) < 0)
             return -1;
-        if ((const char *)view.data != full + offset * dtype_nbytes(writeback->storage->copy->kind))
-            return refuse_changed_view(writeback, param_view);
+        if ((const char *)view.data == full + offset * dtype_nbytes(writeback->storage->copy->kind))
+            continue;
+        OWNED *fqn = flat_param_fqn(writeback->param, param_view->param);
+        PyErr_Format(
+            PyExc_AssertionError,
+            "FSDP does not support changing the parameters between forward and backward for strategies "
+            "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
+            "the backward.",
+            (long long)writeback->param->layout.rank, writeback->param->name, fqn);
+        return -1;
     }
     return 0;
 }
@@ -345,7 +333,7 @@ static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad,
     }
     if (grad == Py_None && gradients_note_hidden(writeback->gradients, param) < 0)
         return -1;
-    if (writeback_warn(writeback, param, "Gradient", grad) < 0 ||
+    if (warn(writeback, param, "Gradient", grad) < 0 ||
         gradients_forget_reduced(writeback->gradients, param) < 0)
         return -1;
     OWNED *part = gradients_part(writeback->gradients, flat_grad, param);
@@ -360,13 +348,9 @@ static int any_param_grad(struct writeback *writeback) {
     for (int64_t i = 0; i < writeback->param->num_params; i++) {
         if (gradients_offset(writeback->gradients, i) < 0)
             continue;
-        PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
-        if (!grad)
-            return -1;
-        bool some = grad != Py_None;
-        Py_DECREF(grad);
-        if (some)
-            return 1;
+        OWNED *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
+        if (grad != Py_None)
+            return grad ? 1 : -1;
     }
     return 0;
 }
@@ -375,10 +359,9 @@ int writeback_collect_grads(struct writeback *writeback) {
     if (writeback->gradients->in_backward)
         return 0;
     if (!writeback->param->use_orig_params) {
-        PyObject *grad = torch_get_grad(writeback->param->tensor);
+        OWNED *grad = torch_get_grad(writeback->param->tensor);
         if (!grad)
             return -1;
-        Py_DECREF(grad);
         return grad == Py_None ? gradients_drop_shown(writeback->gradients) : 0;
     }
     int some = any_param_grad(writeback);
@@ -388,9 +371,8 @@ int writeback_collect_grads(struct writeback *writeback) {
     OWNED *flat_grad = gradients_flat_or_zeros(writeback->gradients);
     int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
     for (int64_t i = 0; !result && i < writeback->param->num_params; i++) {
-        PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
+        OWNED *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
         result = grad ? collect_param_grad(writeback, flat_grad, &view, i, grad) : -1;
-        Py_XDECREF(grad);
     }
     return result;
 }

@@ -53,9 +53,8 @@ static inline bool writeback_take_copied(struct writeback *writeback) {
 /* writeback.c. 0 or -1 */
 /* sharded parameters go into the shard that they were shown from */
 int writeback_take_over_params(struct writeback *writeback);
-int writeback_take_over_views(
-    /* so does what was written to the views of what is gathered. 1: something was */
-    struct writeback *writeback);
+/* so does what was written to the views of what is gathered. 1: something was, `*last` the last parameter */
+int writeback_take_over_views(struct writeback *writeback, int64_t *last);
 int writeback_take_over_writes(struct writeback *writeback); /* the same, at the end of a forward */
 /* in place to parameters, as far as they leave a trace; or -1 */
 int64_t writeback_count_writes(const struct writeback *writeback);
@@ -63,9 +62,6 @@ int64_t writeback_count_writes(const struct writeback *writeback);
 int writeback_check_unheld(struct writeback *writeback);
 /* AssertionError for a view replaced while the storage stays unsharded */
 int writeback_check_views(struct writeback *writeback);
-/* Where messages are wanted, a UserWarning that the user's value of a parameter, or of its gradient, is taken
- * over (C-136). */
-int writeback_warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value);
 
 /* what the user zeroed or replaced; a no-op amid a backward */
 int writeback_collect_grads(struct writeback *writeback);

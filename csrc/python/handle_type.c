@@ -165,10 +165,14 @@ static PyObject *set_call_guards(PyObject *self, PyObject *calls) {
     struct handle *handle = made(self);
     if (!handle)
         return NULL;
-    if (PyList_Check(calls) && !handle->call_guards.count)
-        return none_or_error(handle_set_call_guards(handle, calls));
-    PyErr_SetString(PyExc_TypeError, "set_call_guards takes a list, once");
-    return NULL;
+    if (!PyList_Check(calls) || handle->call_guards.count) {
+        PyErr_SetString(PyExc_TypeError, "set_call_guards takes a list, once");
+        return NULL;
+    }
+    int result = call_guards_init(&handle->call_guards, calls);
+    if (!result && handle_shows_sharded(handle))
+        result = call_guards_place(&handle->call_guards, false);
+    return none_or_error(result);
 }
 
 static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
@@ -199,7 +203,8 @@ static PyObject *only_argument(PyObject *args, PyObject *kwargs, const char *nam
 /* The steps of unshard, under upstream's names: for code that takes its place (H-017). */
 
 static PyObject *padded_unsharded(const struct handle *handle) {
-    return Py_NewRef(storage_full(&handle->storage));
+    const struct storage *storage = &handle->storage;
+    return Py_NewRef(storage->copy->is_local ? storage->local_shard : storage->copy->full.tensor);
 }
 
 static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {

@@ -105,11 +105,7 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                                 .is_local = !sharded && actor->is->nbytes == 0,
                                 .reduce_kind = DTYPE_OTHER_1}}},
     };
-    storage_bind(&handle->storage, &handle->param);
-    param_views_bind(&handle->param_views, &handle->param);
-    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->attributes);
-    writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->param_views,
-                   &handle->gradients, &handle->training_state);
+    handle_bind(handle);
     storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL,
                   actor->is->is_segment);
     if (init_buffer(&handle->storage.copy->full, actor, on_resize, actor->is->nbytes) < 0)

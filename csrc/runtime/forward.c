@@ -43,8 +43,8 @@ int unit_register_post_backward_hook(struct unit *unit) {
 static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
-        if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 ||
-            call_guards_remove(&handle->call_guards) < 0)
+        if (param_views_wrap_views(&handle->param_views, handle->storage.copy->views) < 0 ||
+            handle_show_views(handle) < 0 || call_guards_remove(&handle->call_guards) < 0)
             return -1;
     }
     int trainable = is_trainable(unit);

@@ -218,7 +218,6 @@ int64_t order_before(const struct order *order, const struct order_place *place,
 
 /* ---- the invariant ---- */
 
-#ifdef FSDP_C_CHECK
 static bool are_units(const struct order *order, const int64_t *units, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (units[i] < 0 || units[i] >= order->num_units)
@@ -229,10 +228,8 @@ static bool are_units(const struct order *order, const int64_t *units, int64_t c
 static bool is_at(const int64_t *units, int64_t count, int64_t place, int64_t unit) {
     return place == -1 || (place >= 0 && place < count && units[place] == unit);
 }
-#endif
 
 void order_check(const struct order *order) {
-    (void)order; /* without FSDP_C_CHECK */
     INVARIANT(order->num_pre <= order->num_units && order->num_post <= order->capacity);
     INVARIANT(are_units(order, order->pre, order->num_pre));
     INVARIANT(are_units(order, order->post, order->num_post));
@@ -240,8 +237,6 @@ void order_check(const struct order *order) {
 }
 
 void order_check_place(const struct order *order, const struct order_place *place) {
-    (void)order;
-    (void)place;
     INVARIANT(is_at(order->pre, order->num_pre, place->pre_forward, place->unit));
     INVARIANT(is_at(order->post, order->num_post, place->post_forward, place->unit));
 }

@@ -33,7 +33,7 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct gradients *gradients = &unit->handle->gradients;
-    int have_late = unit_await_step(unit) < 0 ? -1 : gradients_have_late(gradients);
+    int have_late = unit_await_step(unit) < 0 ? -1 : gradients_add_late(gradients, NULL);
     if (have_late < 0 || (have_late && schedule_wait_reduced(schedule) < 0))
         return -1;
     PyObject *gradient = Py_XNewRef(gradients->saved_shard);

@@ -71,17 +71,11 @@ bool schedule_is_flushed(const struct schedule *schedule) {
            !schedule->uploading && !schedule->unsharded.held;
 }
 
-#ifdef FSDP_C_CHECK
-static bool needs_no_streams(const struct schedule *schedule) {
-    return !schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
-           !schedule->reducing && !schedule->all_reducing && !schedule->stepping && !schedule->uploading &&
-           !schedule->unsharded.held;
-}
-#endif
-
 void schedule_check(const struct schedule *schedule) {
-    (void)schedule; /* without FSDP_C_CHECK */
-    INVARIANT(streams_are_real(&schedule->streams) || needs_no_streams(schedule));
+    INVARIANT(streams_are_real(&schedule->streams) ||
+              (!schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
+               !schedule->reducing && !schedule->all_reducing && !schedule->stepping &&
+               !schedule->uploading && !schedule->unsharded.held));
     INVARIANT(schedule->limiter_count >= 0 && schedule->limiter_count <= LIMITER_DEPTH);
     INVARIANT(schedule->limiter_count <= schedule->num_frees);
     INVARIANT(schedule->all_reducing || !schedule->scattered_output);
@@ -91,7 +85,6 @@ void schedule_check(const struct schedule *schedule) {
 
 static void check_unit(const struct unit *unit) {
     const struct handle *handle = unit->handle;
-    (void)handle; /* without FSDP_C_CHECK */
     INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
     INVARIANT(!unit->place.prefetched && !unit->gather.pending);
     INVARIANT(!unit->reshard_hook && !unit->stepping);
