@@ -186,8 +186,4 @@ static inline int handle_collect_user_grads(struct handle *handle) {
                                          : 0; /* from the first lazy init on */
 }
 
-static inline void handle_set_optimizer_in_backward(struct handle *handle, bool attached) {
-    handle->optimizer_in_backward = attached;
-}
-
 #endif

@@ -99,7 +99,7 @@ struct storage {
 
 /* Of several storages, one all-gather. */
 struct gather_batch {
-    PyObject *outputs, *inputs; /* owned; lists of tensors */
+    PyObject *outputs, *inputs; /* borrowed; lists of tensors */
 };
 
 void storage_bind(struct storage *storage, const struct flat_param *param); /* of zeros; init follows */

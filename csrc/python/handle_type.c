@@ -344,18 +344,6 @@ static int set_name(PyObject *self, PyObject *name, void *unused) {
     return 0;
 }
 
-static PyObject *get_optimizer_in_backward(PyObject *self, void *unused) {
-    return PyBool_FromLong(inside(self)->optimizer_in_backward);
-}
-
-static int set_optimizer_in_backward(PyObject *self, PyObject *value, void *unused) {
-    int truth = value ? PyObject_IsTrue(value) : 0;
-    if (truth < 0)
-        return -1;
-    handle_set_optimizer_in_backward(inside(self), truth);
-    return 0;
-}
-
 /* An enum is an int, and NULL is None. */
 #define READ_ONLY(name, type, field)                                                                         \
     {name, type, offsetof(struct handle_object, handle.field), READONLY, NULL}
@@ -366,12 +354,12 @@ static PyMemberDef members[] = {
     READ_ONLY("training_state", T_INT, training_state),
     READ_ONLY("local_shard", T_OBJECT, storage.local_shard),
     READ_ONLY("op_id", T_LONGLONG, param.op_id),
+    {"optimizer_in_backward", T_BOOL, offsetof(struct handle_object, handle.optimizer_in_backward), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef attributes[] = {
     {"name", get_name, set_name, NULL, NULL},
-    {"optimizer_in_backward", get_optimizer_in_backward, set_optimizer_in_backward, NULL, NULL},
     {"sharded_grad", get_sharded_grad, NULL, NULL, NULL},
     {"shows_sharded", get_shows_sharded, NULL, NULL, NULL},
     {"unsharded_nbytes", get_unsharded_nbytes, NULL, NULL, NULL},

@@ -130,7 +130,8 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
-    return none_or_error(unit_wait_unsharded(inside(self)));
+    struct unit *unit = inside(self);
+    return none_or_error(unit->handle && unit->runtime ? unit_wait_gathered(unit) : 0);
 }
 
 static PyObject *post_backward_reshard(PyObject *self, PyObject *unused) {
@@ -194,18 +195,6 @@ static PyObject *get_sync_gradients(PyObject *self, void *unused) {
     return PyBool_FromLong(inside(self)->sync_gradients);
 }
 
-static PyObject *get_recorder_index(PyObject *self, void *unused) {
-    return PyLong_FromLong(inside(self)->recorder_index);
-}
-
-static int set_recorder_index(PyObject *self, PyObject *value, void *unused) {
-    long index = value ? PyLong_AsLong(value) : -1;
-    if (PyErr_Occurred())
-        return -1;
-    unit_set_recorder_index(inside(self), index >= 0 && index < RECORDER_CAPACITY ? (int32_t)index : -1);
-    return 0;
-}
-
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     if (!value) {
         PyErr_SetString(PyExc_AttributeError, "sync_gradients of a unit cannot be deleted");
@@ -224,11 +213,11 @@ static PyMemberDef members[] = {
     READ_ONLY("handle", T_OBJECT, handle_object),
     READ_ONLY("runtime", T_OBJECT, runtime_object),
     {"brings_zeros", T_BOOL, offsetof(struct unit_object, unit.brings_zeros), 0, NULL},
+    {"recorder_index", T_INT, offsetof(struct unit_object, unit.recorder_index), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef attributes[] = {
-    {"recorder_index", get_recorder_index, set_recorder_index, NULL, NULL},
     {"is_root", get_is_root, NULL, NULL, NULL},
     {"training_state", get_training_state, NULL, NULL, NULL},
     {"sync_gradients", get_sync_gradients, set_sync_gradients, NULL, NULL},

@@ -86,20 +86,17 @@ static int check_named(struct unit *unit) {
  * forward, or NULL. */
 static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
     OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
-    bool is_there = edges && PySequence_Size(edges) > 1 + index;
-    OWNED *edge = is_there ? PySequence_GetItem(edges, 1 + index) : NULL;
-    PyObject *node = edge ? PySequence_GetItem(edge, 0) : NULL;
-    if (edges && !is_there)
-        node = Py_NewRef(Py_None); /* of a forward from before there were any */
-    return node;
+    if (edges && PySequence_Size(edges) <= 1 + index)
+        return Py_NewRef(Py_None); /* of a forward from before there were any */
+    OWNED *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
+    return edge ? PySequence_GetItem(edge, 0) : NULL;
 }
 
 int unit_edge_use(PyObject *context, Py_ssize_t index) {
-    PyObject *node = flat_param_node(context, index);
+    OWNED *node = flat_param_node(context, index);
     if (!node)
         return -1;
     int executes = node == Py_None ? 0 : torch_will_execute(node);
-    Py_DECREF(node);
     if (executes >= 0)
         return executes ? EDGE_ACCUMULATES : EDGE_UNUSED;
     /* by which it tells of a leaf that autograd.grad() asks for */
@@ -136,13 +133,6 @@ static int prepare(struct unit *unit) {
     return 0;
 }
 
-/* Gathered for this backward already; unless its gradients have come since and this is another graph over it,
- * as reentrant checkpointing makes them: then it is gathered again (parity 26). */
-static bool is_prepared(const struct unit *unit) {
-    bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
-    return unit->ran_pre_backward && !done;
-}
-
 static int pre_backward(struct unit *unit) {
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
@@ -165,8 +155,11 @@ int unit_pre_backward(void *target) {
     struct unit *unit = target;
     if (!unit->runtime)
         return unit->handle ? unit_refuse_backward(unit) : 0;
-    /* perhaps for a forward under another stream: this one has not waited for the gather */
-    if (is_prepared(unit))
+    /* Gathered for this backward already, perhaps for a forward under another stream: this one has not waited
+     * for the gather. Unless its gradients have come since and this is another graph over it, as reentrant
+     * checkpointing makes them: then it is gathered again (parity 26). */
+    bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
+    if (unit->ran_pre_backward && !done)
         return stream_follow(&unit->runtime->schedule.streams);
     struct trace trace = trace_begin(TRACED_PRE_BACKWARD, unit->recorder_index);
     int result = pre_backward(unit);
@@ -275,9 +268,18 @@ static int add_up(struct unit *unit) {
 /* Helps to find out which hooks do not run, under some ways of checkpointing (D-065). */
 static int log_post_backward(const struct unit *unit) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (!unit->handle->param.use_orig_params || !module || module == Py_None)
-        return 0;
-    return callbacks_tell(callbacks.log_post_backward, module, NULL);
+    bool logs = unit->handle->param.verbose && unit->handle->param.use_orig_params && module;
+    return logs && module != Py_None ? callbacks_tell(callbacks.log_post_backward, module, NULL) : 0;
+}
+
+/* Of all gradients of the unit that have come. */
+static int post_backward_of_new(struct unit *unit) {
+    int awaits = log_post_backward(unit) < 0 ? -1 : awaits_gradients(unit);
+    if (awaits)
+        return awaits < 0 ? -1 : add_up(unit);
+    if (unit->optional.reached && runtime_reduce_optional(unit) < 0)
+        return -1;
+    return post_backward(unit);
 }
 
 /* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward
@@ -292,14 +294,7 @@ int unit_post_backward(void *target) {
         bool enabled = torch_grad_enabled();
         struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
         torch_set_grad_enabled(false);
-        int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
-        int awaits = result ? -1 : awaits_gradients(unit);
-        if (awaits)
-            result = awaits < 0 ? -1 : add_up(unit);
-        else if (unit->optional.reached)
-            result = runtime_reduce_optional(unit);
-        if (!result && !awaits)
-            result = post_backward(unit);
+        int result = post_backward_of_new(unit);
         torch_set_grad_enabled(enabled);
         trace_end(trace);
         if (result < 0)

@@ -16,17 +16,17 @@ static int backward_raised(void *target, const void *hook) {
 int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime->callback_queued)
         return 0;
+    struct schedule *schedule = &runtime->schedule;
+    /* An optimizer may have stepped since a backward that came before without a forward in between. */
     if (runtime_check_holder(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
-        schedule_begin_backward(&runtime->schedule) < 0)
+        (schedule->has_ended && schedule_begin_step(schedule) < 0))
         return -1;
-    PyObject *hook = hook_new(runtime_final_callback, runtime, runtime->object);
-    if (hook)
-        hook_on_drop(hook, backward_raised);
+    OWNED *hook = hook_new(runtime_final_callback, runtime, runtime->object);
     runtime->final_hook = hook;
-    PyObject *done = hook ? PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL) : NULL;
-    Py_XDECREF(hook);
-    Py_XDECREF(done);
-    if (!done)
+    if (!hook)
+        return -1;
+    hook_on_drop(hook, backward_raised);
+    if (ref_done(PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL)) < 0)
         return -1;
     runtime->graph_task = torch_graph_task();
     if (runtime->graph_task == -2)
@@ -56,7 +56,7 @@ static int finalise_handle(struct unit *unit) {
  * either: an optimizer may step next. Where the user calls the callback by hand, nothing is sent. */
 static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
     if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients ||
-        !unit->handle->gradients.unreduced || unit_enclosing(unit))
+        !unit->handle->gradients.unreduced || unit_of_part(unit)->optional.enclosing)
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
@@ -74,9 +74,7 @@ static bool offloads(const struct runtime *runtime) {
 static int end_named(struct runtime *runtime) {
     for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_NAMED; i--) {
         PyObject *hook = runtime->units[i]->anchor_hook;
-        PyObject *done = hook ? PyObject_CallNoArgs(hook) : Py_NewRef(Py_None);
-        Py_XDECREF(done);
-        if (!done)
+        if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
             return -1;
     }
     return 0;

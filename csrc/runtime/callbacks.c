@@ -43,8 +43,6 @@ void callbacks_set_watcher(PyObject *function) {
 }
 
 int callbacks_call_watcher(const struct unit *unit, PyObject *gradients) {
-    PyObject *function = Py_NewRef(callbacks_watcher); /* it may put itself away */
-    int result = ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, gradients, NULL));
-    Py_DECREF(function);
-    return result;
+    OWNED *function = Py_NewRef(callbacks_watcher); /* it may put itself away */
+    return ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, gradients, NULL));
 }

@@ -136,19 +136,17 @@ static int init_actor(struct dry_run *run, int64_t index) {
 
 static int init_runtime(struct dry_run *run) {
     struct runtime *runtime = &run->runtime;
-    PyObject *cpu = PyObject_GetAttr(run->tensor, torch_names.device);
+    OWNED *cpu = PyObject_GetAttr(run->tensor, torch_names.device);
     run->operations = operations_own;
     run->operations.gather = gather;
     *runtime = (struct runtime){.units = run->units,
                                 .num_units = run->tree->num_units,
                                 .operations = &run->operations,
                                 .trains = true};
-    int result = cpu && order_init(&runtime->order, runtime->num_units) == 0
-                     ? schedule_init(&runtime->schedule, cpu)
-                     : -1;
-    Py_XDECREF(cpu);
+    if (!cpu || order_init(&runtime->order, runtime->num_units) < 0)
+        return -1;
     order_set_limits(&runtime->order, run->tree->backward_prefetch_limit, run->tree->forward_prefetch_limit);
-    return result;
+    return schedule_init(&runtime->schedule, cpu);
 }
 
 /* From the last to the first, as each is the first of its list. */
@@ -164,8 +162,7 @@ static void join_optional(struct dry_run *run) {
 }
 
 static PyObject *empty_tensor(PyObject *requires_grad) {
-    OWNED *torch = PyImport_ImportModule("torch");
-    PyObject *tensor = torch ? PyObject_CallMethod(torch, "empty", "i", 0) : NULL;
+    PyObject *tensor = PyObject_CallFunction(torch_names.empty, "i", 0);
     if (tensor && PyObject_SetAttr(tensor, torch_names.requires_grad, requires_grad) < 0)
         Py_CLEAR(tensor);
     return tensor;

@@ -8,20 +8,6 @@
 
 /* ---- pre-forward ---- */
 
-/* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in
- * place but for its inputs (D-030). */
-static bool recomputing(const struct unit *unit) {
-    if (unit->handle)
-        return unit->handle->training_state == USE_BACKWARD_PRE;
-    return unit->ran_pre_backward && unit->runtime->callback_queued;
-}
-
-/* Does the module call its unit? The parameters are there, and the forward around it gives them back (parity
- * 53). */
-static bool calls_itself(const struct unit *unit) {
-    return unit->handle && unit->handle->training_state == USE_FORWARD;
-}
-
 /* 1 when any parameter of the unit requires grad. */
 static int is_trainable(struct unit *unit) {
     int trainable = 0;
@@ -197,12 +183,20 @@ static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapp
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     if (ensure_lazy_init(unit) < 0)
         return NULL;
+    const struct handle *handle = unit->handle;
     if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
-        (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS))
+        (handle && handle->training_state == USE_SUMMON_FULL_PARAMS))
         return forward_on_full_params(unit, wrapped, args, kwargs);
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
         return NULL;
-    if (recomputing(unit) || calls_itself(unit))
+    /* a recomputation inside this unit's own backward, as activation checkpointing makes it: all is in place
+     * but for its inputs (D-030) */
+    bool recomputes = handle ? handle->training_state == USE_BACKWARD_PRE
+                             : unit->ran_pre_backward && unit->runtime->callback_queued;
+    /* the module calls its unit: the parameters are there, and the forward around it gives them back (parity
+     * 53) */
+    bool calls_itself = handle && handle->training_state == USE_FORWARD;
+    if (recomputes || calls_itself)
         return runtime_check_forward_thread(unit->runtime) < 0 ? NULL
                                                                : run_within(unit, wrapped, args, kwargs);
     if (begin_forward(unit) < 0)

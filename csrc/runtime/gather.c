@@ -12,12 +12,10 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     struct trace trace = trace_begin(part, unit->recorder_index);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *done =
-        PyObject_CallFunction(callbacks.explain_failed_collective, "OiLOi", value, (int)trace_phase(part),
-                              (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued);
-    if (!done)
+    if (ref_done(PyObject_CallFunction(
+            callbacks.explain_failed_collective, "OiLOi", value, (int)traced_parts[part].phase,
+            (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued)) < 0)
         PyErr_Clear();
-    Py_XDECREF(done);
     PyErr_Restore(type, value, traceback);
     trace_end(trace);
     return -1;
@@ -131,22 +129,22 @@ static bool goes_together(struct unit *unit) {
 }
 
 static int enqueue_together(struct unit *unit) {
-    struct gather_batch batch = {.outputs = PyList_New(0), .inputs = PyList_New(0)};
-    int result = batch.outputs && batch.inputs ? 0 : -1;
+    OWNED *outputs = PyList_New(0);
+    OWNED *inputs = PyList_New(0);
+    struct gather_batch batch = {.outputs = outputs, .inputs = inputs};
+    if (!outputs || !inputs)
+        return -1;
     FOR_PARTS(part, unit)
-        if (!result)
-            result = make_input(part) < 0 ? -1 : handle_unshard_add(part->handle, &batch);
-    PyObject *work = result < 0 ? NULL
-                                : collective_all_gather_together(storage_gather_group(&unit->handle->storage),
-                                                                 batch.outputs, batch.inputs);
-    result = work ? 0 : -1;
+        if (make_input(part) < 0 || handle_unshard_add(part->handle, &batch) < 0)
+            return -1;
+    OWNED *work =
+        collective_all_gather_together(storage_gather_group(&unit->handle->storage), outputs, inputs);
+    if (!work)
+        return -1;
     FOR_PARTS(part, unit) /* what comes next is after the first one's */
-        if (!result)
-            result = storage_unshard_enqueued(&part->handle->storage, part == unit ? work : Py_None);
-    Py_XDECREF(work);
-    Py_XDECREF(batch.outputs);
-    Py_XDECREF(batch.inputs);
-    return result;
+        if (storage_unshard_enqueued(&part->handle->storage, part == unit ? work : Py_None) < 0)
+            return -1;
+    return 0;
 }
 
 static int gather_together(struct unit *unit) {

@@ -91,17 +91,15 @@ int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
 int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
         return 0;
-    PyObject *hook = hook_new(unit_reshard_only, unit, unit->object);
+    OWNED *hook = hook_new(unit_reshard_only, unit, unit->object);
     PyObject *removable =
         hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
-    Py_XDECREF(hook);
     if (!removable)
         return -1;
-    if (removable == Py_None) {
+    if (removable == Py_None)
         Py_DECREF(removable);
-        return 0;
-    }
-    unit->reshard_hook = removable;
+    else
+        unit->reshard_hook = removable;
     return 0;
 }
 
@@ -111,22 +109,16 @@ int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
 
 /* Hook ids of torch count up from 0. */
 static int add_hook(PyObject *hooks, PyObject *hook) {
-    PyObject *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
-    int result = key ? PyObject_SetItem(hooks, key, hook) : -1;
-    Py_XDECREF(key);
-    return result;
+    OWNED *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
+    return key ? PyObject_SetItem(hooks, key, hook) : -1;
 }
 
 /* Hooks are called in the order of insertion. */
 static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
-    PyObject *others = PyDict_Copy(hooks);
-    int result = others ? ref_done(PyObject_CallMethod(hooks, "clear", NULL)) : -1;
-    if (!result)
-        result = add_hook(hooks, hook);
-    if (!result)
-        result = ref_done(PyObject_CallMethod(hooks, "update", "O", others));
-    Py_XDECREF(others);
-    return result;
+    OWNED *others = PyDict_Copy(hooks);
+    if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
+        return -1;
+    return ref_done(PyObject_CallMethod(hooks, "update", "O", others));
 }
 
 /* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
@@ -135,16 +127,13 @@ static int hook_first(PyObject *tensor, PyObject *hook) {
     if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
         return -1;
     OWNED *hooks = PyObject_CallNoArgs(ordered_dict);
-    PyObject *grad_fn = NULL;
-    int result = hooks ? add_hook(hooks, hook) : -1;
-    if (!result)
-        result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
-    if (!result)
-        result = (grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn)) ? 0 : -1;
-    if (!result && grad_fn != Py_None)
-        result = ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
-    Py_XDECREF(grad_fn);
-    return result;
+    if (!hooks || add_hook(hooks, hook) < 0 ||
+        PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks) < 0)
+        return -1;
+    OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
+    if (!grad_fn || grad_fn == Py_None)
+        return grad_fn ? 0 : -1;
+    return ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
 }
 
 static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
@@ -167,10 +156,8 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked);
 
 static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
     for (Py_ssize_t i = 0, n = PySequence_Size(sequence); i < n; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        int result = item ? hook_outputs(item, hook, hooked) : -1;
-        Py_XDECREF(item);
-        if (result < 0)
+        OWNED *item = PySequence_GetItem(sequence, i);
+        if (!item || hook_outputs(item, hook, hooked) < 0)
             return -1;
     }
     return 0;

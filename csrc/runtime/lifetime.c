@@ -54,17 +54,13 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
-/* It may run again, and sends nothing. */
-static int hold(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (handle_take_over_writes(part->handle) < 0)
-            return -1;
-    return optional_hold(unit) < 0 ? -1 : unit_set_training_state(unit, USE_IDLE);
-}
-
 static int end_use(struct unit *unit) {
-    if (unit->optional.enclosing)
-        return hold(unit);
+    if (unit->optional.enclosing) { /* it may run again, and sends nothing */
+        FOR_PARTS(part, unit)
+            if (handle_take_over_writes(part->handle) < 0)
+                return -1;
+        return optional_hold(unit) < 0 ? -1 : unit_set_training_state(unit, USE_IDLE);
+    }
     if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 ||
         (!unit->needs_pre_backward_unshard && unit_forget_secondary_shards(unit) < 0))
         return -1;
@@ -176,12 +172,7 @@ int runtime_reshard_units(struct runtime *runtime) {
     return 0;
 }
 
-/* ---- prefetch ---- */
-
-/* Prefetching a unit: in the order of units (D-110 to D-116), or on the user's word. A step
- * that begins without its root. */
-
-/* ---- in the order of units ---- */
+/* ---- prefetch, in the order of units (D-110 to D-116) ---- */
 
 static bool can_prefetch(const struct unit *unit) {
     return !unit->place.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
@@ -281,11 +272,9 @@ int unit_unshard(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!handle || !unit->runtime)
         return 0;
-    if (handle->training_state == USE_SUMMON_FULL_PARAMS) {
+    if (handle->training_state == USE_SUMMON_FULL_PARAMS)
         return unit_error(PyExc_RuntimeError, handle->param.layout.rank, unit->name,
-                          "its full parameters are summoned: prefetch it outside "
-                          "of summon_full_params");
-    }
+                          "its full parameters are summoned: prefetch it outside of summon_full_params");
     if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 ||
         unit_forget_secondary_shards(unit) < 0 || gather_for_next(unit) < 0)
         return -1;
@@ -293,8 +282,4 @@ int unit_unshard(struct unit *unit) {
         if (handle_show_views(part->handle) < 0)
             return -1;
     return 0;
-}
-
-int unit_wait_unsharded(struct unit *unit) {
-    return unit->handle && unit->runtime ? unit_wait_gathered(unit) : 0;
 }

@@ -46,15 +46,11 @@ static int add_frozen_anew(struct unit *part, PyObject **frozen) {
 
 /* New tuple, None where there is none, or NULL. */
 static PyObject *frozen_views(struct unit *unit) {
-    PyObject *frozen = NULL, *tuple = NULL;
-    int result = 0;
+    OWNED *frozen = NULL;
     FOR_PARTS(part, unit)
-        if (part->in_node && !result)
-            result = add_frozen_anew(part, &frozen);
-    if (!result)
-        tuple = frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
-    Py_XDECREF(frozen);
-    return tuple;
+        if (part->in_node && add_frozen_anew(part, &frozen) < 0)
+            return NULL;
+    return frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
 }
 
 /* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may
@@ -180,18 +176,17 @@ static int arrive_all(struct unit *unit, struct arrival *arrival) {
         return arrive(unit, arrival->args, arrival, 0);
     OWNED *kept = PyObject_GetAttr(arrival->context, torch_names.parts);
     const char *is_in = kept ? PyBytes_AsString(kept) : NULL;
-    int result = is_in ? 0 : -1;
-    Py_ssize_t begin = 0, index = 0;
-    for (struct unit *part = unit; part && !result; part = part->next_segment, index++) {
-        if (!is_in[index])
+    Py_ssize_t begin = 0, index = -1;
+    FOR_PARTS(part, is_in ? unit : NULL) {
+        if (!is_in[++index])
             continue;
         Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
-        PyObject *own = PyTuple_GetSlice(arrival->args, begin, begin + 1 + count);
-        result = own ? arrive(part, own, arrival, index) : -1;
-        Py_XDECREF(own);
+        OWNED *own = PyTuple_GetSlice(arrival->args, begin, begin + 1 + count);
+        if (!own || arrive(part, own, arrival, index) < 0)
+            return -1;
         begin += count;
     }
-    return result;
+    return is_in ? 0 : -1;
 }
 
 /* Nothing for anybody. New reference. */
@@ -302,26 +297,22 @@ static PyObject *accumulation_node(PyObject *leaf) {
 
 static int make_anchor(struct unit *unit) {
     struct streams *streams = &unit->runtime->schedule.streams;
-    PyObject *anchor = torch_empty(0, unit->handle->storage.copy->dtype, unit->handle->param.device);
-    PyObject *removable = NULL;
+    OWNED *anchor = torch_empty(0, unit->handle->storage.copy->dtype, unit->handle->param.device);
+    OWNED *removable = NULL;
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
-        goto done;
+        return -1;
     /* the node stays with the unit, and the engine uses its stream in each backward */
     unit->anchor_node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(anchor);
-    if (stream_leave(streams) < 0 || !unit->anchor_node)
-        goto done;
-    unit->anchor_hook = hook_new(unit_post_backward, unit, NULL);
+    if (stream_leave(streams) == 0 && unit->anchor_node)
+        unit->anchor_hook = hook_new(unit_post_backward, unit, NULL);
     if (unit->anchor_hook)
         removable = PyObject_CallMethod(unit->anchor_node, "register_hook", "O", unit->anchor_hook);
-done:
-    unit->anchor = removable ? Py_NewRef(anchor) : NULL;
-    Py_XDECREF(anchor);
-    Py_XDECREF(removable);
-    if (!unit->anchor) {
-        Py_CLEAR(unit->anchor_node);
-        Py_CLEAR(unit->anchor_hook);
+    if (!removable) {
+        unit_drop_anchor(unit);
+        return -1;
     }
-    return unit->anchor ? 0 : -1;
+    unit->anchor = Py_NewRef(anchor);
+    return 0;
 }
 
 /* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of
@@ -349,11 +340,9 @@ static int forget_hooks(struct unit *unit) {
 static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
-    PyObject *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
+    OWNED *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
+    OWNED *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
     bool is_transformed = innermost && innermost != Py_None;
-    Py_XDECREF(peek);
-    Py_XDECREF(innermost);
     PyErr_Restore(type, value, traceback);
     if (!is_transformed)
         return -1;

@@ -32,15 +32,9 @@ static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, Py
     return PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
 }
 
-static int done(PyObject *result) {
-    Py_XDECREF(result);
-    return result ? 0 : -1;
-}
-
 static int call_gather(struct unit *unit) {
-    PyObject *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
-    int result = done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
-    Py_DECREF(function);
+    OWNED *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
+    int result = ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
     if (!result && unit->handle->storage.param_state == PARAM_SHARDED)
         result = unit_error(
             PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
@@ -53,12 +47,12 @@ static int call_gather(struct unit *unit) {
 }
 
 static int call_reshard(struct unit *unit, bool free_storage) {
-    return done(
+    return ref_done(
         call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL));
 }
 
 static int call_post_backward_reshard(struct unit *unit) {
-    return done(call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
+    return ref_done(call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
 }
 
 static int choose(struct unit *unit, struct unit **chosen) {
@@ -106,7 +100,7 @@ static int call_register_pre_backward_hooks(struct unit *unit, PyObject **output
 static int call_register_post_backward_hook(struct unit *unit) {
     if (unit_detach_views(unit) < 0)
         return -1;
-    return done(call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
+    return ref_done(call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
 }
 
 const struct operations operations_calls = {

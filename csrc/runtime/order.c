@@ -8,16 +8,13 @@
 /* ---- validation ---- */
 
 static int init_tensors(struct order_validation *validation, PyObject *device) {
-    OWNED *torch = PyImport_ImportModule("torch");
-    OWNED *dtype = torch ? PyObject_GetAttrString(torch, "int64") : NULL;
+    OWNED *dtype = ref_find("torch", "int64");
     if (dtype)
         validation->own = torch_empty(1, dtype, device);
     if (validation->own)
         validation->everyone = torch_empty(validation->group.world_size, dtype, device);
     /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
-    int result =
-        ref_done(validation->everyone ? PyObject_CallMethod(validation->everyone, "zero_", NULL) : NULL);
-    return result;
+    return validation->everyone ? torch_zero(validation->everyone) : -1;
 }
 
 struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device) {
@@ -55,10 +52,9 @@ static PyObject *names_of(const struct order_validation *validation, int64_t ind
 
 /* list of each rank's value. New reference. */
 static PyObject *gather_values(struct order_validation *validation, int64_t value) {
-    PyObject *filled = PyObject_CallMethod(validation->own, "fill_", "L", (long long)value);
+    OWNED *filled = PyObject_CallMethod(validation->own, "fill_", "L", (long long)value);
     PyObject *work =
         filled ? collective_all_gather(&validation->group, validation->everyone, validation->own) : NULL;
-    Py_XDECREF(filled);
     if (!work || collective_wait(work) < 0)
         return NULL;
     return PyObject_CallMethod(validation->everyone, "tolist", NULL);
@@ -67,9 +63,8 @@ static PyObject *gather_values(struct order_validation *validation, int64_t valu
 /* The index that each rank is about to gather. Before it upstream sends how many there are, which is 1:
  * whoever counts collectives finds as many. */
 static int compare_ranks(struct order_validation *validation, int64_t index) {
-    PyObject *counts = gather_values(validation, 1);
+    OWNED *counts = gather_values(validation, 1);
     OWNED *indices = counts ? gather_values(validation, index) : NULL;
-    Py_XDECREF(counts);
     if (!indices)
         return -1;
     int64_t first = PyLong_AsLongLong(PyList_GetItem(indices, 0));
@@ -102,18 +97,15 @@ static int grow(int64_t **indices, int64_t *capacity) {
 /* ---- later iterations: against the first ---- */
 
 static int warn(struct order_validation *validation, int64_t index, int64_t expected) {
-    OWNED *rest = NULL;
-    OWNED *text = PyUnicode_FromFormat(
+    OWNED *came = expected < 0 ? PyUnicode_FromString("no more")
+                               : PyUnicode_FromFormat("%R next", names_of(validation, expected));
+    if (!came)
+        return -1;
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
         "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and "
-        "may give incorrect results or hang.\nIn the first iteration came ",
-        (long long)validation->group.rank);
-    if (text)
-        rest = expected < 0 ? PyUnicode_FromFormat("%Uno more", text)
-                            : PyUnicode_FromFormat("%U%R next", text, names_of(validation, expected));
-    int result =
-        rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U, but %R was run", rest, names_of(validation, index))
-             : -1;
-    return result;
+        "may give incorrect results or hang.\nIn the first iteration came %U, but %R was run",
+        (long long)validation->group.rank, came, names_of(validation, index));
 }
 
 static int compare_iterations(struct order_validation *validation, int64_t index) {

@@ -53,10 +53,6 @@ int schedule_begin_step(struct schedule *schedule) {
     return gathers_wait(schedule, schedule->step_begin);
 }
 
-int schedule_begin_backward(struct schedule *schedule) {
-    return schedule->has_ended ? schedule_begin_step(schedule) : 0;
-}
-
 bool schedule_wants_memory(const struct schedule *schedule) {
     return !schedule->pool.reserved && streams_are_real(&schedule->streams);
 }
@@ -159,18 +155,16 @@ static int mark_received(struct schedule *schedule, struct gradients *gradients)
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
 }
 
-static int take_from_pool(struct schedule *schedule, struct gradients *gradients) {
-    int result = pool_enter(&schedule->pool) < 0 ? -1 : gradients_take_reduce_input(gradients);
-    return pool_leave(&schedule->pool) < 0 ? -1 : result;
-}
-
 /* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after
  * that. */
 static int take_gathered(struct schedule *schedule, struct gradients *gradients) {
     struct streams *streams = &schedule->streams;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
-    if (leave(schedule, STREAM_UNSHARD, &schedule->input_taken, take_from_pool(schedule, gradients)) < 0)
+    int result = pool_enter(&schedule->pool) < 0 ? -1 : gradients_take_reduce_input(gradients);
+    if (pool_leave(&schedule->pool) < 0)
+        result = -1;
+    if (leave(schedule, STREAM_UNSHARD, &schedule->input_taken, result) < 0)
         return -1;
     return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
 }

@@ -102,9 +102,6 @@ bool schedule_is_flushed(const struct schedule *schedule);
 
 /* a gather of this step sees what the script did before it */
 int schedule_begin_step(struct schedule *schedule);
-/* A backward that no forward has come before, but another backward: an optimizer may have stepped between
- * them. */
-int schedule_begin_backward(struct schedule *schedule);
 /* The memory that gathers will take, once: is it to be taken now? */
 bool schedule_wants_memory(const struct schedule *schedule);
 int schedule_begin_reserve(struct schedule *schedule);

@@ -84,10 +84,6 @@ static inline void trace_end(struct trace trace) {
     profile_end(trace.range);
 }
 
-static inline enum recorder_phase trace_phase(enum traced part) {
-    return traced_parts[part].phase;
-}
-
 /* A backward has ended. */
 static inline void trace_end_step(void) {
     flight_recorder_end_step();

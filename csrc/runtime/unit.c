@@ -73,10 +73,6 @@ void unit_set_sync_gradients(struct unit *unit, bool sync) {
     unit->sync_gradients = sync;
 }
 
-void unit_set_recorder_index(struct unit *unit, int32_t index) {
-    unit->recorder_index = index;
-}
-
 void unit_drop_anchor(struct unit *unit) {
     if (unit->anchor_hook)
         hook_disarm(unit->anchor_hook);

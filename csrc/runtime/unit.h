@@ -111,11 +111,6 @@ static inline struct unit *unit_of_part(struct unit *part) {
     return part->leader ? part->leader : part;
 }
 
-/* Of a part of an optional unit: the unit around that; else NULL. */
-static inline struct unit *unit_enclosing(struct unit *part) {
-    return unit_of_part(part)->optional.enclosing;
-}
-
 /* The flat parameters of a unit: its own, then those of its segments. */
 #define FOR_PARTS(part, first) for (struct unit *part = (first); part; part = part->next_segment)
 
@@ -133,7 +128,6 @@ void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE. 0 or -1 */
 int unit_unwatch_inputs(struct unit *unit); /* undoes unit_watch_inputs. 0 or -1 */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
-void unit_set_recorder_index(struct unit *unit, int32_t index);
 
 /* states.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
@@ -207,7 +201,6 @@ bool unit_ends_with_backward(const struct unit *unit);
 /* lifetime.c, prefetching. 0 or -1, where nothing else is said */
 /* The unit to prefetch while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
-/* it was prefetched */
 void unit_set_prefetched(struct unit *unit, bool prefetched);
 int unit_prefetch(struct unit *candidate, enum training_state state); /* unless it is gathered already */
 /* what is to be prefetched now */
@@ -216,7 +209,6 @@ int unit_prefetch_next(struct unit *unit, enum training_state state);
 int unit_prefetch_in_order(struct unit *unit, enum training_state state);
 /* prefetch on the user's word; the module shows the whole parameters */
 int unit_unshard(struct unit *unit);
-int unit_wait_unsharded(struct unit *unit); /* computation may use them */
 /* outside of the root's forward the script has called this unit by itself */
 int unit_begin_step_alone(struct unit *unit);
 
