@@ -38,7 +38,7 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("__init__", "__main__", "cli", "selftest"),
 )
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
-    "csrc/base": 157,
+    "csrc/base": 158,
     "csrc/layout": 558,
     "csrc/kernels": 4_026,
     "csrc/torch": 3_718,

@@ -70,15 +70,13 @@ static int init_options(void) {
 int collective_init(void) {
     if (public_functions)
         return 0;
-    PyObject *module = PyImport_ImportModule("torch.distributed");
+    OWNED *module = PyImport_ImportModule("torch.distributed");
     if (!module)
         return -1;
     public_functions = Py_NewRef(PyModule_GetDict(module));
-    Py_DECREF(module);
-    if (init_options() < 0 || names_find(gather_names, 2) < 0 || names_find(scatter_names, 2) < 0 ||
-        names_find(reduce_names, 1) < 0)
+    if (init_options() < 0 || names_find(gather_names, 2) < 0 || names_find(scatter_names, 2) < 0)
         return -1;
-    return 0;
+    return names_find(reduce_names, 1);
 }
 
 /* The function that stands under a public name and is not the one torch put there, borrowed; NULL when
@@ -112,18 +110,11 @@ static PyObject *method_of(PyObject *group, PyObject *rank, const char *name) {
         return method;
     PyErr_Clear();
     OWNED *what = Py_BuildValue("(OOs)", rank, group, name);
-    method = what ? PyCFunction_New(&refuse_missing_def, what) : NULL;
-    return method;
+    return what ? PyCFunction_New(&refuse_missing_def, what) : NULL;
 }
 
 static struct collective_group all = {.previous = &all, .next = &all}; /* initialised groups, in a ring */
-static int64_t unfinished; /* collectives that were enqueued and for which nobody has waited with success */
-
-static void join_all(struct collective_group *group) {
-    group->previous = all.previous;
-    group->next = &all;
-    group->previous->next = group->next->previous = group;
-}
+static int64_t unfinished;
 
 static void leave_all(struct collective_group *group) {
     if (!group->next)
@@ -134,32 +125,22 @@ static void leave_all(struct collective_group *group) {
 }
 
 int collective_group_init(struct collective_group *group, PyObject *process_group) {
-    memset(group, 0, sizeof *group);
-    group->process = getpid();
-    join_all(group);
-    PyObject *size = PyObject_CallMethod(process_group, "size", NULL);
-    PyObject *rank = size ? PyObject_CallMethod(process_group, "rank", NULL) : NULL;
-    if (!rank)
-        goto fail;
-    group->world_size = PyLong_AsLongLong(size);
-    group->rank = PyLong_AsLongLong(rank);
-    if (PyErr_Occurred())
-        goto fail;
-    group->group = Py_NewRef(process_group);
-    group->gather_group = Py_NewRef(process_group);
-    group->scatter_group = Py_NewRef(process_group);
-    if (!(group->all_gather = method_of(process_group, rank, "_allgather_base")))
-        goto fail;
-    if (!(group->reduce_scatter = method_of(process_group, rank, "_reduce_scatter_base")))
-        goto fail;
-    if (!(group->all_reduce = method_of(process_group, rank, "allreduce")))
-        goto fail;
-    Py_DECREF(size);
-    Py_DECREF(rank);
-    return 0;
-fail:
-    Py_XDECREF(size);
-    Py_XDECREF(rank);
+    *group = (struct collective_group){.process = getpid(), .previous = all.previous, .next = &all};
+    group->previous->next = all.previous = group;
+    OWNED *size = PyObject_CallMethod(process_group, "size", NULL);
+    OWNED *rank = size ? PyObject_CallMethod(process_group, "rank", NULL) : NULL;
+    if (rank) {
+        group->world_size = PyLong_AsLongLong(size);
+        group->rank = PyLong_AsLongLong(rank);
+    }
+    if (!PyErr_Occurred() && (group->all_gather = method_of(process_group, rank, "_allgather_base")) &&
+        (group->reduce_scatter = method_of(process_group, rank, "_reduce_scatter_base")) &&
+        (group->all_reduce = method_of(process_group, rank, "allreduce"))) {
+        group->group = Py_NewRef(process_group);
+        group->gather_group = Py_NewRef(process_group);
+        group->scatter_group = Py_NewRef(process_group);
+        return 0;
+    }
     collective_group_fini(group);
     return -1;
 }
@@ -267,21 +248,18 @@ PyObject *collective_all_reduce(const struct collective_group *group, PyObject *
         return refuse(group);
     if (function)
         return enqueued(call_replacement(function, group->group, tensor, NULL));
-    PyObject *tensors = PyList_New(1), *work = NULL;
-    if (tensors && PyList_SetItem(tensors, 0, Py_NewRef(tensor)) == 0)
-        work = PyObject_CallFunctionObjArgs(group->all_reduce, tensors, reduce_options, NULL);
-    Py_XDECREF(tensors);
-    return enqueued(work);
+    OWNED *tensors = PyList_New(1);
+    if (!tensors || PyList_SetItem(tensors, 0, Py_NewRef(tensor)) < 0)
+        return NULL;
+    return enqueued(PyObject_CallFunctionObjArgs(group->all_reduce, tensors, reduce_options, NULL));
 }
 
 int collective_wait(PyObject *work) {
-    if (work == Py_None) {
-        Py_DECREF(work);
+    OWNED *waited = work;
+    if (work == Py_None)
         return 0;
-    }
-    PyObject *done = PyObject_CallMethodObjArgs(work, torch_names.wait, NULL);
-    Py_DECREF(work);
-    Py_XDECREF(done);
-    unfinished -= done != NULL;
-    return done ? 0 : -1;
+    if (ref_done(PyObject_CallMethodObjArgs(waited, torch_names.wait, NULL)) < 0)
+        return -1;
+    unfinished--;
+    return 0;
 }

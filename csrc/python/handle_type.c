@@ -118,13 +118,6 @@ static struct handle *ready(PyObject *self) {
     return handle && (handle->ready || handle_lazy_init(handle) == 0) ? handle : NULL;
 }
 
-/* A method without arguments that is one verb, once `here` (made or ready) has the handle. */
-#define METHOD(name, here, verb)                                                                             \
-    static PyObject *name(PyObject *self, PyObject *unused) {                                                \
-        struct handle *handle = here(self);                                                                  \
-        return none_or_error(handle ? verb(handle) : -1);                                                    \
-    }
-
 METHOD(summon_exit, made, handle_summon_exit)
 METHOD(summon_free, made, handle_summon_free)
 METHOD(summon_hide, made, handle_summon_hide)

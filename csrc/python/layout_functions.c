@@ -21,13 +21,9 @@ static PyObject *tuple_or_null(PyObject *list, bool failed) {
 static int read_partition(PyObject *object, void *output) {
     struct partition *partition = output;
     long long numel, step, offset;
-    PyObject *fields = PySequence_Tuple(object);
-    if (!fields)
-        return 0;
-    int converted =
-        PyArg_ParseTuple(fields, "LLL;a partition is (numel, step, offset)", &numel, &step, &offset);
-    Py_DECREF(fields);
-    if (!converted)
+    OWNED *fields = PySequence_Tuple(object);
+    if (!fields ||
+        !PyArg_ParseTuple(fields, "LLL;a partition is (numel, step, offset)", &numel, &step, &offset))
         return 0;
     *partition = (struct partition){numel, step, offset};
     if (partition_is_valid(partition))

@@ -24,18 +24,13 @@ static void layout_object_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* The type is final, so its own dealloc tells its instances apart: no global, and it holds across reloads of
- * the module. */
-static bool is_layout_object(PyObject *object) {
-    return PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)layout_object_dealloc;
-}
-
 const struct flat_layout *layout_of(PyObject *object) {
-    if (!is_layout_object(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a FlatLayout, got %R", (PyObject *)Py_TYPE(object));
-        return NULL;
-    }
-    return &((struct layout_object *)object)->layout;
+    /* The type is final, so its own dealloc tells its instances apart: no global, and it holds across reloads
+     * of the module. */
+    if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)layout_object_dealloc)
+        return &((struct layout_object *)object)->layout;
+    PyErr_Format(PyExc_TypeError, "expected a FlatLayout, got %R", (PyObject *)Py_TYPE(object));
+    return NULL;
 }
 
 /* Construction */

@@ -50,13 +50,11 @@ static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs
 }
 
 static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
-    PyObject *names = PyList_New(0);
+    OWNED *names = PyList_New(0);
     for (int i = 0; names && loops_version(i); i++)
         if (ref_append(names, PyUnicode_FromString(loops_version(i)->name)) < 0)
-            Py_CLEAR(names);
-    PyObject *result = names ? PyList_AsTuple(names) : NULL;
-    Py_XDECREF(names);
-    return result;
+            return NULL;
+    return names ? PyList_AsTuple(names) : NULL;
 }
 
 static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
@@ -93,15 +91,14 @@ static int recorder_path(PyObject *file, PyObject **path) {
 }
 
 static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
-    PyObject *file, *path = NULL;
+    PyObject *file;
+    OWNED *path = NULL;
     long long rank, world_size;
     if (!PyArg_ParseTuple(args, "OLL", &file, &rank, &world_size) || recorder_path(file, &path) < 0)
         return NULL;
-    int result = flight_recorder_open(path ? PyBytes_AsString(path) : NULL, rank, world_size);
-    PyObject *done =
-        result < 0 ? PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, file) : Py_NewRef(Py_None);
-    Py_XDECREF(path);
-    return done;
+    if (flight_recorder_open(path ? PyBytes_AsString(path) : NULL, rank, world_size) < 0)
+        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, file);
+    Py_RETURN_NONE;
 }
 
 static PyObject *decoded(const char *text) {
@@ -109,13 +106,12 @@ static PyObject *decoded(const char *text) {
 }
 
 static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
-    PyObject *path = NULL;
+    OWNED *path = NULL;
     if (recorder_path(argument, &path) < 0)
         return NULL;
     struct recorder_page page = {.rank = 0};
     char name[RECORDER_NAME_NBYTES];
     int result = flight_recorder_read(path ? PyBytes_AsString(path) : NULL, &page, name);
-    Py_XDECREF(path);
     if (result < 0)
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
     if (result > 0)
@@ -301,36 +297,38 @@ static int add_constants(PyObject *module) {
         const char *name;
         long value;
     } constants[] = {
-        {"PARAM_SHARDED", PARAM_SHARDED},
-        {"PARAM_UNSHARDING", PARAM_UNSHARDING},
-        {"PARAM_UNSHARDED", PARAM_UNSHARDED},
-        {"USE_IDLE", USE_IDLE},
-        {"USE_FORWARD", USE_FORWARD},
-        {"USE_BACKWARD_PRE", USE_BACKWARD_PRE},
-        {"USE_BACKWARD_POST", USE_BACKWARD_POST},
-        {"USE_SUMMON_FULL_PARAMS", USE_SUMMON_FULL_PARAMS},
-        {"FULL_SHARD", FULL_SHARD},
-        {"SHARD_GRAD_OP", SHARD_GRAD_OP},
-        {"NO_SHARD", NO_SHARD},
-        {"HYBRID_SHARD", HYBRID_SHARD},
-        {"HYBRID_SHARD_ZERO2", HYBRID_SHARD_ZERO2},
-        {"DRY_RUN_GATHER", DRY_RUN_GATHER},
-        {"DRY_RUN_TAKE", DRY_RUN_TAKE},
-        {"DRY_RUN_GIVE_BACK", DRY_RUN_GIVE_BACK},
-        {"DRY_RUN_GROW", DRY_RUN_GROW},
-        {"DRY_RUN_GATHER_IN_NODE", DRY_RUN_GATHER_IN_NODE},
-        {"DRY_RUN_KEEP", DRY_RUN_KEEP},
-        {"DRY_RUN_FORGET", DRY_RUN_FORGET},
+#define SAME(name) {#name, name}
+        SAME(PARAM_SHARDED),
+        SAME(PARAM_UNSHARDING),
+        SAME(PARAM_UNSHARDED),
+        SAME(USE_IDLE),
+        SAME(USE_FORWARD),
+        SAME(USE_BACKWARD_PRE),
+        SAME(USE_BACKWARD_POST),
+        SAME(USE_SUMMON_FULL_PARAMS),
+        SAME(FULL_SHARD),
+        SAME(SHARD_GRAD_OP),
+        SAME(NO_SHARD),
+        SAME(HYBRID_SHARD),
+        SAME(HYBRID_SHARD_ZERO2),
+        SAME(DRY_RUN_GATHER),
+        SAME(DRY_RUN_TAKE),
+        SAME(DRY_RUN_GIVE_BACK),
+        SAME(DRY_RUN_GROW),
+        SAME(DRY_RUN_GATHER_IN_NODE),
+        SAME(DRY_RUN_KEEP),
+        SAME(DRY_RUN_FORGET),
         {"SET_DIRECTLY", SETTING_DIRECT},
         {"SET_BY_SETATTR", SETTING_BY_SETATTR},
         {"SET_BYPASSING", SETTING_BYPASS},
-        {"RECORDER_SAVE", RECORDER_SAVE},
-        {"RECORDER_LOAD", RECORDER_LOAD},
-        {"RECORDER_STATE_DICT", RECORDER_STATE_DICT},
-        {"RECORDER_LOAD_STATE_DICT", RECORDER_LOAD_STATE_DICT},
-        {"RECORDER_OPTIM_STATE_DICT", RECORDER_OPTIM_STATE_DICT},
-        {"RECORDER_SUMMON", RECORDER_SUMMON},
-        {"RECORDER_WRAP", RECORDER_WRAP},
+        SAME(RECORDER_SAVE),
+        SAME(RECORDER_LOAD),
+        SAME(RECORDER_STATE_DICT),
+        SAME(RECORDER_LOAD_STATE_DICT),
+        SAME(RECORDER_OPTIM_STATE_DICT),
+        SAME(RECORDER_SUMMON),
+        SAME(RECORDER_WRAP)
+#undef SAME
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

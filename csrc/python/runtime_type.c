@@ -72,9 +72,9 @@ static void runtime_object_dealloc(PyObject *self) {
 
 /* ---- methods ---- */
 
-static PyObject *final_callback(PyObject *self, PyObject *unused) {
-    return none_or_error(runtime_final_callback(inside(self)));
-}
+METHOD(final_callback, inside, runtime_final_callback)
+METHOD(await_failed_backward, inside, runtime_await_failed_backward)
+METHOD(reset_grad_info, inside, runtime_collect_user_grads)
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
     struct runtime *runtime = inside(self);
@@ -90,14 +90,6 @@ static PyObject *hold(PyObject *self, PyObject *unused) {
 static PyObject *let_go(PyObject *self, PyObject *unused) {
     runtime_let_go(inside(self));
     Py_RETURN_NONE;
-}
-
-static PyObject *await_failed_backward(PyObject *self, PyObject *unused) {
-    return none_or_error(runtime_await_failed_backward(inside(self)));
-}
-
-static PyObject *reset_grad_info(PyObject *self, PyObject *unused) {
-    return none_or_error(runtime_collect_user_grads(inside(self)));
 }
 
 static PyObject *release(PyObject *self, PyObject *unused) {
@@ -169,36 +161,27 @@ static PyObject *get_handles_with_views(PyObject *self, void *unused) {
     return handles;
 }
 
-static PyObject *get_backward_limit(PyObject *self, void *unused) {
-    return PyLong_FromLongLong(inside(self)->order.backward_prefetch_limit);
+static const bool is_forward = true;
+
+static PyObject *get_limit(PyObject *self, void *forward) {
+    const struct order *order = &inside(self)->order;
+    return PyLong_FromLongLong(forward ? order->forward_prefetch_limit : order->backward_prefetch_limit);
 }
 
-static PyObject *get_forward_limit(PyObject *self, void *unused) {
-    return PyLong_FromLongLong(inside(self)->order.forward_prefetch_limit);
-}
-
-/* -1 with an exception for what is none. */
-static int64_t read_limit(PyObject *value) {
+static int set_limit(PyObject *self, PyObject *value, void *forward) {
     long long limit = value ? PyLong_AsLongLong(value) : -1;
     if (limit < 0 && !PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "a prefetch limit is the number of units to prefetch, 0 or more");
-    return limit < INT32_MAX ? limit : INT32_MAX; /* an index and a limit must not overflow when added */
-}
-
-static int set_backward_limit(PyObject *self, PyObject *value, void *unused) {
+    if (limit < 0)
+        return -1;
     struct order *order = &inside(self)->order;
-    int64_t limit = read_limit(value);
-    if (limit >= 0)
-        order_set_limits(order, limit, order->forward_prefetch_limit);
-    return limit < 0 ? -1 : 0;
-}
-
-static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
-    struct order *order = &inside(self)->order;
-    int64_t limit = read_limit(value);
-    if (limit >= 0)
-        order_set_limits(order, order->backward_prefetch_limit, limit);
-    return limit < 0 ? -1 : 0;
+    int64_t least =
+        limit < INT32_MAX ? limit : INT32_MAX; /* an index and a limit are added, without overflow */
+    if (forward)
+        order_set_limits(order, order->backward_prefetch_limit, least);
+    else
+        order_set_limits(order, least, order->forward_prefetch_limit);
+    return 0;
 }
 
 /* An enum is an int, and NULL is None. */
@@ -212,8 +195,8 @@ static PyMemberDef members[] = {
 };
 
 static PyGetSetDef attributes[] = {
-    {"_backward_prefetch_limit", get_backward_limit, set_backward_limit, NULL, NULL},
-    {"_forward_prefetch_limit", get_forward_limit, set_forward_limit, NULL, NULL},
+    {"_backward_prefetch_limit", get_limit, set_limit, NULL, NULL},
+    {"_forward_prefetch_limit", get_limit, set_limit, NULL, (void *)&is_forward},
     {"handles_with_views", get_handles_with_views, NULL, NULL, NULL},
     {"units", get_units, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -25,6 +25,13 @@ struct unit *unit_of(PyObject *object);
 
 int layout_functions_add(PyObject *module); /* partitions, exchange plans and boxes. 0 or -1 */
 
+/* A method without arguments that is one verb of the struct that `here` has for the object, or NULL. */
+#define METHOD(name, here, verb)                                                                             \
+    static PyObject *name(PyObject *self, PyObject *unused) {                                                \
+        __typeof__(here(self)) target = here(self);                                                          \
+        return none_or_error(target ? verb(target) : -1);                                                    \
+    }
+
 /* 0 -> None, -1 -> NULL: the end of a method that returns nothing. */
 static inline PyObject *none_or_error(int result) {
     return result < 0 ? NULL : Py_NewRef(Py_None);

@@ -125,9 +125,8 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
     return none_or_error(unit_set_phase(unit, wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
-static PyObject *unshard(PyObject *self, PyObject *unused) {
-    return none_or_error(unit_unshard(inside(self)));
-}
+METHOD(unshard, inside, unit_unshard)
+METHOD(register_post_backward_hook, made, unit_register_post_backward_hook)
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
     struct unit *unit = inside(self);
@@ -146,11 +145,6 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
         return NULL;
     struct unit *next = unit->handle && unit->runtime ? unit_next(unit, (enum training_state)state) : NULL;
     return Py_NewRef(next ? next->handle_object : Py_None);
-}
-
-static PyObject *register_post_backward_hook(PyObject *self, PyObject *unused) {
-    struct unit *unit = made(self);
-    return none_or_error(unit ? unit_register_post_backward_hook(unit) : -1);
 }
 
 static PyObject *register_pre_backward_hooks(PyObject *self, PyObject *outputs) {

@@ -187,16 +187,13 @@ static ssize_t read_published(int descriptor, void *memory, size_t nbytes, off_t
     return pread(descriptor, memory, nbytes, offset);
 }
 
-static bool is_possible(const struct recorder_page *page) {
-    return page->world_size <= INT32_MAX && page->rank >= 0 && page->rank < page->world_size;
-}
-
 static int read_at_unit(int descriptor, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
     ssize_t got = pread(descriptor, page, sizeof *page, 0);
     if (got != (ssize_t)sizeof *page || page->magic != magic_number())
         return got < 0 ? -1 : 1;
     got = read_published(descriptor, page, sizeof *page, 0);
-    if (got != (ssize_t)sizeof *page || !is_possible(page))
+    bool is_possible = page->world_size <= INT32_MAX && page->rank >= 0 && page->rank < page->world_size;
+    if (got != (ssize_t)sizeof *page || !is_possible)
         return got < 0 ? -1 : 1;
     int64_t unit = (int32_t)(uint32_t)flight_recorder_place(page);
     if (unit < 0 || unit >= page->num_names || unit >= RECORDER_CAPACITY)

@@ -28,30 +28,23 @@ int64_t buffer_peak_nbytes(bool reset) {
 }
 
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted) {
-    PyObject *storage = NULL;
+    OWNED *storage = NULL;
     if (!zero && !(zero = PyLong_FromLong(0)))
         return -1;
-    memset(buffer, 0, sizeof *buffer);
-    buffer->counted = counted;
-    buffer->tensor = torch_empty(numel, dtype, device);
-    if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0)
-        goto fail;
-    storage = PyObject_CallMethod(buffer->tensor, "untyped_storage", NULL);
-    if (!storage || !(buffer->resize = PyObject_GetAttrString(storage, "resize_")))
-        goto fail;
-    buffer->numel = numel;
+    *buffer =
+        (struct buffer){.tensor = torch_empty(numel, dtype, device), .numel = numel, .counted = counted};
+    if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0 ||
+        !(storage = PyObject_CallMethod(buffer->tensor, "untyped_storage", NULL)) ||
+        !(buffer->resize = PyObject_GetAttrString(storage, "resize_")) ||
+        !(buffer->full_nbytes = PyLong_FromLongLong(numel * dtype_nbytes(buffer->view.dtype)))) {
+        buffer_fini(buffer);
+        return -1;
+    }
     buffer->nbytes = numel * dtype_nbytes(buffer->view.dtype);
-    if (!(buffer->full_nbytes = PyLong_FromLongLong(buffer->nbytes)))
-        goto fail;
     tensor_prefer_large_pages(&buffer->view);
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
-    Py_DECREF(storage);
     return 0;
-fail:
-    Py_XDECREF(storage);
-    buffer_fini(buffer);
-    return -1;
 }
 
 void buffer_init_without_memory(struct buffer *buffer, PyObject *tensor, PyObject *resize, int64_t nbytes) {

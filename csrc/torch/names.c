@@ -36,13 +36,9 @@ static bool is_parameter(PyObject *tensor) {
     return (PyObject *)Py_TYPE(tensor) == torch_names.parameter_type;
 }
 
-/* Neither type changes what it inherits. */
-static bool is_plain(PyObject *tensor) {
-    return is_parameter(tensor) || (PyObject *)Py_TYPE(tensor) == torch_names.tensor_type;
-}
-
 static PyObject *read_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name) {
-    if (is_plain(tensor) && attribute->get)
+    bool is_plain = is_parameter(tensor) || (PyObject *)Py_TYPE(tensor) == torch_names.tensor_type;
+    if (is_plain && attribute->get) /* neither type changes what it inherits */
         return attribute->get(attribute->descriptor, tensor, torch_names.parameter_type);
     return PyObject_GetAttr(tensor, name);
 }
@@ -83,11 +79,10 @@ static int find_in_modules(void) {
 
 int torch_names_init(void) {
     static bool done;
-    if (done)
-        return 0;
-    if (intern_attributes() < 0 || find_in_modules() < 0 || find_attribute("grad", &of_grad) < 0 ||
-        find_attribute("data", &of_data) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0 ||
-        find_attribute("_version", &of_version) < 0)
+    if (!done &&
+        (intern_attributes() < 0 || find_in_modules() < 0 || find_attribute("grad", &of_grad) < 0 ||
+         find_attribute("data", &of_data) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0 ||
+         find_attribute("_version", &of_version) < 0))
         return -1;
     done = true;
     return 0;
@@ -102,22 +97,14 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
 /* A TorchDispatchMode may read what it sees, and `tensor` may have no memory. */
 static PyObject *empty_of(PyObject *tensor) {
     OWNED *numel = PyObject_CallMethod(tensor, "numel", NULL);
-    OWNED *dtype = NULL;
-    OWNED *device = NULL;
-    PyObject *result = NULL;
-    if (numel)
-        dtype = PyObject_GetAttr(tensor, torch_names.dtype);
-    if (dtype)
-        device = PyObject_GetAttr(tensor, torch_names.device);
-    if (device)
-        result = torch_empty(PyLong_AsLongLong(numel), dtype, device);
-    return result;
+    OWNED *dtype = numel ? PyObject_GetAttr(tensor, torch_names.dtype) : NULL;
+    OWNED *device = dtype ? PyObject_GetAttr(tensor, torch_names.device) : NULL;
+    return device ? torch_empty(PyLong_AsLongLong(numel), dtype, device) : NULL;
 }
 
 PyObject *torch_empty_like(PyObject *tensor) {
-    PyObject *modes = PyObject_CallNoArgs(torch_names.count_dispatch_modes);
+    OWNED *modes = PyObject_CallNoArgs(torch_names.count_dispatch_modes);
     long count = modes ? PyLong_AsLong(modes) : -1;
-    Py_XDECREF(modes);
     if (count)
         return count < 0 ? NULL : empty_of(tensor);
     return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
@@ -239,7 +226,6 @@ bool torch_is_tensor(PyObject *object) {
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides) {
     OWNED *data = torch_data(flat);
     OWNED *view = NULL;
-    PyObject *result = NULL;
     if (!data)
         return NULL;
     if (strides == Py_None) {
@@ -248,9 +234,7 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
     } else {
         view = PyObject_CallMethod(data, "as_strided", "OOL", shape, strides, (long long)offset);
     }
-    if (view)
-        result = torch_data(view);
-    return result;
+    return view ? torch_data(view) : NULL;
 }
 
 /* Every handle takes the next number of all, so that the number is another object as soon as there was one

@@ -22,60 +22,47 @@ static int find_functions(struct pool *pool) {
 static int new_pool(struct pool *pool, PyObject *module) {
     PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", pool->device));
     OWNED *made = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
-    PyObject *id = made ? PyObject_GetAttrString(made, "id") : NULL;
-    if (current && context_leave(current) < 0)
-        Py_CLEAR(id);
-    if (id) {
-        ref_set(&pool->pool, Py_NewRef(made));
-        ref_set(&pool->id, Py_NewRef(id));
-    }
-    int result = id ? 0 : -1;
-    Py_XDECREF(id);
-    return result;
-}
-
-/* Is a str, which is stolen, or NULL with an exception, `word`? 1, 0 or -1 */
-static int is_word(PyObject *text, const char *word) {
-    int result = text ? PyUnicode_CompareWithASCIIString(text, word) == 0 : -1;
-    Py_XDECREF(text);
-    return result;
+    OWNED *id = made ? PyObject_GetAttrString(made, "id") : NULL;
+    if ((current && context_leave(current) < 0) || !id)
+        return -1;
+    ref_set(&pool->pool, Py_NewRef(made));
+    ref_set(&pool->id, Py_NewRef(id));
+    return 0;
 }
 
 int pool_init(struct pool *pool, PyObject *device) {
     memset(pool, 0, sizeof *pool);
-    int is_cuda = is_word(PyObject_GetAttrString(device, "type"), "cuda");
-    if (is_cuda <= 0)
-        return is_cuda;
+    OWNED *type = PyObject_GetAttrString(device, "type");
+    if (!type || PyUnicode_CompareWithASCIIString(type, "cuda") != 0)
+        return type ? 0 : -1;
     /* the other allocator of torch has pools for the capture of graphs alone */
-    PyObject *module = PyImport_ImportModule("torch.cuda");
-    int has = module ? is_word(PyObject_CallMethod(module, "get_allocator_backend", NULL), "native") : -1;
+    OWNED *module = PyImport_ImportModule("torch.cuda");
+    OWNED *backend = module ? PyObject_CallMethod(module, "get_allocator_backend", NULL) : NULL;
     pool->device = Py_NewRef(device);
     pool->index = PyObject_GetAttrString(device, "index");
+    int has = backend && pool->index ? PyUnicode_CompareWithASCIIString(backend, "native") == 0 : -1;
     if (has > 0)
-        has = pool->index ? find_functions(pool) : -1;
+        has = find_functions(pool);
     int result = has > 0 ? new_pool(pool, module) : has;
-    Py_XDECREF(module);
     if (result < 0)
         pool_fini(pool);
     return result;
 }
 
 int pool_renew(struct pool *pool) {
-    PyObject *module = PyImport_ImportModule("torch.cuda");
-    int result = module ? new_pool(pool, module) : -1;
-    Py_XDECREF(module);
-    if (!result)
-        pool->piece = 0;
-    return result;
+    OWNED *module = PyImport_ImportModule("torch.cuda");
+    if (!module || new_pool(pool, module) < 0)
+        return -1;
+    pool->piece = 0;
+    return 0;
 }
 
 int pool_empty(struct pool *pool) {
     if (!pool->pool || !pool->reserved)
         return 0;
-    if (pool_renew(pool) < 0)
-        return -1;
-    pool->reserved = false;
-    return 0;
+    int result = pool_renew(pool);
+    pool->reserved = result < 0;
+    return result;
 }
 
 void pool_fini(struct pool *pool) {
@@ -145,10 +132,10 @@ static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return -1;
     PyErr_Clear();
-    PyObject *empty_cache = ref_find("torch.cuda", "empty_cache");
-    int result = ref_done(empty_cache ? PyObject_CallNoArgs(empty_cache) : NULL);
-    Py_XDECREF(empty_cache);
-    return result < 0 ? -1 : take_piece(pool, nbytes);
+    OWNED *empty_cache = ref_find("torch.cuda", "empty_cache");
+    if (!empty_cache || ref_done(PyObject_CallNoArgs(empty_cache)) < 0)
+        return -1;
+    return take_piece(pool, nbytes);
 }
 
 /* Blocks that do not find one are taken each by itself. */

@@ -30,9 +30,8 @@ static inline int ref_done(PyObject *result) {
 
 /* `item` is stolen, or NULL with an exception. 0 or -1 */
 static inline int ref_append(PyObject *list, PyObject *item) {
-    int result = item ? PyList_Append(list, item) : -1;
-    Py_XDECREF(item);
-    return result;
+    OWNED *owned = item;
+    return item ? PyList_Append(list, owned) : -1;
 }
 
 /* What a module has under `path`, names with dots between them. New reference, or NULL with an exception. */
@@ -40,9 +39,8 @@ static inline PyObject *ref_find(const char *module, const char *path) {
     PyObject *found = PyImport_ImportModule(module);
     while (found && *path) {
         size_t length = strcspn(path, ".");
-        PyObject *name = PyUnicode_FromStringAndSize(path, (Py_ssize_t)length);
+        OWNED *name = PyUnicode_FromStringAndSize(path, (Py_ssize_t)length);
         ref_set(&found, name ? PyObject_GetAttr(found, name) : NULL);
-        Py_XDECREF(name);
         path += length + (path[length] == '.');
     }
     return found;
@@ -51,9 +49,7 @@ static inline PyObject *ref_find(const char *module, const char *path) {
 /* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an
  * exception. */
 static inline PyObject *context_enter(PyObject *context) {
-    PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
-    Py_XDECREF(entered);
-    if (!entered)
+    if (ref_done(context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL) < 0)
         Py_CLEAR(context);
     return context;
 }
@@ -62,25 +58,22 @@ static inline PyObject *context_enter(PyObject *context) {
 static inline int context_leave(PyObject *context) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *done = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    int result = ref_done(PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None));
     Py_DECREF(context);
-    Py_XDECREF(done);
     if (type)
         PyErr_Restore(type, value, traceback);
-    return done ? 0 : -1;
+    return result;
 }
 
 /* The current exception's text into `message`; the exception is cleared. */
 static inline void ref_take_exception(char *message, size_t nbytes) {
-    PyObject *type, *value, *traceback, *text;
+    PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    text = value ? PyObject_Str(value) : NULL;
-    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+    OWNED *text = value ? PyObject_Str(value) : NULL;
+    OWNED *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
     snprintf(message, nbytes, "%s", bytes ? PyBytes_AsString(bytes) : "unknown error");
     PyErr_Clear();
-    Py_XDECREF(bytes);
-    Py_XDECREF(text);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);

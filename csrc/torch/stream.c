@@ -220,13 +220,11 @@ void stream_event_destroy(struct streams *streams, stream_event *event) {
  * priority: gathers and reduce-scatters before computation, beside which the all-reduce of a hybrid reduction
  * runs, as nobody waits for that until the end. */
 static int init(struct streams *streams, PyObject *device) {
-    PyObject *get_module = ref_find("torch", "get_device_module");
-    PyObject *index = PyObject_GetAttrString(device, "index");
+    OWNED *get_module = ref_find("torch", "get_device_module");
+    OWNED *index = PyObject_GetAttrString(device, "index");
     streams->device = Py_NewRef(device);
     streams->device_index = index && index != Py_None ? (int32_t)PyLong_AsLong(index) : 0;
     streams->module = get_module ? PyObject_CallFunctionObjArgs(get_module, device, NULL) : NULL;
-    Py_XDECREF(get_module);
-    Py_XDECREF(index);
     if (PyErr_Occurred() || !(streams->set_stream = PyObject_GetAttrString(streams->module, "set_stream")))
         return -1;
     for (int role = STREAM_COMPUTE + 1; role < STREAM_ROLES; role++) {
@@ -240,15 +238,13 @@ static int init(struct streams *streams, PyObject *device) {
 
 int streams_init(struct streams *streams, PyObject *device) {
     memset(streams, 0, sizeof *streams);
-    PyObject *type = PyObject_GetAttrString(device, "type");
+    OWNED *type = PyObject_GetAttrString(device, "type");
     if (!type)
         return -1;
-    bool is_cuda = PyUnicode_CompareWithASCIIString(type, "cuda") == 0;
-    bool is_host = PyUnicode_CompareWithASCIIString(type, "cpu") == 0 ||
-                   PyUnicode_CompareWithASCIIString(type, "meta") == 0;
-    Py_DECREF(type);
-    if (is_host)
+    if (PyUnicode_CompareWithASCIIString(type, "cpu") == 0 ||
+        PyUnicode_CompareWithASCIIString(type, "meta") == 0)
         return 0;
+    bool is_cuda = PyUnicode_CompareWithASCIIString(type, "cuda") == 0;
     bool by_driver = is_cuda && !kernels_are_wanted_of_torch() && driver_is_there();
     streams->backend = by_driver ? &driver_backend : &module_backend;
     if (init(streams, device) == 0)

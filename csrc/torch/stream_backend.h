@@ -3,6 +3,7 @@
 #ifndef FSDP_TORCH_STREAM_BACKEND_H
 #define FSDP_TORCH_STREAM_BACKEND_H
 
+#include "torch/ref.h"
 #include "torch/stream.h"
 
 /* Each returns 0, or -1 with an exception, where nothing else is said. */
@@ -27,11 +28,9 @@ bool driver_is_there(void); /* libcuda has been found. Never raises */
 
 /* A number that torch's `stream` has as an attribute. 0, or -1 with an exception. */
 static inline int stream_number(PyObject *stream, const char *attribute, void **number) {
-    PyObject *value = PyObject_GetAttrString(stream, attribute);
-    if (!value)
-        return -1;
-    *number = PyLong_AsVoidPtr(value);
-    Py_DECREF(value);
+    OWNED *value = PyObject_GetAttrString(stream, attribute);
+    if (value)
+        *number = PyLong_AsVoidPtr(value);
     return PyErr_Occurred() ? -1 : 0;
 }
 

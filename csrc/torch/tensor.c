@@ -91,25 +91,19 @@ static void cpu_parallel_for(int64_t begin, int64_t end, int64_t grain, kernel_b
 int tensor_init(void) {
     if (exchange.tensor_type)
         return 0;
-    PyObject *tensor_type = ref_find("torch", "Tensor");
-    if (!tensor_type || !PyType_Check(tensor_type)) {
+    OWNED *tensor_type = ref_find("torch", "Tensor");
+    OWNED *hip = tensor_type ? ref_find("torch.version", "hip") : NULL;
+    if (!hip || !PyType_Check(tensor_type)) {
         PyErr_SetString(PyExc_ImportError,
                         "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
-        Py_XDECREF(tensor_type);
         return -1;
     }
     const struct dl_exchange *table = find_exchange(tensor_type);
-    PyObject *hip = ref_find("torch.version", "hip");
-    if (!hip) {
-        Py_DECREF(tensor_type);
-        return -1;
-    }
     exchange.is_rocm = hip != Py_None; /* torch calls an AMD GPU "cuda" too; DLPack does not */
-    Py_DECREF(hip);
     exchange.view_of = table ? table->dltensor_from_py_object : NULL;
     exchange.over = table ? table->managed_tensor_to_py_object : NULL;
     exchange.cpu_stream.parallel_for = cpu_parallel_for;
-    exchange.tensor_type = (PyTypeObject *)tensor_type;
+    exchange.tensor_type = (PyTypeObject *)Py_NewRef(tensor_type);
     return 0;
 }
 
@@ -119,11 +113,6 @@ static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
     if (lanes == 1 && code == DL_FLOAT && (bits == 16 || bits == 32 || bits == 64))
         return bits == 32 ? DTYPE_FLOAT32 : bits == 64 ? DTYPE_FLOAT64 : DTYPE_FLOAT16;
     return dtype_other(bits * lanes / 8);
-}
-
-static enum device_kind device_of(int32_t type) {
-    bool is_host = type == DL_CPU || type == DL_CUDA_HOST || type == DL_ROCM_HOST;
-    return is_host ? DEVICE_CPU : (enum device_kind)type;
 }
 
 /* torch's numbers and names; what has none is a backend outside of torch. */
@@ -204,12 +193,12 @@ static int read_device(PyObject *tensor, struct tensor_view *view) {
     OWNED *device = PyObject_GetAttrString(tensor, "device");
     OWNED *type = attribute_text(device, "type");
     OWNED *bytes = type ? PyUnicode_AsUTF8String(type) : NULL;
-    PyObject *index = bytes ? PyObject_GetAttrString(device, "index") : NULL;
-    if (index) {
-        view->device = tensor_device_named(PyBytes_AsString(bytes));
-        view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
-    }
-    return ref_done(index);
+    OWNED *index = bytes ? PyObject_GetAttrString(device, "index") : NULL;
+    if (!index)
+        return -1;
+    view->device = tensor_device_named(PyBytes_AsString(bytes));
+    view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
+    return 0;
 }
 
 /* The slow way, for a torch without the table. */
@@ -219,24 +208,20 @@ static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
     OWNED *strides = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
     OWNED *dtype = strides ? attribute_text(tensor, "dtype") : NULL;
     OWNED *element_nbytes = dtype ? PyObject_GetAttrString(tensor, "itemsize") : NULL;
-    int result = -1;
-    if (element_nbytes && read_device(tensor, view) == 0) {
-        view->data = PyLong_AsVoidPtr(address);
-        view->ndim = (int32_t)PySequence_Size(shape);
-        view->sizes = read_ints(shape);
-        view->strides = view->sizes ? read_ints(strides) : NULL;
-        view->dtype = dtype_named(dtype, element_nbytes);
-        result = view->strides ? 0 : -1;
-    }
-    return result;
+    if (!element_nbytes || read_device(tensor, view) < 0)
+        return -1;
+    view->data = PyLong_AsVoidPtr(address);
+    view->ndim = (int32_t)PySequence_Size(shape);
+    view->sizes = read_ints(shape);
+    view->strides = view->sizes ? read_ints(strides) : NULL;
+    view->dtype = dtype_named(dtype, element_nbytes);
+    return view->strides ? 0 : -1;
 }
 
 static int refuse(PyObject *object) {
-    PyObject *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-    if (name) {
+    OWNED *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+    if (name)
         PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, got %U", name);
-        Py_DECREF(name);
-    }
     return -1;
 }
 
@@ -261,10 +246,12 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
         return view_by_attributes(tensor, view) == 0 ? 0 : refuse_memory(tensor);
     if (exchange.view_of(tensor, &dl) != 0)
         return refuse_memory(tensor);
+    const int32_t type = dl.device.type;
+    bool is_host = type == DL_CPU || type == DL_CUDA_HOST || type == DL_ROCM_HOST;
     *view = (struct tensor_view){
         .data = dl.data ? (char *)dl.data + dl.byte_offset : NULL,
         .dtype = dtype_of(dl.dtype.code, dl.dtype.bits, dl.dtype.lanes),
-        .device = device_of(dl.device.type),
+        .device = is_host ? DEVICE_CPU : (enum device_kind)dl.device.type,
         .device_index = dl.device.index,
         .ndim = dl.ndim,
         .sizes = dl.shape,

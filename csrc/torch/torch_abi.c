@@ -35,25 +35,18 @@ static PyObject *torch_version(void) {
 }
 
 static int check_version(void) {
-    PyObject *version = torch_version();
-    PyObject *ascii = version ? PyUnicode_AsASCIIString(version) : NULL;
+    OWNED *version = torch_version();
+    OWNED *ascii = version ? PyUnicode_AsASCIIString(version) : NULL;
     const char *text = ascii ? PyBytes_AsString(ascii) : NULL;
-    int major = 0;
-    int minor = 0;
-    int result = -1;
+    int major = 0, minor = 0;
     if (!text)
-        goto done;
-    if (sscanf(text, "%d.%d", &major, &minor) != 2 || major < OLDEST_MAJOR ||
-        (major == OLDEST_MAJOR && minor < OLDEST_MINOR)) {
-        PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed",
-                     OLDEST_MAJOR, OLDEST_MINOR, text);
-        goto done;
-    }
-    result = 0;
-done:
-    Py_XDECREF(ascii);
-    Py_XDECREF(version);
-    return result;
+        return -1;
+    if (sscanf(text, "%d.%d", &major, &minor) == 2 &&
+        (major > OLDEST_MAJOR || (major == OLDEST_MAJOR && minor >= OLDEST_MINOR)))
+        return 0;
+    PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed", OLDEST_MAJOR,
+                 OLDEST_MINOR, text);
+    return -1;
 }
 
 /* 0, or -1 with an ImportError naming the first required symbol that is not there. */

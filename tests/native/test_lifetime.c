@@ -154,13 +154,15 @@ int writeback_check_views(struct writeback *writeback) {
     return 0;
 }
 
-int writeback_take_over_views(struct writeback *writeback) {
+int writeback_take_over_views(struct writeback *writeback, int64_t *last) {
+    (void)last;
     (void)writeback;
     return 0;
 }
 
 int writeback_take_over_writes(struct writeback *writeback) {
-    return writeback_take_over_views(writeback);
+    (void)writeback;
+    return 0;
 }
 
 int storage_keep_secondary_shard(struct storage *storage) {
