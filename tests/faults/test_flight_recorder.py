@@ -459,15 +459,18 @@ def test_a_load_that_fails_on_all_ranks_is_over_for_the_flight_recorder(
         assert places(folder)[rank] == f"rank {rank} is between steps (step 0)"
 
 
-def summon(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+def summon(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     with FSDP.summon_full_params(model):
         pass
 
 
-ALONE: dict[str, Callable[[FSDP, torch.optim.Optimizer], object]] = {
-    "state_dict": lambda model, optimizer: model.state_dict(),
-    "optim_state_dict": FSDP.optim_state_dict,
-    "summon_full_params": summon,
+ALONE: dict[str, Callable[[FSDP, torch.optim.Optimizer, Path], object]] = {
+    "is in state_dict()": lambda model, optimizer, folder: model.state_dict(),
+    "is in optim_state_dict()": lambda model, optimizer, folder: FSDP.optim_state_dict(model, optimizer),
+    "is in summon_full_params()": summon,
+    "is saving a checkpoint": lambda model, optimizer, folder: checkpoint.save(
+        model, optimizer, folder / "saved"
+    ),
 }
 
 
@@ -480,14 +483,12 @@ def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
         deadline = time.monotonic() + 40
-        while rank == 1 and f"is in {what}()" not in (
-            found := flight_recorder.describe(flight_recorder.read(folder))
-        ):
+        while rank == 1 and what not in (found := flight_recorder.describe(flight_recorder.read(folder))):
             assert time.monotonic() < deadline, found
             time.sleep(0.01)
         if rank == 1:
-            assert found == f"rank 0 is in {what}() (step 1), rank 1 is between steps (step 1)"
-        ALONE[what](model, optimizer)
+            assert found == f"rank 0 {what} (step 1), rank 1 is between steps (step 1)"
+        ALONE[what](model, optimizer, tmp_path)
         dist.barrier()
         assert places(folder)[rank] == f"rank {rank} is between steps (step 1)"
 
@@ -550,11 +551,11 @@ def test_ranks_of_which_one_calls_what_all_must_are_told_while_they_wait(
         if rank == 1:
             told.wait_for(0, 1)  # here in the place of a step that this rank would be in
             waited.touch()
-        ALONE[what](model, optimizer)
+        ALONE[what](model, optimizer, tmp_path)
         line = told.lines[0]
         assert waited.exists()
     assert re.match(rf"rank {rank} has not moved for [\d.]+ s: ", line)
-    places = f"rank 0 is in {what}() (step 1), rank 1 is between steps (step 1). "
+    places = f"rank 0 {what} (step 1), rank 1 is between steps (step 1). "
     assert f"{places}What is collective is for all ranks to call" in line
 
 
@@ -572,14 +573,14 @@ def test_ranks_with_unequal_numbers_of_batches_are_told_while_they_wait(
     assert re.match(rf"rank {rank} has not moved for .* s: {places}\. .*fsdp_c\.join\(model, batches\)", line)
 
 
-def wrap_and_send(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+def wrap_and_send(model: FSDP, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     FSDP(torch.nn.Linear(2, 2), sync_module_states=True, device_id=device())
 
 
 OVER_THE_STORE = {
-    **{what: f"rank 0 is in {what}() (step 1)" for what in ALONE},
-    "wrap": "rank 0 waits for all ranks to wrap with sync_module_states=True (step 1)",
-    "step": "rank 0 waits in the all-gather of the root (step 1)",
+    **ALONE,
+    "waits for all ranks to wrap with sync_module_states=True": wrap_and_send,
+    "waits in the all-gather of the root": lambda model, *_: model(torch.ones(1, WIDTH)),
 }
 
 
@@ -588,15 +589,14 @@ OVER_THE_STORE = {
 def test_without_a_folder_rank_0_is_told_over_the_store(
     rank: int, world_size: int, tmp_path: Path, what: str
 ) -> None:
-    others = {"wrap": wrap_and_send, "step": lambda model, optimizer: model(torch.ones(1, WIDTH))}
     with watched(tmp_path, None) as told:
         model, optimizer = told.trained()
         if rank == 1:
             told.wait_for(0)
-        (others | ALONE)[what](model, optimizer)
+        OVER_THE_STORE[what](model, optimizer, tmp_path)
     if rank == 0:
         (line,) = told.lines
-        assert f"s: {OVER_THE_STORE[what]}, rank 1 is between steps (step 1). What is" in line
+        assert f"s: rank 0 {what} (step 1), rank 1 is between steps (step 1). What is" in line
     else:
         assert not told.lines
 
