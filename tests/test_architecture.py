@@ -40,8 +40,8 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 158,
     "csrc/layout": 558,
-    "csrc/kernels": 4_026,
-    "csrc/torch": 3_718,
+    "csrc/kernels": 4_037,
+    "csrc/torch": 3_733,
     "csrc/collective": 354,
     "csrc/handle": 5_240,
     "csrc/runtime": 5_826,

@@ -1,6 +1,6 @@
 /* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds
- * to nearest even. On aarch64 the one from fp64 to fp16 does not: the processor rounds it once, and so
- * torch's default kernels do there.
+ * to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16, as the processor can. Those
+ * for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none that are.
  *
  * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them. */
 #ifndef FSDP_KERNELS_CONVERT_H
@@ -65,15 +65,20 @@ static inline float16 float16_from_float(float value) {
     return (float16){(uint16_t)(sign | half)};
 }
 
+#ifdef __aarch64__
+extern bool rounds_once_to_float16; /* set where torch is asked, before the first kernel runs */
+#endif
+
 static inline float16 float16_from_double(double value) {
 #ifdef __aarch64__
-    __fp16 half = (__fp16)value;
-    float16 result;
-    memcpy(&result, &half, sizeof result);
-    return result;
-#else
-    return float16_from_float((float)value);
+    if (rounds_once_to_float16) {
+        __fp16 half = (__fp16)value;
+        float16 result;
+        memcpy(&result, &half, sizeof result);
+        return result;
+    }
 #endif
+    return float16_from_float((float)value);
 }
 
 static inline bfloat16 bfloat16_from_float16(float16 value) {

@@ -2,6 +2,12 @@
 
 #include <string.h>
 
+#include "kernels/convert.h"
+
+#ifdef __aarch64__
+bool rounds_once_to_float16 = true;
+#endif
+
 static const struct loops *active = &loops_default; /* before the constructor below has run */
 
 static bool processor_has(const struct loops *loops) {

@@ -1,5 +1,6 @@
 #include "torch/names.h"
 
+#include "kernels/convert.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
@@ -77,12 +78,24 @@ static int find_in_modules(void) {
     return 0;
 }
 
+/* Of torch's kernels for aarch64 the default ones round once. 0 or -1. */
+static int ask_how_to_round(void) {
+    int result = 0;
+#ifdef __aarch64__
+    OWNED *ask = ref_find("torch._C", "_get_cpu_capability");
+    OWNED *kernels = ask ? PyObject_CallNoArgs(ask) : NULL;
+    result = kernels ? 0 : -1;
+    rounds_once_to_float16 = kernels && PyUnicode_CompareWithASCIIString(kernels, "DEFAULT") == 0;
+#endif
+    return result;
+}
+
 int torch_names_init(void) {
     static bool done;
     if (!done &&
         (intern_attributes() < 0 || find_in_modules() < 0 || find_attribute("grad", &of_grad) < 0 ||
          find_attribute("data", &of_data) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0 ||
-         find_attribute("_version", &of_version) < 0))
+         find_attribute("_version", &of_version) < 0 || ask_how_to_round() < 0))
         return -1;
     done = true;
     return 0;
