@@ -28,9 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 has_fused_products = "avx2" in _C.cpu_capabilities() and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-# Elsewhere, as on aarch64, thousands of elements round as a tail does, and the worst is nearly 5 times as far
-# off.
-FURTHER = 1 if has_fused_products else 8
+# Elsewhere, as on aarch64, thousands of elements round as a tail does, and the worst is 9 times as far off.
+FURTHER = 1 if has_fused_products else 16
 
 
 def params_of(dtype: torch.dtype, numels: list[int] = NUMELS) -> list[nn.Parameter]:
