@@ -68,12 +68,12 @@ def wrapped(model: nn.Module, implementation: str, use_orig_params: bool, split:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from benchmarks.common import fsdp_class
-    from benchmarks.timeline import Row
     from benchmarks.timeline_models import Block, fsdp2
+    from benchmarks.timeline_row import Row
     from fsdp_c.wrap import split_frozen
 
     if implementation == "torch.fsdp2":
-        return fsdp2(Row(implementation, "", ""), model, None)
+        return fsdp2(Row(implementation, "", ""), model, None, {})
     with split_frozen() if split else nullcontext():
         return fsdp_class(implementation)(
             model,
@@ -94,7 +94,7 @@ def run_row(name: str, model_name: str, world_size: int) -> dict[str, float]:
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from benchmarks.timeline import MODELS
+    from benchmarks.model_shapes import MODELS
     from benchmarks.timeline_models import Llama
 
     sent = {"gathered": 0, "reduced": 0, "gathers": 0, "reductions": 0}

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks.ranks import shown, told_by_ranks
-from benchmarks.timeline import Row, in_a_process, machine_of
+from benchmarks.timeline_row import Row, in_a_process, machine_of
 
 BYTES_PER_ELEMENT = 28  # fp32: parameter, gradient and two averages are read, all but the gradient written
 

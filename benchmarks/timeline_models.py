@@ -28,7 +28,8 @@ from benchmarks.common import fsdp_class
 from fsdp_c.wrap import reshard_after_forward
 
 if TYPE_CHECKING:
-    from benchmarks.timeline import Model, Row
+    from benchmarks.model_shapes import Model
+    from benchmarks.timeline_row import Row
 
 
 class Block(nn.Module):

@@ -171,8 +171,9 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
     """In a process of the simulated GPU."""
     import torch._meta_registrations  # shapes of the operators that have them in Python alone
 
-    from benchmarks.timeline import MODELS, Row, machine_of, set_machine
+    from benchmarks.model_shapes import MODELS
     from benchmarks.timeline_models import build
+    from benchmarks.timeline_row import Row, machine_of, set_machine
     from fsdp_c.state import whole_parameters
     from tests.simulated_gpu import timeline
 

@@ -30,7 +30,9 @@ if not device.is_on():
 import simulated_gpu  # noqa: E402
 
 from benchmarks import timeline_models  # noqa: E402
-from benchmarks.timeline import MODELS, STANDARD, Model, Row, machine_of  # noqa: E402
+from benchmarks.model_shapes import MODELS, Model  # noqa: E402
+from benchmarks.timeline import STANDARD  # noqa: E402
+from benchmarks.timeline_row import Row, machine_of  # noqa: E402
 from tests.cuda.nccl_on_one_gpu import nccl_group  # noqa: E402
 
 STEPS = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.timeline import IMPLEMENTATIONS, Row, in_a_process
+from benchmarks.timeline_row import IMPLEMENTATIONS, Row, in_a_process
 from tests.simulated_gpu import timeline
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,221 @@
+"""One row of benchmarks.timeline: what is run, what comes out, and the process of its own in which it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_shapes import MODELS
+
+MACHINES = Path(__file__).resolve().parent / "machines"
+IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
+ALONE = "alone"  # the model unsharded, in bf16
+UNIT_US = {"torch.fsdp1": 840.0, "torch.fsdp2": 1005.0, "fsdp_c": 50.0, ALONE: 0.0}
+MOST_STALLS = 4
+LARGEST_TABLE_BYTES = float(1 << 40)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is run."""
+
+    implementation: str
+    model: str
+    machine: str
+    strategy: str = "FULL_SHARD"
+    sequence: int = 0  # 0: the model's own
+    batch: int = 1
+    forward_prefetch: bool = False
+    free_host: bool = False
+    backward_prefetch: str = "BACKWARD_PRE"
+    offload: bool = False  # parameters, gradients and the optimizer to the CPU
+    ahead: int = 1  # units that fsdp_c gathers ahead
+    to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
+    steps_in_backward: bool = False  # fsdp_c's
+
+
+@dataclass
+class Result:
+    """What came out, in ms and MiB."""
+
+    row: Row
+    step_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    host_ms: float
+    at_most_ms: float
+    optimizer_ms: float
+    ends_ms: float  # the first gather and the last reduction
+    requested_MiB: float
+    allocated_MiB: float
+    reserved_MiB: float
+    between_MiB: float  # steps, once gradients are cleared
+    parameters: int
+    stalls: list[tuple[float, str, str]] = field(default_factory=list)  # of the computing stream
+    # but for the first gather, the last reduction
+    avoidable: list[tuple[float, str, str]] = field(default_factory=list)
+    of_wire: list[tuple[float, str, str]] = field(default_factory=list)
+    at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
+    # the same of what is reserved and not used then
+    idle: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+# ---- machines
+
+
+def machine_path(name: str) -> Path:
+    return Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
+
+
+def machine_of(name: str) -> dict[str, Any]:
+    return json.loads(machine_path(name).read_text())
+
+
+def us_by_nbytes(wire: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
+    """How long a gather takes by its bytes in all, given the bus bandwidth as nccl-tests has it.
+
+    That is bytes * (ranks - 1) / ranks / time: given by size, or one for all sizes beside a latency.
+    """
+    share = (world_size - 1) / world_size
+    bandwidth = wire["bus_GB_per_s"]
+    if isinstance(bandwidth, list):
+        return [(float(nbytes), nbytes * share / (1e3 * rate)) for nbytes, rate in bandwidth]
+    return [(n, wire["latency_us"] + n * share / (1e3 * bandwidth)) for n in (1.0, LARGEST_TABLE_BYTES)]
+
+
+def set_machine(machine: dict[str, Any]) -> None:
+    """In a process of the simulated GPU."""
+    from tests.simulated_gpu import timeline
+
+    per_node = machine["gpus_per_node"]
+    timeline.set_costs(gpus_per_node=per_node, **machine["gpu"])
+    timeline.set_wire(False, us_by_nbytes(machine["within_node"], min(per_node, machine["world_size"])))
+    if "between_nodes" in machine:
+        timeline.set_wire(True, us_by_nbytes(machine["between_nodes"], machine["world_size"]))
+
+
+# ---- one row, in a process of its own
+
+
+def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result:
+    """In a process of the simulated GPU."""
+    import torch
+    import torch._meta_registrations  # shapes of the operators that have them in Python alone
+    import torch.distributed as dist
+
+    from benchmarks.timeline_models import build
+    from tests.simulated_gpu import timeline
+
+    torch.set_num_threads(1)
+    machine, shape = machine_of(row.machine), MODELS[row.model]
+    sequence = row.sequence or shape.sequence
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=machine["world_size"])
+    set_machine(machine)
+    timeline.set_costs(unit=UNIT_US[row.implementation])
+    if row.free_host:
+        timeline.host_is_free()
+    model, parameters = build(row, shape, sequence, machine)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
+    )
+    if row.steps_in_backward and row.implementation == "fsdp_c":
+        from fsdp_c.optim import step_in_backward
+
+        step_in_backward(model, optimizer)
+    tokens = torch.zeros(row.batch, sequence, dtype=torch.long, device="cuda")
+    for number in range(4):
+        if number == 1:
+            torch.cuda.empty_cache()  # of what was there during the first step alone
+        if number == 3:
+            torch.cuda.reset_peak_memory_stats()
+        with timeline.step() as taken, timeline.memory() as memory:
+            train(model, optimizer, tokens)
+    if trace:
+        taken.trace(trace)
+    if spans:
+        import pickle
+
+        Path(spans).write_bytes(pickle.dumps(taken))
+    return result_of(row, taken, memory, parameters, most)
+
+
+def train(model: Any, optimizer: Any, tokens: Any) -> None:
+    model(tokens, tokens).backward()
+    if optimizer is None:
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
+    """By what they take in all."""
+    blocks = [
+        (block.nbytes, count, f"stream {block.stream}" + (", a pool" if block.in_pool else ""))
+        for block, count in counted.items()
+    ]
+    return sorted(blocks, key=lambda each: -each[0] * each[1])
+
+
+def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> Result:
+    import torch
+
+    from tests.simulated_gpu import timeline
+
+    gathers, scatters = taken.of(timeline.GATHER), taken.of(timeline.SCATTER)
+    first_and_last = [*gathers[:1], *scatters[-1:]]
+    ends = sum(span.end - span.begin for span in first_and_last)
+    optimizer = sum(span.end - span.begin for span in taken.main if "fused_adam" in span.name)
+    return Result(
+        row,
+        taken.time / 1e3,
+        taken.compute / 1e3,
+        taken.communication / 1e3,
+        taken.exposed / 1e3,
+        taken.host_bound / 1e3,
+        (taken.time + taken.contended) / 1e3,
+        optimizer / 1e3,
+        ends / 1e3,
+        torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**20,
+        torch.cuda.max_memory_allocated() / 2**20,
+        torch.cuda.max_memory_reserved() / 2**20,
+        torch.cuda.memory_allocated() / 2**20,
+        parameters,
+        taken.stalls()[:most],
+        taken.stalls(without=first_and_last)[:MOST_STALLS],
+        taken.wire_stalls()[:MOST_STALLS],
+        largest(memory.at_peak)[:most],
+        largest(memory.idle_at_peak)[:most],
+    )
+
+
+def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
+    """The row's result, from a process that it starts."""
+    from tests.simulated_gpu import timeline
+
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline_row"]
+    command.append(json.dumps({"row": vars(row), "most": most, "trace": trace, "spans": spans}))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | timeline.environment())
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
+    fields = json.loads(lines[-1])
+    lists = {
+        name: [tuple(each) for each in value] for name, value in fields.items() if isinstance(value, list)
+    }
+    return Result(**fields | {"row": row} | lists)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    result = run_row(Row(**given.pop("row")), **given)
+    print(json.dumps(vars(result) | {"row": None}), flush=True)
+    os._exit(0)  # threads of autograd may still be there
