@@ -1,8 +1,8 @@
 """The model of time, held to programs whose times are computed by hand.
 
 Each program runs in a process that computes nothing and stands for 8 ranks, with costs of round numbers: the
-device moves 1000 bytes and does 1000 floating-point operations in a us, a gather takes 10 us and one more for
-100 bytes.
+device moves 1000 bytes and does 1000 floating-point operations in a us, 500 of attention, a gather takes 10 us and
+one more for 100 bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tests.simulated_gpu.timeline import step
 world_size = 8 if timeline.native().has_only_shapes() else 1
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size)
 timeline.host_is_free()
-timeline.set_costs(memory=1000.0, flops_32=1000.0, least=2.0, pcie=100.0)
+timeline.set_costs(memory=1000.0, flops_16=1000.0, flops_32=1000.0, product=0.0, attention=500.0)
+timeline.set_costs(least=2.0, pcie=100.0)
 timeline.set_wire(False, [(1.0, 10.01), (1e9, 10.0 + 1e7)])
 timeline.set_wire(True, [(1.0, 1001.0), (1e9, 1000.0 + 1e9)])
 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -73,6 +74,12 @@ def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:
         times["a product"] = s.time
         with step() as s: large.to("cpu", non_blocking=True)
         times["to the host"] = s.time
+        timeline.set_costs(product=7.0)
+        with step() as s: square @ square
+        times["a product, with what each takes beside"] = s.time
+        half = torch.empty(1, 2, 64, 32, device="cuda", dtype=torch.bfloat16)
+        with step() as s: torch.ops.aten._scaled_dot_product_flash_attention(half, half, half, 0.0, True)
+        times["causal attention"] = s.time
     """)
     assert times == {
         "the least": 2,
@@ -82,6 +89,101 @@ def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:
         "a view": 0,
         "a product": 2 * 100**3 / 1000,
         "to the host": 2 + 100_000 / 100,
+        "a product, with what each takes beside": 7 + 2 * 100**3 / 1000,
+        "causal attention": 4 * (2 * 64 * 64 * 32) / 2 / 500,
+    }
+
+
+KERNELS_OF_CUDA = """
+    import torchgen
+    from pathlib import Path
+    from torchgen.gen import parse_native_yaml
+    from torchgen.model import DispatchKey
+
+    folder = Path(torchgen.__file__).parent / "packaged/ATen/native"
+    known = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+    by_name = {each.func.name: each for each in known.native_functions}
+    for each in known.native_functions:
+        of = by_name[each.structured_delegate] if each.structured_delegate else each
+        if known.backend_indices[DispatchKey.CUDA].has_kernel(of):
+            table = torch._C._dispatch_dump_table(f"aten::{each.func.name}").splitlines()
+            rows = dict(row.split(": ", 1) for row in table if ": " in row)
+            composite = "CompositeImplicitAutograd_" in rows["AutogradCUDA"] + rows["CUDA"]
+            times[str(each.func.name)] = composite or "CompositeExplicitAutograd_" in rows["CUDA"]
+"""
+
+
+def test_what_cuda_has_a_kernel_of_is_not_composed() -> None:
+    composed = run(KERNELS_OF_CUDA)
+    assert len(composed) > 800
+    assert [name for name, is_composed in composed.items() if is_composed] == []
+
+
+def test_a_norm_and_a_gate_save_and_launch_what_they_do_on_cuda() -> None:
+    """Their input and a number per row, but nothing between; the norm's backward is two kernels, which read all
+    twice."""
+    times = run("""
+        norm = torch.nn.RMSNorm(50, device="cuda", dtype=torch.bfloat16)
+        x = torch.empty(1_000, 50, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # 100 us
+        def taken():
+            return torch.cuda.memory_stats()["requested_bytes.all.current"]
+        def kernels(body):
+            with step() as s: body()
+            return [[span.name, span.end - span.begin] for span in s.of(timeline.COMPUTE)]
+        made = []
+        for name, body in (("norm", norm), ("silu", torch.nn.functional.silu)):
+            before = taken()
+            times[name] = kernels(lambda: made.append(body(x)))
+            times[f"{name} saves"] = taken() - before - x.nbytes
+            times[f"{name}, backward"] = kernels(lambda: made[-1].backward(x.detach()))
+            x.grad = None
+    """)
+    rstd = 1_000 * 4
+    moved = 2 * (100_000 + 100_000 + rstd + 100) + 100_000 + 100  # what is read, twice, and written
+    assert times == {
+        "norm": [["aten::_fused_rms_norm", pytest.approx((2 * 100_000 + rstd + 100) / 1000)]],
+        "norm saves": rstd,
+        "norm, backward": [["aten::_fused_rms_norm_backward", pytest.approx(moved / 2 / 1000)]] * 2,
+        "silu": [["aten::silu", pytest.approx(200)]],
+        "silu saves": 0,
+        "silu, backward": [["aten::silu_backward", pytest.approx(300)]],
+    }
+
+
+def test_kernels_over_lists_are_launched_by_tensors_and_by_chunks() -> None:
+    """At most 2,240 chunks of 65,536 elements, and by how many lists there are at most 252 tensors of four."""
+    times = run("""
+        timeline.set_costs(op=5, launch=3)
+        def launches(body):
+            before = timeline.native().host_time()
+            with step() as s: body()
+            names = [span.name for span in s.spans if span.kind == timeline.COMPUTE]
+            return len(names), sum(span.end - span.begin for span in s.spans if span.kind == timeline.COMPUTE)
+        chunk = 65_536
+        times["one"] = launches(lambda: torch._foreach_mul_([large, small], 2.0))
+        many = [torch.empty(2, device="cuda") for _ in range(771)]
+        times["of many tensors"] = launches(lambda: torch._foreach_mul_(many, 2.0))
+        times["of two lists"] = launches(lambda: torch._foreach_add_(many, many))
+        huge = torch.empty(2_240 * chunk + 1, device="cuda")
+        times["of many chunks"] = launches(lambda: torch._foreach_mul_([huge], 2.0))
+        def adamw(of):
+            params = [torch.nn.Parameter(each) for each in of]
+            optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+            for each in params: each.grad = torch.empty_like(each)
+            optimizer.step()
+            with step() as s: optimizer.step()
+            return sum("fused_adamw" in span.name for span in s.spans)
+        times["AdamW"] = adamw([huge])
+        times["AdamW, of many tensors"] = adamw(many)
+    """)
+    huge = 2 * 4 * (2240 * 65536 + 1) / 1000
+    assert times == {
+        "one": [1, pytest.approx(2 * (100_000 + 32) / 1000)],
+        "of many tensors": [2, pytest.approx(2 * 771 * 8 / 1000)],
+        "of two lists": [2, pytest.approx(3 * 771 * 8 / 1000)],
+        "of many chunks": [2, pytest.approx(huge)],
+        "AdamW": 2,
+        "AdamW, of many tensors": 4,
     }
 
 

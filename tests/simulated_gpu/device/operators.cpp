@@ -15,6 +15,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <limits>
 #include <unordered_map>
 #include <unordered_set>
@@ -53,12 +54,18 @@ static double flops_of_product(const Tensor &one, const Tensor &other) {
     return 2.0 * (double)one.numel() * (double)other.size(-1);
 }
 
-static double flops_of(const std::string &name, const IValue *arguments) {
-    if (name == "aten::mm" || name == "aten::bmm") {
-        return flops_of_product(arguments[0].toTensor(), arguments[1].toTensor());
+static double us_of_product(const Tensor &one, const Tensor &other) {
+    double per_us = one.element_size() <= 2 ? costs().flops_16 : costs().flops_32;
+    return costs().product + flops_of_product(one, other) / per_us;
+}
+
+/* By its floating-point operations; 0: it has none. */
+static double us_of_flops(const std::string &name, const IValue *arguments) {
+    if (name == "aten::mm" || name == "aten::bmm" || name == "aten::_grouped_mm") {
+        return us_of_product(arguments[0].toTensor(), arguments[1].toTensor());
     }
     if (name == "aten::addmm" || name == "aten::baddbmm") {
-        return flops_of_product(arguments[1].toTensor(), arguments[2].toTensor());
+        return us_of_product(arguments[1].toTensor(), arguments[2].toTensor());
     }
     bool is_forward = name == "aten::_scaled_dot_product_flash_attention";
     if (is_forward || name == "aten::_scaled_dot_product_flash_attention_backward") {
@@ -66,14 +73,59 @@ static double flops_of(const std::string &name, const IValue *arguments) {
                      &key = arguments[is_forward ? 1 : 2].toTensor();
         bool is_causal = arguments[is_forward ? 4 : 11].toBool();
         double forward = 4.0 * (double)query.numel() * (double)key.size(2) * (is_causal ? 0.5 : 1.0);
-        return is_forward ? forward : 2.5 * forward; /* five products in place of two */
+        /* five products in place of two */
+        return (is_forward ? forward : 2.5 * forward) / costs().attention;
     }
     return 0;
 }
 
-static double flops_per_us(const IValue &first_argument) {
-    return first_argument.isTensor() && first_argument.toTensor().element_size() <= 2 ? costs().flops_16
-                                                                                      : costs().flops_32;
+/* CUDA's kernels of norms go twice through what comes in: for the gradient of the input, and of the weight.
+ */
+static bool reads_twice(const std::string &name) {
+    return name == "aten::_fused_rms_norm_backward" || name == "aten::native_layer_norm_backward";
+}
+
+static bool is_of_lists(const std::string &name) {
+    return name.rfind("aten::_foreach_", 0) == 0 || name.rfind("aten::_fused_adam", 0) == 0 ||
+           name == "aten::_fused_sgd_" || name == "aten::_fused_adagrad_";
+}
+
+/* As ATen/native/cuda/MultiTensorApply.cuh has it since CUDA 13: a launch takes so many tensors of each list,
+ * and so many chunks of them. */
+static int64_t launches_over_lists(const c10::FunctionSchema &schema, const IValue *arguments) {
+    static const int64_t most_tensors[] = {770, 448, 336, 252, 210}, most_chunks = 2240, chunk = 65536;
+    std::vector<Tensor> first;
+    int num_lists = 0;
+    for (size_t i = 0; i < schema.arguments().size(); i++) {
+        if (arguments[i].isTensorList() && !arguments[i].toTensorList().empty() &&
+            schema.arguments()[i].name() != "state_steps") {
+            first = first.empty() ? arguments[i].toTensorVector() : first;
+            num_lists++;
+        }
+    }
+    num_lists += schema.returns().empty() ? 0 : 1;
+    int64_t launches = 0, tensors = 0, chunks = 0;
+    for (const Tensor &each : first) {
+        int64_t left = (each.numel() + chunk - 1) / chunk;
+        tensors += left != 0;
+        while (left) {
+            int64_t taken = std::min(left, most_chunks - chunks);
+            left -= taken;
+            chunks += taken;
+            if (chunks == most_chunks || (!left && tensors == most_tensors[std::min(num_lists, 5) - 1])) {
+                launches++;
+                chunks = 0;
+                tensors = left != 0;
+            }
+        }
+    }
+    return std::max<int64_t>(launches + (chunks != 0), 1);
+}
+
+static int64_t num_launches(const c10::FunctionSchema &schema, const IValue *arguments) {
+    return is_of_lists(schema.name())   ? launches_over_lists(schema, arguments)
+           : reads_twice(schema.name()) ? 2
+                                        : 1;
 }
 
 /* Of what it is given to change it reads nothing. */
@@ -314,7 +366,9 @@ class device_call {
             convert((*stack)[first + i], schema.arguments()[i]);
         }
         write_down();
-        double us_of_flops = is_timed() ? this->us_of_flops() : 0;
+        const IValue *arguments = stack->data() + first;
+        double us_by_flops = is_timed() ? us_of_flops(schema.name(), arguments) : 0;
+        int64_t launches = is_timed() ? num_launches(schema, arguments) : 1;
         bool draws = !has_only_shapes() && op.hasTag(at::Tag::nondeterministic_seeded);
         at::Tensor numbers_before =
             draws ? cpu_generator_in(default_generator(device.index())).get_state() : at::Tensor();
@@ -349,7 +403,7 @@ class device_call {
             }
         }
         if (is_timed()) {
-            spend_time(us_of_flops);
+            spend_time(us_by_flops, launches);
         }
         if (makes_the_host_wait(schema.name())) {
             wait_as_torch(on);
@@ -370,12 +424,6 @@ class device_call {
     double moved_nbytes = 0; /* to and from the device's memory */
     bool is_view = true;     /* it touches nothing */
 
-    double us_of_flops() const {
-        const IValue *arguments = stack->data() + first;
-        double flops = flops_of(schema.name(), arguments);
-        return flops ? flops / flops_per_us(arguments[0]) : 0;
-    }
-
     /* A write reads too, unless the operator replaces all that was there. */
     void count_bytes(const Tensor &tensor, enum access how, bool is_replaced) {
         is_view = false;
@@ -383,15 +431,21 @@ class device_call {
         if (how == WRITE) {
             moved_nbytes += nbytes_of(tensor) * (is_replaced && !reads_part ? 1 : 2);
         } else if (!reads_part) {
-            moved_nbytes += nbytes_of(tensor);
+            moved_nbytes += nbytes_of(tensor) * (reads_twice(schema.name()) ? 2 : 1);
         }
     }
 
-    void spend_time(double us_of_flops) const {
+    void spend_time(double us_by_flops, int64_t launches) const {
         if (is_view) {
             spend_view();
-        } else {
-            spend(on, schema.name().c_str(), COMPUTE, std::max(us_of_bytes(moved_nbytes), us_of_flops));
+            return;
+        }
+        double share = 1.0 / (double)launches;
+        double us = std::max(us_of_bytes(moved_nbytes * share), us_by_flops * share);
+        spend(on, schema.name().c_str(), COMPUTE, us);
+        for (int64_t i = 1; i < launches; i++) {
+            host_spends(costs().launch);
+            device_spends(on, schema.name().c_str(), COMPUTE, us);
         }
     }
 
@@ -620,16 +674,30 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     library.impl("div.out", TORCH_FN(divide));
 }
 
-/* One kernel of a GPU's, where the CPU has a loop over tensors, so that time counts one. */
+/* Kernels of a GPU's own, where a build for the CPU composes operators or loops over tensors, so that time
+ * and what autograd saves are a GPU's: all that torch's native_functions.yaml has a kernel for CUDA of. */
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     if (!is_timed()) {
         return;
     }
-    for (const char *name :
-         {"_chunk_cat", "_chunk_cat.out", "split_with_sizes_copy.out", "_foreach_copy_", "_foreach_zero_",
-          "_foreach_add_.Scalar", "_foreach_add_.List", "_foreach_mul_.Scalar", "_foreach_mul_.Tensor",
-          "_foreach_mul_.List", "_foreach_div_.Scalar", "_foreach_norm.Scalar"}) {
-        library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    std::vector<std::string> names = {"_chunk_cat",        "_chunk_cat.out",
+                                      "_grouped_mm",       "addr",
+                                      "addr.out",          "all.dims_out",
+                                      "any.dims_out",      "convolution_backward",
+                                      "linalg__powsum",    "mish_backward",
+                                      "native_group_norm", "native_layer_norm",
+                                      "silu_backward",     "split_with_sizes_copy.out"};
+    if (has_only_shapes()) { /* the CPU has no kernel for its backward */
+        names.push_back("_fused_rms_norm");
+    }
+    for (const c10::OperatorName &each : c10::Dispatcher::singleton().getAllOpNames()) {
+        bool writes_to_out = each.overload_name.find("out") != std::string::npos;
+        if (each.name.rfind("aten::_foreach_", 0) == 0 && !writes_to_out) {
+            names.push_back(c10::toString(each).substr(strlen("aten::")));
+        }
+    }
+    for (const std::string &name : names) {
+        library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
     }
 }
 

@@ -28,6 +28,8 @@ double *cost_of_name(const std::string &name) {
         {"memory", &now.memory},
         {"flops_16", &now.flops_16},
         {"flops_32", &now.flops_32},
+        {"product", &now.product},
+        {"attention", &now.attention},
         {"least", &now.least},
         {"pcie", &now.pcie},
         {"op", &now.op},

@@ -28,10 +28,12 @@ enum span_kind { COMPUTE, COPY, GATHER, SCATTER, OTHER_COLLECTIVE, HOST_WAITS };
 struct machine_costs {
     /* bytes of the device's memory: 85 % of its peak */
     double memory = 3.35e6 * 0.85;
-    /* 60 % of the tensor cores' peak, in 16 bits and in TF32 */
+    /* of products of matrices: 60 % of the tensor cores' peak, in 16 bits and in TF32 */
     double flops_16 = 989e6 * 0.6, flops_32 = 495e6 * 0.6;
-    double least = 2;   /* of any kernel */
-    double pcie = 50e3; /* bytes between host and device */
+    double product = 6.75;    /* us of any product beside its operations */
+    double attention = 280e6; /* floating-point operations of flash attention */
+    double least = 2;         /* of any kernel */
+    double pcie = 50e3;       /* bytes between host and device */
     double op = 5, view = 1.5, launch = 2.5, collective = 8, event = 1.5,
            segment = 150; /* of the host, for one of each */
     double unit =
