@@ -16,16 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.model_shapes import MODELS
+from benchmarks.model_shapes import MODELS, SMALL_TO_LARGE
 from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, MACHINES, Result, Row, in_a_process, machine_of
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+# of a row, by the names that the command line has for them too
+OPTIONS = ("batch", "forward_prefetch", "free_host", "offload", "ahead", "to_node", "recompute", "clip")
+OPTIONS += ("accumulate", "no_sync", "reduce_in_bf16", "keep_last")
 NEAR = 1.01  # of the bound: less is not asked of a schedule
 ABOUT = """\
 Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams,
 events and torch's allocator, and says when each launch would begin and end (docs/timeline.md has the rules, and what
-they leave out). The process is rank 0 of the machine's ranks. Models are Llama's, in bf16 with fp32 shards and
-reductions, one unit per block, with fused AdamW; the fourth step is told.
+they leave out). The process is rank 0 of the machine's ranks. Models are Llama's or MPT's (titan: Llama's, whose rotary
+positions and loss are in fp32, as torchtitan has them), in bf16 with fp32 shards and reductions, one unit per block,
+with fused AdamW; the fourth step is told.
 
   bound     max(the model's own computation + the first gather + the last reduction, all communication) + optimizer,
             with the shortest of each among the implementations: no schedule of these collectives is faster
@@ -79,6 +83,12 @@ def obstacle(result: Result, alone: Result, bound: Bound) -> str:
     return f"{ms:.1f} ms: {text}"
 
 
+def more_of(row: Row) -> str:
+    parts = [f", recompute {row.recompute}"] * bool(row.recompute) + [", clipped"] * row.clip
+    parts += [f", {row.accumulate} backwards"] * (row.accumulate > 1) + [", without reductions"] * row.no_sync
+    return "".join(parts + [", reduced in bf16"] * row.reduce_in_bf16)
+
+
 def table(results: list[Result], alone: Result) -> str:
     """Of one model on one machine, in markdown."""
     row, bound = results[0].row, bound_of(alone, results).ms
@@ -86,7 +96,7 @@ def table(results: list[Result], alone: Result) -> str:
     sequence = row.sequence or MODELS[row.model].sequence
     lines = [
         f"**{row.model} on {row.machine}** ({machine['title']}), {row.strategy}, {row.batch} x {sequence} "
-        f"tokens per GPU: bound {bound:.1f} ms, the model alone {alone.compute_ms:.1f}",
+        f"tokens per GPU{more_of(row)}: bound {bound:.1f} ms, the model alone {alone.compute_ms:.1f}",
         "",
         "| | step ms | / bound | allocated MiB | reserved MiB | between steps | compute | communication | "
         "exposed | host | at most |",
@@ -117,7 +127,7 @@ STANDARD = [
     *(
         {"model": model, "machine": machine}
         for machine in ("nvlink8", "ib512", "ethernet64")
-        for model in MODELS
+        for model in SMALL_TO_LARGE
     ),
     {"model": "0.4B", "machine": "nvlink8", "sequence": 256},
     {"model": "1.3B", "machine": "nvlink8", "batch": 8},
@@ -216,6 +226,22 @@ def arguments() -> argparse.Namespace:
         "--step-in-backward", action="store_true", help="fsdp_c's optimizer steps beside the backward"
     )
     parser.add_argument(
+        "--recompute",
+        default="",
+        metavar="WHAT",
+        help="activations, in backward: full, operators (all but attention and every other product), "
+        "or N: of every Nth block",
+    )
+    parser.add_argument("--clip", action="store_true", help="gradients, by their norm")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="backwards before each step (1)"
+    )
+    parser.add_argument("--no-sync", action="store_true", help="reduce in the last of them alone")
+    parser.add_argument("--reduce-in-bf16", action="store_true", help="gradients, not in fp32")
+    parser.add_argument(
+        "--keep-last", action="store_true", help="FSDP2 does not reshard the last block after its forward"
+    )
+    parser.add_argument(
         "--standard",
         action="store_true",
         help="a fixed choice of rows, one line each, with what holds fsdp_c up",
@@ -252,13 +278,8 @@ def main() -> None:
                     machine,
                     strategy,
                     sequence,
-                    given.batch,
-                    given.forward_prefetch,
-                    given.free_host,
-                    offload=given.offload,
-                    ahead=given.ahead,
-                    to_node=given.to_node,
                     steps_in_backward=given.step_in_backward,
+                    **{option: vars(given)[option] for option in OPTIONS},
                 )
                 for name in (ALONE, *given.impl)
             ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -21,8 +22,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.common import fsdp_class
 from fsdp_c.wrap import reshard_after_forward
@@ -38,23 +40,53 @@ class Block(nn.Module):
     def __init__(self, shape: Model) -> None:
         super().__init__()
         width, hidden = shape.width, shape.hidden
-        self.heads = shape.heads
+        self.head_width = width // shape.heads
+        kv_width = self.head_width * (shape.kv_heads or shape.heads)
+        self.in_fp32 = shape.in_fp32
         self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key, self.value, self.output = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
+        self.query, self.output = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(width, kv_width, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         normed = self.attention_norm(x)
         projected = (layer(normed) for layer in (self.query, self.key, self.value))
-        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
-        query, key = (rotated(each, cosine, sine) for each in (query, key))
-        mixed = attention(query, key, value)
+        query, key, value = (in_heads(each, self.head_width) for each in projected)
+        rotary = torch.float32 if self.in_fp32 else x.dtype
+        query, key = (rotated(each.to(rotary), cosine, sine).to(x.dtype) for each in (query, key))
+        mixed = attention(query, *(as_many_heads(each, query.shape[1]) for each in (key, value)))
         x = x + self.output(mixed.transpose(1, 2).flatten(-2))
         normed = self.feed_forward_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class MptBlock(nn.Module):
+    """Attention and a feed-forward network, with norms that subtract the mean and one projection of three."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        width = shape.width
+        self.head_width = width // shape.heads
+        self.attention_norm, self.feed_forward_norm = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.projection = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.projection(self.attention_norm(x)).chunk(3, -1)
+        mixed = attention(*(in_heads(each, self.head_width) for each in projected))
+        x = x + self.output(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
+
+
+def in_heads(x: Tensor, head_width: int) -> Tensor:
+    return x.unflatten(-1, (-1, head_width)).transpose(1, 2)
+
+
+def as_many_heads(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] != heads else x
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -77,20 +109,42 @@ class Llama(nn.Module):
         self.norm, self.head = nn.RMSNorm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name in ("cosine", "sine"):
             self.register_buffer(name, torch.empty(sequence, shape.width // shape.heads))
+        self.in_fp32 = shape.in_fp32
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        cosine, sine = self.cosine.to(x.dtype), self.sine.to(x.dtype)
+        dtype = torch.float32 if self.in_fp32 else x.dtype
+        cosine, sine = self.cosine.to(dtype), self.sine.to(dtype)
         for block in self.blocks:
             x = block(x, cosine, sine)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).to(dtype), targets.flatten())
+
+
+class Mpt(nn.Module):
+    """The same, whose head is its embedding."""
+
+    def __init__(self, shape: Model, sequence: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(sequence, shape.width)
+        self.blocks = nn.ModuleList(MptBlock(shape) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tuple[nn.Module, int]:
     """The wrapped model, and how many parameters it has in all."""
     with torch.device("cuda"):
-        model = Llama(shape, sequence)
+        model = (Mpt if shape.family == "mpt" else Llama)(shape, sequence)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if row.recompute:
+        recompute(model, row.recompute)
     if row.implementation == "alone":
         return model.to(torch.bfloat16), parameters
     mesh = mesh_of_nodes(machine) if row.strategy == "HYBRID_SHARD" else None
@@ -107,6 +161,29 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     return wrapped, parameters
 
 
+def recompute(model: nn.Module, what: str) -> None:
+    """Activations of blocks in backward: "full", but for attention and every other product ("operators", as
+    torchtitan's "selective op"), or of every nth block."""
+    options = {"context_fn": keeping_products} if what == "operators" else {}
+    every = int(what) if what.isdigit() else 1
+    for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        if number % every == 0:
+            model.blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False, **options)  # type: ignore[index]
+
+
+def keeping_products() -> Any:
+    counted = {False: 0, True: 0}  # in the forward, and as it is run again
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operator == torch.ops.aten._scaled_dot_product_flash_attention.default
+        if operator == torch.ops.aten.mm.default:
+            counted[context.is_recompute] += 1
+            keeps = counted[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def mesh_of_nodes(machine: dict[str, Any]) -> DeviceMesh:
     """Replicas across nodes, shards within."""
     per_node = machine["gpus_per_node"]
@@ -118,17 +195,22 @@ def reshards_to_node(row: Row) -> bool:
     return row.implementation == "fsdp_c" and row.to_node
 
 
+def reduced_in(row: Row) -> torch.dtype:
+    return torch.bfloat16 if row.reduce_in_bf16 else torch.float32
+
+
 def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
     """torch's FSDP1, or fsdp_c, over a ``device_mesh`` or ``process_group``."""
+    blocks = set(model.blocks)  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fsdp_class(row.implementation)(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=CustomPolicy(lambda module: module in blocks),
             sharding_strategy=ShardingStrategy[row.strategy],
             device_id=torch.device("cuda", 0),
             use_orig_params=True,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+            mixed_precision=MixedPrecision(torch.bfloat16, reduced_in(row)),
             backward_prefetch=BackwardPrefetch[row.backward_prefetch],
             forward_prefetch=row.forward_prefetch,
             cpu_offload=CPUOffload(row.offload),
@@ -137,10 +219,11 @@ def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
 
 
 def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None, machine: dict[str, Any]) -> nn.Module:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduced_in(row))
     reshards = machine["gpus_per_node"] if row.to_node else row.strategy != "SHARD_GRAD_OP"
     offload = CPUOffloadPolicy() if row.offload else OffloadPolicy()
     settings = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    for block in [module for module in model.modules() if isinstance(module, Block)]:
-        fully_shard(block, reshard_after_forward=reshards, **settings)
+    for block in model.blocks:  # type: ignore[union-attr]
+        is_kept = row.keep_last and block is model.blocks[-1]  # type: ignore[index]
+        fully_shard(block, reshard_after_forward=reshards and not is_kept, **settings)
     return fully_shard(model, reshard_after_forward=reshards, **settings)

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,12 @@ class Row:
     ahead: int = 1  # units that fsdp_c gathers ahead
     to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
     steps_in_backward: bool = False  # fsdp_c's
+    recompute: str = ""  # activations, in backward: full, operators, or of every nth block
+    clip: bool = False  # gradients, by their norm
+    accumulate: int = 1  # forwards and backwards before the optimizer's step
+    no_sync: bool = False  # but for the last of them
+    reduce_in_bf16: bool = False
+    keep_last: bool = False  # FSDP2 does not reshard the last block after its forward
 
 
 @dataclass
@@ -136,7 +144,7 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
         if number == 3:
             torch.cuda.reset_peak_memory_stats()
         with timeline.step() as taken, timeline.memory() as memory:
-            train(model, optimizer, tokens)
+            train(row, model, optimizer, tokens)
     if trace:
         taken.trace(trace)
     if spans:
@@ -146,14 +154,36 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     return result_of(row, taken, memory, parameters, most)
 
 
-def train(model: Any, optimizer: Any, tokens: Any) -> None:
-    model(tokens, tokens).backward()
+def train(row: Row, model: Any, optimizer: Any, tokens: Any) -> None:
+    for number in range(row.accumulate):
+        with without_reduction(row, model) if number < row.accumulate - 1 else nullcontext():
+            model(tokens, tokens).backward()
+    if row.clip and row.implementation == "torch.fsdp2":
+        import torch
+
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    elif row.clip and row.implementation != ALONE:
+        model.clip_grad_norm_(1.0)
     if optimizer is None:
         for parameter in model.parameters():
             parameter.grad = None
     else:
         optimizer.step()
         optimizer.zero_grad()
+
+
+@contextmanager
+def without_reduction(row: Row, model: Any) -> Iterator[None]:
+    """Gradients stay unsharded, where the row says so."""
+    if not row.no_sync or row.implementation == ALONE:
+        yield
+    elif row.implementation == "torch.fsdp2":
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync():
+            yield
 
 
 def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
