@@ -41,12 +41,12 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 158,
     "csrc/layout": 558,
     "csrc/kernels": 4_037,
-    "csrc/torch": 3_733,
-    "csrc/collective": 354,
-    "csrc/handle": 5_240,
-    "csrc/runtime": 5_826,
-    "csrc/python": 1_788,
-    "fsdp_c": 26_292,
+    "csrc/torch": 3_625,
+    "csrc/collective": 325,
+    "csrc/handle": 4_948,
+    "csrc/runtime": 5_660,
+    "csrc/python": 1_731,
+    "fsdp_c": 25_751,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
