@@ -1,14 +1,15 @@
 """python -m fsdp_c selftest: does fsdp_c keep its promises on this machine? Values, memory and time beside
 torch's.
 
-Its parts stand in the order in which things fail first: loading, kernels, one rank, all ranks, hybrid groups,
-files.
+Its parts stand in the order in which things fail first: loading, kernels, streams, one rank, all ranks,
+hybrid groups, graphs, files.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import os
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_c import checkpoint
+from fsdp_c import _C, checkpoint
 from fsdp_c.api import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_c.compat import upstream
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -124,6 +125,8 @@ class _Report:
         self._say(environment.report())
         self._say(f"{dist.get_world_size()} ranks on {self.device.type}")
         self._part("kernels", lambda: _kernels(self.device))
+        if self.device.type != "cpu":
+            self._part("streams", lambda: _streams(self.device))
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         self._part("one rank", lambda: self._case(Case({"process_group": alone})))
         for name, case in CASES.items():
@@ -132,6 +135,8 @@ class _Report:
         if (ranks := dist.get_world_size()) >= 4 and ranks % 2 == 0:
             groups = groups_of_nodes(dist.distributed_c10d._get_default_group(), ranks // 2)
             self._part("HYBRID_SHARD", lambda: self._case(Case({"process_group": groups, **HYBRID})))
+        if self.device.type == "cuda" and _C.why_no_kernels("cuda") is None:
+            self._part("a CUDA graph", lambda: self._graph(alone))
         self._part("memory and time", self._costs)
         self._part("a checkpoint", self._checkpoint)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all is well"
@@ -197,20 +202,60 @@ class _Report:
     def _case(self, case: Case) -> str:
         ours = self._model(FullyShardedDataParallel, case)
         losses = torch.stack(list(self._train(ours, case))).tolist()
+        summed_up = f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
+        found = []
         if not losses[-1] < losses[0]:
-            raise AssertionError(f"the loss does not fall: {', '.join(f'{loss:g}' for loss in losses)}")
+            found.append(f"the loss does not fall: {', '.join(f'{loss:g}' for loss in losses)}")
         if not upstream.HAS_FSDP1:
-            return f"loss {losses[0]:.4f} to {losses[-1]:.4f}; this torch has no FSDP1 to compare with"
+            _refuse(found)
+            return f"{summed_up}; this torch has no FSDP1 to compare with"
         implementation, name = _fsdp1(), "torch's FSDP1"
         if "cpu_offload" in case.arguments and self.device.type == "cpu":  # torch's fails
             implementation, name, case = FullyShardedDataParallel, "fsdp_c without offload", Case({})
         theirs = self._model(implementation, case)
         expected = torch.stack(list(self._train(theirs, case))).tolist()
-        for step, (one, other) in enumerate(zip(losses, expected, strict=True)):
-            if one != other:
-                raise AssertionError(f"the loss of step {step} is {one!r}, of {name} {other!r}")
-        _compare(_whole(FullyShardedDataParallel, ours), _whole(implementation, theirs))
-        return f"loss {losses[0]:.4f} to {losses[-1]:.4f}, bitwise {name} in {STEPS} steps and all parameters"
+        wholes = _whole(FullyShardedDataParallel, ours), _whole(implementation, theirs)
+        # A loss may differ on one rank alone: from here on no rank waits for another.
+        pairs = enumerate(zip(losses, expected, strict=True))
+        differ = (
+            f"the loss of step {step} is {one!r}, of {name} {other!r}"
+            for step, (one, other) in pairs
+            if one != other
+        )
+        found += itertools.islice(differ, 1)
+        try:
+            _compare(*wholes)
+        except AssertionError as error:
+            found.append(str(error))
+        _refuse(found)
+        return f"{summed_up}, bitwise {name} in {STEPS} steps and all parameters"
+
+    def _graph(self, alone: dist.ProcessGroup) -> str:
+        """Forwards and backwards that a graph replays, beside the same without one."""
+        case = Case({"process_group": alone, "sharding_strategy": ShardingStrategy.NO_SHARD})
+        batch = torch.ones(5, 7, device=self.device)
+        found = []
+        for is_captured in (False, True):
+            model, graph = self._model(FullyShardedDataParallel, case), torch.cuda.CUDAGraph()
+
+            def step(model: nn.Module = model) -> None:
+                model(batch).square().mean().backward()
+
+            with model.no_sync():  # type: ignore[operator]
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    step()  # makes what is made once
+                torch.cuda.current_stream().wait_stream(side)
+                if is_captured:
+                    with torch.cuda.graph(graph):
+                        step()
+                for _ in range(2):
+                    graph.replay() if is_captured else step()
+            named = model.named_parameters()
+            found.append({name: param.grad for name, param in named if param.grad is not None})
+        _compare(found[1], found[0])
+        return "its replays give the gradients of steps without it"
 
     # ---- costs
 
@@ -300,6 +345,22 @@ def _kernels(device: torch.device) -> str:
             expected = torch.zeros_like(packed)
             expected[3:248], expected[290:295] = grads[0].reshape(-1).to(other), grads[1].to(other)
             _same(f"pack_gradients from {dtype} to {other}", packed, expected / 3.0)
+            flat, expected = OPS.flatten(grads, 4, 256, other), torch.zeros(256, dtype=other, device=device)
+            expected[:245], expected[248:253] = grads[0].reshape(-1).to(other), grads[1].to(other)
+            _same(f"flatten from {dtype} to {other}", flat, expected)
+        for part, source in zip(
+            OPS.unflatten(flat, [3, 248], [7, 5]), (flat[3:10], flat[248:253]), strict=True
+        ):
+            _same(f"unflatten of {other}", part, source)
+        unscaled, has_inf = tensor.clone(), torch.zeros((), device=device)
+        inverse = torch.tensor(1 / 3, device=device)
+        OPS.unscale_([unscaled], has_inf, inverse)
+        _same(
+            f"unscale_ of {dtype}",
+            unscaled,
+            (tensor.to(torch.promote_types(dtype, torch.float32)) * inverse).to(dtype),
+        )
+        _same(f"what unscale_ finds in {dtype}", has_inf, torch.ones_like(has_inf))
         shard = OPS.shard(tensor, 1, 4, dtype)
         _same(f"shard of {dtype}", shard, tensor[len(shard) : 2 * len(shard)])
         _same(f"checksums of {dtype}", OPS.checksums([tensor]).cpu(), OPS.checksums([tensor.cpu()]))
@@ -309,6 +370,21 @@ def _kernels(device: torch.device) -> str:
         optimizer.step()
     torch.testing.assert_close(ours, theirs)
     return "the bits of torch's operators, on " + str(device)
+
+
+def _streams(device: torch.device) -> str:
+    """Kernels run on the stream that is current, after what is there already."""
+    module = torch.get_device_module(device)
+    side, values = module.Stream(), torch.zeros(1 << 24, device=device)
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        for _ in range(50):
+            values.add_(1)
+        found = OPS.cast_divide(values, 2.0, torch.float32)
+        values.zero_()
+    module.current_stream().wait_stream(side)
+    _same("cast_divide on a stream of the script's", found, torch.full_like(found, 25))
+    return "kernels run on the current one"
 
 
 def _fsdp1() -> Any:
@@ -336,6 +412,11 @@ def _whole(implementation: Any, model: nn.Module) -> dict[str, Tensor]:
     with implementation.summon_full_params(model, writeback=False):
         names = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
         return {name: param.detach().clone() for name, param in names.items()}
+
+
+def _refuse(found: list[str]) -> None:
+    if found:
+        raise AssertionError("; ".join(found))
 
 
 def _compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,19 @@ def kernels(device):
 selftest._kernels = kernels
 sys.exit(selftest.main("cpu", 8))
 """
+DIFFERING = """
+import sys
+from fsdp_c import selftest
+selftest.CASES = {"FULL_SHARD": selftest.Case({})}
+class Wrong(selftest._fsdp1()):
+    steps = 0
+    def forward(self, x):
+        self.steps += 1
+        is_wrong = self.steps == selftest.STEPS and selftest.dist.get_rank() == 1
+        return super().forward(x) + int(is_wrong)
+selftest._fsdp1 = lambda: Wrong
+sys.exit(selftest.main("cpu", 8))
+"""
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -39,16 +53,28 @@ def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
     assert "all is well, in" in report.splitlines()[-1]
 
 
+def run_on_ranks(count: int, script: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return run(*torchrun, str(script))
+
+
 def test_what_fails_on_one_rank_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    done = run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)
-    )
+    done = run_on_ranks(4, tmp_path / "failing.py", FAILING)
     assert done.returncode == 1
     assert "kernels: FAILED on rank 1: ValueError: no such luck" in done.stdout
     assert "HYBRID_SHARD: loss" in done.stdout
     assert "a checkpoint: saved, loaded, and the same\nFAILED: kernels, in" in done.stdout
+
+
+def test_a_loss_that_differs_on_one_rank_is_told_with_the_parameter(tmp_path: Path) -> None:
+    done = run_on_ranks(2, tmp_path / "differing.py", DIFFERING)
+    assert done.returncode == 1
+    for name in ("one rank", "FULL_SHARD"):
+        told = rf"{name}: FAILED on rank 1: .*: the loss of step 19 is .*; parameter 0.weight: element 0 is"
+        assert re.search(told, done.stdout), done.stdout + done.stderr
+    assert "FULL_SHARD: FAILED on rank 0: AssertionError: parameter 0.weight: element 0 is" in done.stdout
+    assert "a checkpoint: saved, loaded, and the same\nFAILED: one rank, FULL_SHARD, in" in done.stdout
 
 
 def test_the_first_difference_is_told() -> None:
