@@ -200,7 +200,7 @@ def _write(
             try:
                 with flight_recorder.explained(what, of_step=ranks.gloo is None):
                     own = ranks.dcp.reduce_scatter("plan", writer.plan, writer.divided)
-                    ranks.dcp.all_reduce("write", lambda: writer.write(*own), finish)
+                    ranks.dcp.all_reduce("write", lambda: writer.write(own), finish)
             except CheckpointException as failure:
                 raise _error(what, {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
 

@@ -104,23 +104,24 @@ class Writer:
             for rank, kept in enumerate(self.planned.kept)
         ]
 
-    def write(self, rank: int, name: str, kept: Kept) -> RankResult | None:
+    def write(self, own: tuple[int, str, Kept]) -> RankResult | None:
         """Write this rank's file, if it has anything to write."""
+        rank, name, kept = own
         some = {part: set(positions) for part, positions in kept.items()}
-        writes = [one for one in self.writes if one.part not in some or one.position in some[one.part]]
-        writes.sort(key=lambda one: one.held is not None)  # what is pickled stands first
-        self.set_total(sum(one.held.nbytes for one in writes if one.held is not None))
-        if not writes:
+        self.writes = [one for one in self.writes if one.part not in some or one.position in some[one.part]]
+        self.writes.sort(key=lambda one: one.held is not None)  # what is pickled stands first
+        self.set_total(sum(one.held.nbytes for one in self.writes if one.held is not None))
+        if not self.writes:
             return None
         # exclusively: an existing file is another rank's
         path = self.temporary / Path(name).name
         with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
-            return self._write(rank, name, writes, FileWriter(file))
+            return self._write(rank, name, FileWriter(file))
 
-    def _write(self, rank: int, name: str, writes: list[_Write], writer: FileWriter) -> RankResult:
+    def _write(self, rank: int, name: str, writer: FileWriter) -> RankResult:
         records = [bytearray() for _ in range(self.parts)]
         known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
-        for one in writes:
+        for one in self.writes:
             try:
                 if one.held is None:
                     place = writer.write_bytes(one.fetch().getbuffer())

@@ -202,7 +202,7 @@ def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
         )
     if any("params" not in group for group in given):
         raise AssertionError('A parameter group should map "params" to a list of the parameters in the group')
-    found: list[nn.Parameter] = []
+    found: list[Any] = []
     for group in given:
         found += [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
     return found
