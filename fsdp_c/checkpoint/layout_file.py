@@ -354,8 +354,7 @@ class _Chunks(Sequence[Chunk]):
             at -= box.count
         raise IndexError(index)
 
-    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
-        before = 0
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
         for box in self.boxes:
             for number in box.numbers(offsets, sizes):
                 with _refusing(self.layout.path):
@@ -363,8 +362,7 @@ class _Chunks(Sequence[Chunk]):
                     for nth, own in enumerate(boxes):
                         each = zip(own.offsets, own.sizes, offsets, sizes, strict=True)
                         if all(a < c + d and c < a + b for a, b, c, d in each):
-                            yield before + first + nth, self._chunk(box, first, boxes, nth)
-            before += box.count
+                            yield self._chunk(box, first, boxes, nth)
 
     def _chunk(self, box: _StoredBox, first: int, boxes: Sequence[HeldBox], nth: int) -> Chunk:
         own = boxes[nth]

@@ -133,7 +133,7 @@ class TensorEntry:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         make_chunks: Callable[[], Sequence[Chunk]],
-        find: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Chunk]]] | None = None,
+        find: Callable[[Sequence[int], Sequence[int]], Iterator[Chunk]] | None = None,
     ) -> None:
         """``find``: does what ``within`` does, without a look at every chunk."""
         self.shape, self.dtype, self._find = shape, dtype, find
@@ -153,21 +153,21 @@ class TensorEntry:
         if self._find is None:
             self._make_chunks = None
 
-    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
-        """The chunks that have elements of a box, with their indices."""
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
+        """The chunks that have elements of a box."""
         if self._find is not None:
             yield from self._find(offsets, sizes)
             return
         ends = [start + size for start, size in zip(offsets, sizes, strict=True)]
         dim = max(range(len(ends)), key=lambda dim: self.shape[dim] / max(sizes[dim], 1), default=None)
-        for index, chunk in enumerate(self.chunks):
+        for chunk in self.chunks:
             if dim is not None:
                 start = chunk.offsets[dim]
                 if start >= ends[dim] or start + chunk.sizes[dim] <= offsets[dim]:
                     continue
             each = zip(chunk.offsets, chunk.sizes, offsets, ends, strict=True)
             if all(start < last and first < start + size for start, size, first, last in each):
-                yield index, chunk
+                yield chunk
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper, find_tensor_shard
 
@@ -50,10 +50,9 @@ from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
 from fsdp_c.checkpoint.series import check_keep, remove_older
 from fsdp_c.checkpoint.storage import (
+    Item,
     Reader,
     Report,
-    chunk_of,
-    narrowed,
     read_items,
     read_nested,
     read_object,
@@ -447,7 +446,7 @@ class _Loading:
             self.targets.update(self.optim.tensors | self.optim.scalars)
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
         if self.optim is not None:
-            self._read([item for key in self.optim.scalars for item in self.items.pop(key)])
+            Reader(self.checkpoint).read(item for key in self.optim.scalars for item in self.items.pop(key))
             self.optim.objects = {key: read_object(self.checkpoint, key) for key in self.optim.object_keys}
             self.optim.check()
         self.own_state = {
@@ -455,7 +454,7 @@ class _Loading:
         }
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
         items = (item for each in self.items.values() for item in each)
-        self.checkpoint.hold(chunk_of(self.checkpoint, item).file for item in items)
+        self.checkpoint.hold(item.chunk.file for item in items)
         self.checkpoint.let_go()
 
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
@@ -509,14 +508,15 @@ class _Loading:
         if not missing:
             self.counts.append((average, count))
 
-    def _read_items(self, key: str, target: Tensor) -> list[ReadItem]:
-        entry = self.checkpoint.tensor(key)
-        wanted = [chunk for chunk in _create_chunk_list(target) if chunk.sizes.numel()]
-        items = [item for chunk in wanted for item in read_items(key, entry, chunk)]
-        found, numel = (
-            sum(item.lengths.numel() for item in items),
-            sum(chunk.sizes.numel() for chunk in wanted),
-        )
+    def _read_items(self, key: str, target: Tensor) -> list[Item]:
+        items: list[Item] = []
+        numel = 0
+        for box in _create_chunk_list(target):
+            if box.sizes.numel():
+                numel += box.sizes.numel()
+                memory = find_tensor_shard(target, MetadataIndex(key, box.offsets)).detach()
+                items += read_items(key, self.checkpoint.tensor(key), box.offsets, memory)
+        found = sum(item.target.numel() for item in items)
         if found != numel:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there"
@@ -528,10 +528,8 @@ class _Loading:
         """Into the model's and the optimizer's own memory: from here on they are changed."""
         items = [item for each in self.items.values() for item in each]
         with progress_bar("loading", progress) as (report, set_total):
-            set_total(
-                sum(item.lengths.numel() * self.targets[item.dest_index.fqn].itemsize for item in items)
-            )
-            self._read(items, report)
+            set_total(sum(item.target.nbytes for item in items))
+            Reader(self.checkpoint, report).read(items)
 
     @torch.no_grad()
     def show(self) -> None:
@@ -547,13 +545,6 @@ class _Loading:
         for average, count in self.counts:
             average.n_averaged = int(count)
         return self.extra
-
-    def _read(self, items: list[ReadItem], report: Report | None = None) -> None:
-        Reader(self.checkpoint, report).read(items, self._memory)
-
-    def _memory(self, item: ReadItem) -> Tensor:
-        target = find_tensor_shard(self.targets[item.dest_index.fqn], item.dest_index).detach()
-        return narrowed(target, item.dest_offsets, item.lengths)
 
 
 def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:

@@ -17,11 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.archives import check_archive
@@ -202,28 +197,24 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     return result.get("")
 
 
-def read_items(key: str, entry: TensorEntry, wanted: ChunkStorageMetadata) -> Iterator[ReadItem]:
-    """What to read of which chunk, to fill the box ``wanted`` of a tensor."""
-    for index, chunk in entry.within(wanted.offsets, wanted.sizes):
-        boxes = list(zip(chunk.offsets, chunk.sizes, wanted.offsets, wanted.sizes, strict=True))
+class Item(NamedTuple):
+    """Elements to read: where they begin in a part of a tensor, and the memory of as many."""
+
+    key: str
+    chunk: Chunk
+    offsets: list[int]
+    target: Tensor
+
+
+def read_items(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) -> Iterator[Item]:
+    """What to read of which chunk, to fill ``box``, which lies at ``offsets`` of a tensor."""
+    for chunk in entry.within(offsets, box.shape):
+        boxes = list(zip(chunk.offsets, chunk.sizes, offsets, box.shape, strict=True))
         starts = [max(theirs, own) for theirs, _, own, _ in boxes]
         ends = [min(theirs + size, own + length) for theirs, size, own, length in boxes]
-        yield ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(key, wanted.offsets),
-            dest_offsets=torch.Size(start - own for start, own in zip(starts, wanted.offsets, strict=True)),
-            storage_index=MetadataIndex(key, torch.Size(chunk.offsets), index),
-            storage_offsets=torch.Size(
-                start - theirs for start, theirs in zip(starts, chunk.offsets, strict=True)
-            ),
-            lengths=torch.Size(end - start for start, end in zip(starts, ends, strict=True)),
-        )
-
-
-def chunk_of(checkpoint: Checkpoint, item: ReadItem) -> Chunk:
-    """Where it is read from."""
-    assert item.storage_index.index is not None
-    return checkpoint.tensor(item.storage_index.fqn).chunks[item.storage_index.index]
+        own = map(int.__sub__, starts, offsets)
+        target = narrowed(box, own, map(int.__sub__, ends, starts))
+        yield Item(key, chunk, list(map(int.__sub__, starts, chunk.offsets)), target)
 
 
 class _Part(NamedTuple):
@@ -231,7 +222,7 @@ class _Part(NamedTuple):
 
     key: str
     chunk: Chunk
-    wanted: list[tuple[ReadItem, Tensor]]
+    wanted: list[Item]
     data: Tensor | None  # into which it is read: a target, or of its own; None for what torch wrote
 
 
@@ -257,23 +248,16 @@ class Reader:
         self.checkpoint = checkpoint
         self.report = report or (lambda nbytes: None)
 
-    def read(self, items: Iterable[ReadItem], target_of: Callable[[ReadItem], Tensor]) -> None:
-        """Fill what ``target_of`` gives for each item. Raises CheckpointError; what was read until then
-        stays."""
-        by_chunk: dict[tuple[str, int], list[ReadItem]] = {}
+    def read(self, items: Iterable[Item]) -> None:
+        """Fill the memory of each. Raises CheckpointError; what was read until then stays."""
+        by_chunk: dict[tuple[str, Chunk], list[Item]] = {}
         for item in items:
-            assert item.type == LoadItemType.TENSOR and item.storage_index.index is not None
-            by_chunk.setdefault((item.storage_index.fqn, item.storage_index.index), []).append(item)
-        chunks = [(chunk_of(self.checkpoint, wanted[0]), where, wanted) for where, wanted in by_chunk.items()]
-        by_file: dict[str, list[tuple[Chunk, tuple[str, int], list[ReadItem]]]] = {}
-        for each in sorted(chunks, key=lambda each: each[0].start):
-            by_file.setdefault(each[0].file, []).append(each)
+            by_chunk.setdefault((item.key, item.chunk), []).append(item)
+        by_file: dict[str, list[list[Item]]] = {}
+        for wanted in sorted(by_chunk.values(), key=lambda wanted: wanted[0].chunk.start):
+            by_file.setdefault(wanted[0].chunk.file, []).append(wanted)
         seen: set[int] = set()  # where targets begin
-        parts = (
-            self._part(key, chunk, [(item, target_of(item)) for item in wanted], seen)
-            for of_file in by_file.values()
-            for chunk, (key, _), wanted in of_file
-        )
+        parts = (self._part(wanted, seen) for of_file in by_file.values() for wanted in of_file)
         underway: deque[tuple[_Job, Future[None]]] = deque()
         with ThreadPoolExecutor(reading_threads()) as pool:
             for job in _jobs(parts):
@@ -283,14 +267,14 @@ class Reader:
             while underway:
                 self._finish(*underway.popleft())
 
-    def _part(self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], seen: set[int]) -> _Part:
+    def _part(self, wanted: list[Item], seen: set[int]) -> _Part:
+        key, chunk, _, target = wanted[0]
         dtype = self.checkpoint.tensor(key).dtype
-        (item, target), *others = wanted
         known = len(seen)
-        seen.update(each.data_ptr() for _, each in wanted)
+        seen.update(item.target.data_ptr() for item in wanted)
         if chunk.place is None:
             data = None
-        elif len(seen) - known == 1 and not others and _can_read_into(chunk, dtype, item, target):
+        elif len(seen) - known == len(wanted) == 1 and _can_read_into(chunk, dtype, target):
             data = target
         else:
             data = _empty(chunk, dtype)
@@ -308,10 +292,10 @@ class Reader:
             if data is None:
                 with self.checkpoint.open(chunk.file) as file:
                     data = _torch_load_chunk(self.checkpoint, key, chunk, file)
-            if data is not wanted[0][1]:
-                for item, target in wanted:
-                    target.copy_(narrowed(data, item.storage_offsets, item.lengths))
-            self.report(sum(target.nbytes for _, target in wanted))
+            if data is not wanted[0].target:
+                for item in wanted:
+                    item.target.copy_(narrowed(data, item.offsets, item.target.shape))
+            self.report(sum(item.target.nbytes for item in wanted))
 
 
 def reading_threads() -> int:
@@ -334,9 +318,9 @@ def _jobs(parts: Iterable[_Part]) -> Iterator[_Job]:
             yield job
 
 
-def _can_read_into(chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: Tensor) -> bool:
+def _can_read_into(chunk: Chunk, dtype: torch.dtype, target: Tensor) -> bool:
     """Whether a target is all of a chunk, and lies in memory as the chunk does in the file."""
-    if chunk.place is None or tuple(item.lengths) != chunk.sizes or tuple(target.shape) != chunk.sizes:
+    if chunk.place is None or tuple(target.shape) != chunk.sizes:
         return False
     if target.device.type != "cpu" or target.dtype != dtype or target.is_conj() or target.is_neg():
         return False
