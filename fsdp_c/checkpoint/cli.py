@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_c.checkpoint.converting import MAX_RANKS, format_of, open_sink
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.formats import FORMATS, open_source
-from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.rank_files import is_flat
 from fsdp_c.checkpoint.sources import Info, Source
 from fsdp_c.checkpoint.torch_files import NamedSource, RankFilesSource, TorchSource
@@ -168,20 +168,14 @@ def selected(source: Source, name: str | None) -> dict[str, tuple[str, Info]]:
     found: dict[str, tuple[str, Info]] = {}
     for key, info in source.entries.items():
         if key.startswith(f"{name}."):
-            rest = _below(info.path, name) or (key.removeprefix(f"{name}."),)
+            rest = path_below(info.path, name)
+            if not rest or not isinstance(rest[0], str):
+                rest = (key.removeprefix(f"{name}."),)
             found[key.removeprefix(f"{name}.")] = (key, info._replace(path=rest))
     if not found:
         tops = sorted({key.split(".")[0] for key in source.entries})
         raise ValueError(f"nothing is named {name}; there is {', '.join(tops[:10]) or 'nothing at all'}")
     return found
-
-
-def _below(path: PathInDict, name: str) -> PathInDict:
-    """What of a path in the nested dict is left below ``name``; () where the dict is not divided there."""
-    for depth in range(1, len(path)):
-        if ".".join(map(str, path[:depth])) == name and isinstance(path[depth], str):
-            return tuple(path[depth:])
-    return ()
 
 
 def _has(source: Source, name: str) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
-from fsdp_c.checkpoint.planning import key_of
+from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.storage import put_at
 from fsdp_c.checkpoint.values import (
     RangeTensor,
@@ -236,7 +236,7 @@ class OptimTarget:
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):
                 fqn, _, name = key.removeprefix(prefix).rpartition(".")
-                below = next((path[n:] for n in range(len(path)) if key_of(path[:n]) == prefix[:-1]), ())
+                below = path_below(path, prefix[:-1])
                 if len(below) > 2:
                     whole = self.whole.setdefault(str(below[0]), {})
                     whole.setdefault(str(below[1]), _Whole([])).keys.append((below[2:], key))

@@ -85,6 +85,11 @@ def key_of(path: PathInDict) -> str:
     return ".".join(map(str, path))
 
 
+def path_below(path: PathInDict, root: str) -> PathInDict:
+    """What of a path in a nested dict is left below the key ``root``; () where the dict is not divided there."""
+    return next((path[depth:] for depth in range(1, len(path)) if key_of(path[:depth]) == root), ())
+
+
 class _Row(NamedTuple):
     """A part of a rank's plan, as far as it is of one group."""
 

@@ -30,6 +30,7 @@ from fsdp_c.checkpoint.metadata import (
     checksums_content,
 )
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, read_data
+from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.compat.aliases import StateDict
 
@@ -190,9 +191,7 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     result: StateDict = {}
     for key in checkpoint.entries:
         if key == root or key.startswith(f"{root}."):
-            path = checkpoint.paths[key]
-            depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
-            below = path[depth:] if depth else key.removeprefix(root).split(".")[1:]
+            below = path_below(checkpoint.paths[key], root) or key.removeprefix(root).split(".")[1:]
             put_at(checkpoint, key, result, ("", *below), read_entry(checkpoint, key))
     return result.get("")
 

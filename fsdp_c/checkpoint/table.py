@@ -187,22 +187,18 @@ class _Places:
     def __init__(
         self, each: Stored, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
     ) -> None:
-        self.group, self.pickled, self.files = each.group, pickled, files
-        self.objects = each.objects
-        self.prepared = False
-        self.each, self.chunks = each, chunks
+        self.each, self.group, self.chunks = each, each.group, chunks
+        self.pickled, self.files, self.prepared = pickled, files, False
 
     def of(self, key: str, slot: int) -> Iterator[bytes]:
         if not self.group.boxes:
-            start, length, crc32, rank = RECORD.unpack_from(self.objects, slot * RECORD.size)
+            start, length, crc32, rank = RECORD.unpack_from(self.each.objects, slot * RECORD.size)
             info = _StorageInfo(self.files[rank], start, length)
             place = Place(start, length, crc32, None)
             info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
             yield self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
             return
-        first = b""
-        if not self.prepared:
-            first = self._prepare()
+        first = b"" if self.prepared else self._prepare()
         rows = self.rows
         rows[:, self.key : self.key + 4] = _bytes(self.pickled.again(key)[1:])
         found = self.records[self.index + slot * self.step]
