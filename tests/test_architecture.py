@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 4_948,
     "csrc/runtime": 5_660,
     "csrc/python": 1_731,
-    "fsdp_c": 25_719,
+    "fsdp_c": 25_707,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

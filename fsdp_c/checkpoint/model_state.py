@@ -21,7 +21,7 @@ from fsdp_c.checkpoint.values import (
 )
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_with_paths
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
 from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.state.sharded_values import ParamLayout
@@ -96,21 +96,16 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
     Without ``waits`` the host does not wait for a GPU that holds the shards: who reads them does so in its
     order.
     """
-    managed: dict[tuple[nn.Module, str], Tensor] = {}
+    managed = _params_of_units(model, lambda module: _settled_shard(module, waits))
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
-    for path, module in units_with_paths(model):
-        _settle(module, waits)
-        managed.update(_params_of_unit(path, module, local_shard))
-        if as_saved:
-            original.update(_buffer_dtypes(module))
+    for module in units_of(model) if as_saved else ():
+        original.update(_buffer_dtypes(module))
     return dict(_in_order(model, managed, original))
 
 
-def _settle(module: ShardedModule, waits: bool) -> None:
-    """Bring the shard up to date with the parameters that the user sees."""
-    handle = module._handle
-    if handle is None:
-        return
+def _settled_shard(module: ShardedModule, waits: bool) -> Tensor:
+    """The shard, up to date with the parameters that the user sees."""
+    handle = handle_of(module)
     check_idle(module)
     if is_summoned(module):
         raise AssertionError(
@@ -121,6 +116,7 @@ def _settle(module: ShardedModule, waits: bool) -> None:
         common.synchronize(module.compute_device)
     with common.bound_runtime(module):
         handle.writeback()
+    return local_shard(module)
 
 
 def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -164,10 +160,7 @@ def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
 def average_state(average: ParameterAverage) -> StateDict:
     """The same of an average of parameters, in its memory; of buffers those that are averaged."""
     shards, others = average.held()
-    managed: dict[tuple[nn.Module, str], Tensor] = {}
-    for path, module in units_with_paths(average.model):
-        managed.update(_params_of_unit(path, module, shards.__getitem__))
-    of_module = _by_module(managed)
+    of_module = _params_of_units(average.model, shards.__getitem__)
     uncompiled = uncompiled_names(average.model)
     found = {uncompiled(name): _plain(name, tensor) for name, tensor in others.items()}
     for prefix, owner in named_modules(average.model):
@@ -175,16 +168,19 @@ def average_state(average: ParameterAverage) -> StateDict:
     return found
 
 
-def _params_of_unit(
-    path: str, module: ShardedModule, shard_of: Callable[[ShardedModule], Tensor]
-) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-    if module._handle is None:
-        return
-    _refuse_parts(path, module)
-    parts = list(split_shard(module, shard_of(module)))
-    values = [part_value(module, layout, part) for layout, part in parts]
-    for param in common.managed_params(module._handle):
-        yield (param.module, param.name), values[param.place]
+def _params_of_units(
+    model: nn.Module, shard_of: Callable[[ShardedModule], Tensor]
+) -> dict[nn.Module, dict[str, Tensor]]:
+    """By the module and the name there, of what has the form of the units' shards."""
+    found: dict[nn.Module, dict[str, Tensor]] = {}
+    for path, module in units_with_paths(model):
+        if module._handle is not None:
+            _refuse_parts(path, module)
+            parts = split_shard(module, shard_of(module))
+            values = [part_value(module, layout, part) for layout, part in parts]
+            for param in module._handle.managed_params:
+                found.setdefault(param.module, {})[param.name] = values[param.place]
+    return found
 
 
 def _refuse_parts(path: str, module: ShardedModule) -> None:
@@ -215,10 +211,9 @@ def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module
 
 def _in_order(
     model: nn.Module,
-    managed: dict[tuple[nn.Module, str], Tensor],
+    of_module: dict[nn.Module, dict[str, Tensor]],
     original: dict[tuple[nn.Module, str], torch.dtype],
 ) -> Iterator[tuple[str, object]]:
-    of_module = _by_module(managed)
     for prefix, module in named_modules(model):
         own = of_module.get(module, {})
         for name, param in module._parameters.items():
@@ -232,13 +227,6 @@ def _in_order(
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             key = prefix + EXTRA_STATE
             yield key, mapped_tensors(key, module.get_extra_state(), _as_part)
-
-
-def _by_module(managed: dict[tuple[nn.Module, str], Tensor]) -> dict[nn.Module, dict[str, Tensor]]:
-    found: dict[nn.Module, dict[str, Tensor]] = {}
-    for (module, name), value in managed.items():
-        found.setdefault(module, {})[name] = value
-    return found
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
