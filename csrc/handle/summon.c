@@ -127,14 +127,13 @@ static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int 
 }
 
 int handle_summon_enter(struct handle *handle, bool writeback) {
-    if (handle->training_state != USE_IDLE) {
-        PyErr_Format(PyExc_AssertionError,
-                     "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit "
-                     "%S): leave the forward, the backward or the enclosing summon_full_params() first.",
-                     training_state_name(handle->training_state), (long long)handle->param.layout.rank,
-                     handle->param.name);
-        return -1;
-    }
+    if (handle->training_state != USE_IDLE)
+        return RAISED(
+            PyExc_AssertionError,
+            "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit "
+            "%S): leave the forward, the backward or the enclosing summon_full_params() first.",
+            training_state_name(handle->training_state), (long long)handle->param.layout.rank,
+            handle->param.name);
     if (handle_collect_user_grads(handle) < 0)
         return -1;
     if (!handle->param.skip_writeback_check &&

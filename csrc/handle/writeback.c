@@ -34,12 +34,12 @@ static int check_shape(struct writeback *writeback, int64_t param, PyObject *val
         return 0;
     OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(is, param);
-    PyErr_Format(PyExc_RuntimeError,
-                 "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
-                 "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
-                 "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                 fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
-    return -1;
+    return RAISED(
+        PyExc_RuntimeError,
+        "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
+        "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
+        "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+        fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
 }
 
 /* Where messages are wanted: the user's value of a parameter, or of its gradient, is taken over (C-136). */
@@ -127,13 +127,12 @@ static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_tu
         return keep_object(writeback, param, value);
     OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(writeback->param, param);
-    PyErr_Format(
+    return RAISED(
         PyExc_RuntimeError,
         "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and "
         "rank %lld holds none of the parameter, so that the edit would be lost. Change parameters inside "
         "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
         fqn, writeback->param->name, shape ? shape : Py_None, (long long)writeback->param->layout.rank);
-    return -1;
 }
 
 /* The next one whose turn it is, or -1 when this rank has a part of all. */
@@ -304,13 +303,12 @@ int writeback_check_views(struct writeback *writeback) {
         if ((const char *)view.data == full + offset * dtype_nbytes(writeback->storage->copy->kind))
             continue;
         OWNED *fqn = flat_param_fqn(writeback->param, param_view->param);
-        PyErr_Format(
+        return RAISED(
             PyExc_AssertionError,
             "FSDP does not support changing the parameters between forward and backward for strategies "
             "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
             "the backward.",
             (long long)writeback->param->layout.rank, writeback->param->name, fqn);
-        return -1;
     }
     return 0;
 }

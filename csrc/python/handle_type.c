@@ -55,10 +55,8 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
     struct handle_spec spec = {0};
     PyObject *layout;
     int orig, keep, skip, verbose, offload;
-    if (inside(self)->param.tensor) {
-        PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
-        return -1;
-    }
+    if (inside(self)->param.tensor)
+        return RAISED(PyExc_RuntimeError, "a Handle is initialised once");
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "OOOO!O!O!OOOOOOUOUOippppddp", names, &layout, &spec.flat_param, &spec.params,
             &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.param_views,
@@ -329,10 +327,8 @@ static PyObject *get_name(PyObject *self, void *unused) {
 }
 
 static int set_name(PyObject *self, PyObject *name, void *unused) {
-    if (!name || !PyUnicode_Check(name)) {
-        PyErr_SetString(PyExc_TypeError, "the name of a unit is a str");
-        return -1;
-    }
+    if (!name || !PyUnicode_Check(name))
+        return RAISED(PyExc_TypeError, "the name of a unit is a str");
     flat_param_rename(&inside(self)->param, name);
     return 0;
 }

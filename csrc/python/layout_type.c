@@ -36,25 +36,17 @@ const struct flat_layout *layout_of(PyObject *object) {
 /* Construction */
 
 static int check_arguments(const struct layout_spec *spec) {
-    if (spec->num_params == 0) {
-        PyErr_SetString(PyExc_ValueError, "Expects non-empty `param_numels`");
-        return -1;
-    }
-    if (spec->aligned_numel < 0) {
-        PyErr_Format(PyExc_ValueError, "Expects non-negative `aligned_numel` but got %lld",
-                     (long long)spec->aligned_numel);
-        return -1;
-    }
-    if (spec->world_size < 1) {
-        PyErr_Format(PyExc_ValueError, "Expects positive `world_size` but got %lld",
-                     (long long)spec->world_size);
-        return -1;
-    }
-    if (spec->rank < 0 || spec->rank >= spec->world_size) {
-        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
-                     (long long)spec->world_size, (long long)spec->rank);
-        return -1;
-    }
+    if (spec->num_params == 0)
+        return RAISED(PyExc_ValueError, "Expects non-empty `param_numels`");
+    if (spec->aligned_numel < 0)
+        return RAISED(PyExc_ValueError, "Expects non-negative `aligned_numel` but got %lld",
+                      (long long)spec->aligned_numel);
+    if (spec->world_size < 1)
+        return RAISED(PyExc_ValueError, "Expects positive `world_size` but got %lld",
+                      (long long)spec->world_size);
+    if (spec->rank < 0 || spec->rank >= spec->world_size)
+        return RAISED(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
+                      (long long)spec->world_size, (long long)spec->rank);
     return 0;
 }
 
@@ -64,11 +56,9 @@ static int read_numels(PyObject *numels, int64_t *output) {
         output[index] = PyLong_AsLongLong(PyTuple_GetItem(numels, index));
         if (output[index] == -1 && PyErr_Occurred())
             return -1;
-        if (output[index] < 0) {
-            PyErr_Format(PyExc_ValueError, "Expects non-negative sizes but `param_numels[%zd]` is %lld",
-                         index, (long long)output[index]);
-            return -1;
-        }
+        if (output[index] < 0)
+            return RAISED(PyExc_ValueError, "Expects non-negative sizes but `param_numels[%zd]` is %lld",
+                          index, (long long)output[index]);
     }
     return 0;
 }
@@ -177,11 +167,9 @@ static int64_t parse_rank(const struct flat_layout *layout, PyObject *object) {
     const long long rank = PyLong_AsLongLong(object);
     if (rank == -1 && PyErr_Occurred())
         return -1;
-    if (rank < 0 || rank >= layout->world_size) {
-        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
-                     (long long)layout->world_size, rank);
-        return -1;
-    }
+    if (rank < 0 || rank >= layout->world_size)
+        return RAISED(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld",
+                      (long long)layout->world_size, rank);
     return rank;
 }
 

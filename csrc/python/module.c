@@ -178,12 +178,10 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
                           &parent, &nbytes, &strategy, &backward_prefetch, &forward_prefetch, &has_params,
                           &is_trainable, &is_segment, &is_optional, &reduce_nbytes, &node_nbytes))
         return -1;
-    if (index ? parent < 0 || parent >= index : parent != -1) {
-        PyErr_Format(PyExc_ValueError,
-                     "unit %lld is inside unit %lld: outer units come first, and the root is one",
-                     (long long)index, parent);
-        return -1;
-    }
+    if (index ? parent < 0 || parent >= index : parent != -1)
+        return RAISED(PyExc_ValueError,
+                      "unit %lld is inside unit %lld: outer units come first, and the root is one",
+                      (long long)index, parent);
     *unit = (struct dry_unit){parent,
                               nbytes,
                               node_nbytes,

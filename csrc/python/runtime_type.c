@@ -34,10 +34,8 @@ static struct unit **units_of(PyObject *objects) {
 static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"units", NULL};
     PyObject *sequence;
-    if (inside(self)->units) {
-        PyErr_SetString(PyExc_RuntimeError, "a Runtime is initialised once");
-        return -1;
-    }
+    if (inside(self)->units)
+        return RAISED(PyExc_RuntimeError, "a Runtime is initialised once");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence))
         return -1;
     OWNED *objects = PySequence_Tuple(sequence);

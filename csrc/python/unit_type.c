@@ -31,13 +31,11 @@ static int lead(struct unit *unit) {
         struct unit *segment = unit_of(PyTuple_GetItem(unit->segments, i));
         if (!segment)
             return -1;
-        if (!unit->handle || !segment->handle || segment->leader || segment->next_segment) {
-            PyErr_Format(PyExc_ValueError,
-                         "unit %S: a segment has parameters, belongs to one unit that has some too, "
-                         "and has no segments itself",
-                         unit->name);
-            return -1;
-        }
+        if (!unit->handle || !segment->handle || segment->leader || segment->next_segment)
+            return RAISED(PyExc_ValueError,
+                          "unit %S: a segment has parameters, belongs to one unit that has some too, "
+                          "and has no segments itself",
+                          unit->name);
         unit_lead(unit, segment);
     }
     return 0;
@@ -59,10 +57,8 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct unit_spec spec = {0};
     PyObject *handle;
     int cast, cast_root, prefetch, limit, full_precision;
-    if (inside(self)->module_ref) {
-        PyErr_SetString(PyExc_RuntimeError, "a Unit is initialised once");
-        return -1;
-    }
+    if (inside(self)->module_ref)
+        return RAISED(PyExc_RuntimeError, "a Unit is initialised once");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipppO!", names, &spec.module, &handle, &spec.name,
                                      &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch,
                                      &limit, &full_precision, &PyTuple_Type, &spec.segments))
@@ -190,10 +186,8 @@ static PyObject *get_sync_gradients(PyObject *self, void *unused) {
 }
 
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
-    if (!value) {
-        PyErr_SetString(PyExc_AttributeError, "sync_gradients of a unit cannot be deleted");
-        return -1;
-    }
+    if (!value)
+        return RAISED(PyExc_AttributeError, "sync_gradients of a unit cannot be deleted");
     int wanted = PyObject_IsTrue(value);
     if (wanted < 0)
         return -1;

@@ -161,10 +161,8 @@ int unit_pre_backward(void *target) {
     bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
     if (unit->ran_pre_backward && !done)
         return stream_follow(&unit->runtime->schedule.streams);
-    struct trace trace = trace_begin(TRACED_PRE_BACKWARD, unit->recorder_index);
-    int result = pre_backward(unit);
-    trace_end(trace);
-    return result;
+    TRACE(TRACED_PRE_BACKWARD, unit->recorder_index);
+    return pre_backward(unit);
 }
 
 /* ---- post-backward ---- */
@@ -292,11 +290,10 @@ int unit_post_backward(void *target) {
         return -1;
     if (unit->handle && has_new(unit)) {
         bool enabled = torch_grad_enabled();
-        struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
+        TRACE(TRACED_POST_BACKWARD, unit->recorder_index);
         torch_set_grad_enabled(false);
         int result = post_backward_of_new(unit);
         torch_set_grad_enabled(enabled);
-        trace_end(trace);
         if (result < 0)
             return -1;
     }

@@ -59,43 +59,35 @@ static int validate_order(struct unit *unit) {
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    struct trace trace = trace_begin(TRACED_PRE_FORWARD, unit->recorder_index);
-    int result = unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
-                         unit_unshard_for_forward(unit) < 0 || unit_convert_inputs(unit, args, kwargs) < 0 ||
-                         unit->runtime->operations->register_post_backward_hook(unit) < 0
-                     ? -1
-                     : 0;
-    if (!result && unit->handle)
-        result = show_unsharded(unit, *args, *kwargs);
-    trace_end(trace);
-    return result;
+    TRACE(TRACED_PRE_FORWARD, unit->recorder_index);
+    if (unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
+        unit_unshard_for_forward(unit) < 0 || unit_convert_inputs(unit, args, kwargs) < 0 ||
+        unit->runtime->operations->register_post_backward_hook(unit) < 0)
+        return -1;
+    return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
 
 static int root_pre_forward(struct unit *unit) {
     if (!unit->is_root)
         return 0;
-    struct trace trace = trace_begin(TRACED_ROOT_PRE_FORWARD, unit->recorder_index);
+    TRACE(TRACED_ROOT_PRE_FORWARD, unit->recorder_index);
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    int result = module ? 0 : -1;
-    if (!result && unit->full_precision_in_eval) /* buffers follow the mode as well (D-021) */
-        result = callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL);
-    if (!result)
-        result = runtime_root_pre_forward(unit->runtime);
-    trace_end(trace);
-    return result;
+    if (!module || (unit->full_precision_in_eval && /* buffers follow the mode as well (D-021) */
+                    callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0))
+        return -1;
+    return runtime_root_pre_forward(unit->runtime);
 }
 
 /* ---- post-forward ---- */
 
 /* *output are replaced only where the registration of hooks is. */
 static int post_forward(struct unit *unit, PyObject **output) {
-    struct trace trace = trace_begin(TRACED_POST_FORWARD, unit->recorder_index);
+    TRACE(TRACED_POST_FORWARD, unit->recorder_index);
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    int result = unit->runtime->operations->register_pre_backward_hooks(unit, output);
-    if (!result)
-        result = unit_reshard_after_forward(unit) < 0 ? -1 : unit_set_phase(unit, PHASE_IDLE);
-    trace_end(trace);
-    return result;
+    if (unit->runtime->operations->register_pre_backward_hooks(unit, output) < 0 ||
+        unit_reshard_after_forward(unit) < 0)
+        return -1;
+    return unit_set_phase(unit, PHASE_IDLE);
 }
 
 /* ---- forward ---- */
@@ -136,8 +128,7 @@ static int ensure_lazy_init(struct unit *unit) {
         return -1;
     if (unit->runtime)
         return 0;
-    PyErr_Format(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
-    return -1;
+    return RAISED(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
 }
 
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
@@ -202,8 +193,6 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     if (begin_forward(unit) < 0)
         return NULL;
     unit->recomputed = unit->runtime->callback_queued;
-    struct trace trace = trace_begin(TRACED_FORWARD, unit->recorder_index);
-    PyObject *output = run_forward(unit, wrapped, args, kwargs);
-    trace_end(trace);
-    return output;
+    TRACE(TRACED_FORWARD, unit->recorder_index);
+    return run_forward(unit, wrapped, args, kwargs);
 }

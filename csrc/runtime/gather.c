@@ -1,7 +1,8 @@
-/* A unit is gathered, and given back. */
+/* A unit is gathered, in one precision or the other, and given back. */
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
+#include "torch/names.h"
 
 /* ---- failure ---- */
 
@@ -9,7 +10,7 @@
  * other ranks are. Where it was only being enqueued, that goes for the backend's own errors. Returns -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     PyObject *type, *value, *traceback;
-    struct trace trace = trace_begin(part, unit->recorder_index);
+    TRACE(part, unit->recorder_index);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (ref_done(PyObject_CallFunction(
@@ -17,7 +18,6 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
             (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued)) < 0)
         PyErr_Clear();
     PyErr_Restore(type, value, traceback);
-    trace_end(trace);
     return -1;
 }
 
@@ -190,10 +190,8 @@ int unit_wait_gathered(struct unit *unit) {
 }
 
 int unit_gather_and_wait(struct unit *unit) {
-    struct trace trace = trace_begin(gather_of(unit), unit->recorder_index);
-    int result = unit_gather(unit) < 0 ? -1 : unit_wait_gathered(unit);
-    trace_end(trace);
-    return result;
+    TRACE(gather_of(unit), unit->recorder_index);
+    return unit_gather(unit) < 0 ? -1 : unit_wait_gathered(unit);
 }
 
 int unit_reshard(struct unit *unit, bool free_storage) {
@@ -228,5 +226,55 @@ int unit_keep_secondary_shards(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (storage_keep_secondary_shard(&part->handle->storage) < 0)
             return explain_gather(part, false);
+    return 0;
+}
+
+/* ---- in which precision ---- */
+
+/* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its
+ * shard (D-123). */
+
+int unit_is_training(const struct unit *unit) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    OWNED *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
+    OWNED *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
+    return training ? PyObject_IsTrue(training) : -1;
+}
+
+static int use_precision(struct unit *unit, enum precision precision) {
+    struct handle *handle = unit->handle;
+    if (storage_precision(&handle->storage) == precision)
+        return 0;
+    if (handle_take_over_views(handle) < 0)
+        return -1;
+    return unit_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
+}
+
+int unit_precision_for_forward(struct unit *unit) {
+    if (!unit->full_precision_in_eval)
+        return 0;
+    int training = unit_is_training(unit);
+    if (training < 0)
+        return -1;
+    unit->evaluating = !training;
+    if (!unit->handle)
+        return 0;
+    FOR_PARTS(part, unit) {
+        bool full = !training && storage_has_mixed_precision(&part->handle->storage);
+        if (use_precision(part, full ? PRECISION_FULL : PRECISION_COMPUTE) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+void unit_note_precision(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        part->graph_precision = storage_precision(&part->handle->storage);
+}
+
+int unit_precision_for_backward(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (use_precision(part, part->graph_precision) < 0)
+            return -1;
     return 0;
 }

@@ -80,10 +80,8 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
 }
 
 int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    struct trace trace = trace_begin(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->recorder_index);
-    int result = convert_inputs(unit, args, kwargs);
-    trace_end(trace);
-    return result;
+    TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->recorder_index);
+    return convert_inputs(unit, args, kwargs);
 }
 
 /* ---- gradients of the inputs ---- */

@@ -139,12 +139,10 @@ int unit_reshard_only(void *target) {
     struct unit *unit = target;
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
-    struct trace trace = trace_begin(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
-    int result = unit_set_training_state(unit, USE_BACKWARD_POST);
-    if (!result)
-        result = unit->runtime->operations->post_backward_reshard(unit);
-    trace_end(trace);
-    return result;
+    TRACE(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
+    if (unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
+        return -1;
+    return unit->runtime->operations->post_backward_reshard(unit);
 }
 
 /* ---- the end of a backward ---- */
@@ -242,10 +240,8 @@ int unit_prefetch_next(struct unit *unit, enum training_state state) {
     static const enum traced parts[USE_STATES] = {[USE_FORWARD] = TRACED_PRE_FORWARD_PREFETCH,
                                                   [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
                                                   [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
-    struct trace trace = trace_begin(parts[state], unit->recorder_index);
-    int result = unit->runtime->operations->prefetch(unit, state);
-    trace_end(trace);
-    return result;
+    TRACE(parts[state], unit->recorder_index);
+    return unit->runtime->operations->prefetch(unit, state);
 }
 
 /* ---- on the user's word ---- */

@@ -44,9 +44,8 @@ int operations_replace(struct operations *table, const char *name, PyObject *fun
         operations_init(table);
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s is not called by this runtime, so that nothing can take its place",
-                 name);
-    return -1;
+    return RAISED(PyExc_ValueError, "%s is not called by this runtime, so that nothing can take its place",
+                  name);
 }
 
 void operations_check(const struct operations *table) {

@@ -49,10 +49,8 @@ void optional_set_owes(struct unit *part, bool owes) {
 /* ---- gathered with the unit around them ---- */
 
 static int gather(struct unit *unit, enum traced part) {
-    struct trace trace = trace_begin(part, unit->recorder_index);
-    int result = unit_gather(unit);
-    trace_end(trace);
-    return result;
+    TRACE(part, unit->recorder_index);
+    return unit_gather(unit);
 }
 
 int optional_begin_forward(struct unit *enclosing) {

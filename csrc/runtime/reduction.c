@@ -56,13 +56,11 @@ int runtime_finish_reduction(struct runtime *runtime) {
     runtime->reducing = NULL;
     if (!unit)
         return 0;
-    struct trace trace = trace_begin(TRACED_REDUCTION, unit->recorder_index);
-    int result = schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients);
-    if (result < 0)
-        unit_explain_failure(unit, TRACED_REDUCTION, true);
-    trace_end(trace);
-    if (result < 0)
-        return -1;
+    {
+        TRACE(TRACED_REDUCTION, unit->recorder_index);
+        if (schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients) < 0)
+            return unit_explain_failure(unit, TRACED_REDUCTION, true);
+    }
     return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
 }
 

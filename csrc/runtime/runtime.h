@@ -122,7 +122,6 @@ int runtime_check_forward_thread(const struct runtime *runtime);
 int runtime_hold(struct runtime *runtime);
 void runtime_let_go(struct runtime *runtime); /* it ends */
 
-int runtime_note_ddp(struct runtime *runtime); /* ddp.c: the root's forward begins. 0 or -1 */
 /* states.c: the invariant, where FSDP_C_CHECK is defined */
 void runtime_check(const struct runtime *runtime);
 

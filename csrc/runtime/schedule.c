@@ -110,18 +110,15 @@ void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
 /* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight:
  * as upstream's. */
 int schedule_limit(struct schedule *schedule) {
-    int result = 0;
     if (schedule->num_frees < LIMITER_DEPTH)
         return 0;
-    struct trace trace = trace_begin(TRACED_RATE_LIMITER, -1);
-    if (schedule->limiter_count == LIMITER_DEPTH) {
-        stream_event oldest = schedule->limiter[schedule->limiter_first];
-        schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
-        schedule->limiter_count--;
-        result = stream_synchronize(&schedule->streams, oldest);
-    }
-    trace_end(trace);
-    return result;
+    TRACE(TRACED_RATE_LIMITER, -1);
+    if (schedule->limiter_count < LIMITER_DEPTH)
+        return 0;
+    stream_event oldest = schedule->limiter[schedule->limiter_first];
+    schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
+    schedule->limiter_count--;
+    return stream_synchronize(&schedule->streams, oldest);
 }
 
 int schedule_note_free(struct schedule *schedule) {

@@ -78,11 +78,14 @@ static inline struct trace trace_begin(enum traced part, int32_t unit) {
     return trace;
 }
 
-static inline void trace_end(struct trace trace) {
-    if (traced_parts[trace.part].phase && !traced_parts[trace.part].goes_on)
-        flight_recorder_leave(trace.place);
-    profile_end(trace.range);
+static inline void trace_end(struct trace *trace) {
+    if (traced_parts[trace->part].phase && !traced_parts[trace->part].goes_on)
+        flight_recorder_leave(trace->place);
+    profile_end(trace->range);
 }
+
+/* The rest of the block is this part. */
+#define TRACE(part, unit) __attribute__((cleanup(trace_end))) struct trace trace = trace_begin(part, unit)
 
 /* A backward has ended. */
 static inline void trace_end_step(void) {

@@ -212,7 +212,7 @@ int unit_unshard(struct unit *unit);
 /* outside of the root's forward the script has called this unit by itself */
 int unit_begin_step_alone(struct unit *unit);
 
-/* precision.c: in which precision the unit is gathered next. 0 or -1. */
+/* gather.c: in which precision the unit is gathered next. 0 or -1. */
 /* follows the mode of the wrapped module, where that was asked for */
 int unit_precision_for_forward(struct unit *unit);
 void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "torch/op_call.h"
+#include "torch/ref.h"
 
 /* clang-format off */
 #define EACH_OP(X)                                                                                             \
@@ -85,7 +86,6 @@ int ops_register(struct op_library *ops) {
         ops->is_registered = true;
         return 0;
     }
-    PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
-                 op_error_text("torch refused them"));
-    return -1;
+    return RAISED(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
+                  op_error_text("torch refused them"));
 }

@@ -14,6 +14,9 @@ static inline void ref_release(PyObject **reference) {
 /* An owned local, or NULL: released where its block is left. A function that hands it on clears it first. */
 #define OWNED __attribute__((cleanup(ref_release))) PyObject
 
+/* -1 with an exception: its type, and a format with what it takes. */
+#define RAISED(...) (PyErr_Format(__VA_ARGS__), -1)
+
 /* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be
  * NULL. */
 static inline void ref_set(PyObject **field, PyObject *value) {

@@ -46,8 +46,7 @@ bool driver_is_there(void) {
 static int check(int code, const char *what) {
     if (code == 0)
         return 0;
-    PyErr_Format(PyExc_RuntimeError, "%s failed with CUDA driver error %d", what, code);
-    return -1;
+    return RAISED(PyExc_RuntimeError, "%s failed with CUDA driver error %d", what, code);
 }
 
 /* [Note: contexts] Events are made in the current context, and the default stream, whose handle is NULL, is

@@ -92,12 +92,12 @@ int tensor_init(void) {
     if (exchange.tensor_type)
         return 0;
     OWNED *tensor_type = ref_find("torch", "Tensor");
-    OWNED *hip = tensor_type ? ref_find("torch.version", "hip") : NULL;
-    if (!hip || !PyType_Check(tensor_type)) {
-        PyErr_SetString(PyExc_ImportError,
-                        "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
+    if (!tensor_type || !PyType_Check(tensor_type))
+        return RAISED(PyExc_ImportError,
+                      "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
+    OWNED *hip = ref_find("torch.version", "hip");
+    if (!hip)
         return -1;
-    }
     const struct dl_exchange *table = find_exchange(tensor_type);
     exchange.is_rocm = hip != Py_None; /* torch calls an AMD GPU "cuda" too; DLPack does not */
     exchange.view_of = table ? table->dltensor_from_py_object : NULL;
@@ -366,11 +366,9 @@ int tensor_check(enum status status, const char *what) {
         return -1;
     }
     case STATUS_UNSUPPORTED:
-        PyErr_Format(PyExc_NotImplementedError, "%s: no kernel for this dtype or device", what);
-        return -1;
+        return RAISED(PyExc_NotImplementedError, "%s: no kernel for this dtype or device", what);
     case STATUS_INVALID:
     default:
-        PyErr_Format(PyExc_RuntimeError, "%s: an argument is out of its domain", what);
-        return -1;
+        return RAISED(PyExc_RuntimeError, "%s: an argument is out of its domain", what);
     }
 }

@@ -44,9 +44,8 @@ static int check_version(void) {
     if (sscanf(text, "%d.%d", &major, &minor) == 2 &&
         (major > OLDEST_MAJOR || (major == OLDEST_MAJOR && minor >= OLDEST_MINOR)))
         return 0;
-    PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed", OLDEST_MAJOR,
-                 OLDEST_MINOR, text);
-    return -1;
+    return RAISED(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed", OLDEST_MAJOR,
+                  OLDEST_MINOR, text);
 }
 
 /* 0, or -1 with an ImportError naming the first required symbol that is not there. */
@@ -62,11 +61,9 @@ static int find_all(struct torch_abi *found, void *library, void *cuda_library) 
     }
     TORCH_ABI_REQUIRED(FIND_REQUIRED)
     TORCH_ABI_OPTIONAL(FIND_OPTIONAL)
-    if (missing) {
-        PyErr_Format(PyExc_ImportError,
-                     "fsdp_c cannot be used with this torch: its library lacks the symbol %s", missing);
-        return -1;
-    }
+    if (missing)
+        return RAISED(PyExc_ImportError,
+                      "fsdp_c cannot be used with this torch: its library lacks the symbol %s", missing);
     return 0;
 }
 
@@ -88,11 +85,9 @@ int torch_abi_init(void) {
         return -1;
     void *library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
     void *cuda_library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    if (!library) {
-        PyErr_SetString(PyExc_ImportError,
-                        "fsdp_c finds no loaded libtorch_cpu: this torch is built in an unknown way");
-        return -1;
-    }
+    if (!library)
+        return RAISED(PyExc_ImportError,
+                      "fsdp_c finds no loaded libtorch_cpu: this torch is built in an unknown way");
     if (find_all(&found, library, cuda_library) != 0)
         return -1;
     found.cuda_major = find_cuda_major(cuda_library);
