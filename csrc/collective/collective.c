@@ -116,14 +116,6 @@ static PyObject *method_of(PyObject *group, PyObject *rank, const char *name) {
 static struct collective_group all = {.previous = &all, .next = &all}; /* initialised groups, in a ring */
 static int64_t unfinished;
 
-static void leave_all(struct collective_group *group) {
-    if (!group->next)
-        return;
-    group->previous->next = group->next;
-    group->next->previous = group->previous;
-    group->previous = group->next = NULL;
-}
-
 int collective_group_init(struct collective_group *group, PyObject *process_group) {
     *group = (struct collective_group){.process = getpid(), .previous = all.previous, .next = &all};
     group->previous->next = all.previous = group;
@@ -146,7 +138,11 @@ int collective_group_init(struct collective_group *group, PyObject *process_grou
 }
 
 void collective_group_fini(struct collective_group *group) {
-    leave_all(group);
+    if (group->next) {
+        group->previous->next = group->next;
+        group->next->previous = group->previous;
+        group->previous = group->next = NULL;
+    }
     Py_CLEAR(group->group);
     Py_CLEAR(group->gather_group);
     Py_CLEAR(group->scatter_group);

@@ -94,17 +94,13 @@ int flat_param_init(struct flat_param *param, const struct handle_spec *spec, in
     return init_shapes(param) < 0 ? -1 : init_groups(param, spec);
 }
 
-static void fini_shapes(struct flat_param *param) {
+void flat_param_fini(struct flat_param *param) {
     for (int64_t i = 0; param->param_shapes && i < param->num_params; i++) {
         PyMem_Free(param->param_shapes[i].sizes);
         PyMem_Free(param->param_shapes[i].strides);
     }
     PyMem_Free(param->param_shapes);
     param->param_shapes = NULL;
-}
-
-void flat_param_fini(struct flat_param *param) {
-    fini_shapes(param);
     collective_group_fini(&param->shard_group);
     collective_group_fini(&param->replicate_group);
     collective_group_fini(&param->node_group);

@@ -84,20 +84,18 @@ static int watch_part(struct gradients *gradients, PyObject *part, int64_t index
 
 /* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in
  * order. */
-static int watch_last_part(struct gradients *gradients, const struct tensor_view *flat, int64_t gone) {
-    OWNED *part = NULL;
-    int64_t i = gradients->param->num_params;
-    while (!part && --i >= 0 && !PyErr_Occurred())
-        part = i == gone ? NULL : shown_part(gradients, flat, i);
-    return PyErr_Occurred() ? -1 : part ? watch_part(gradients, part, i) : 0;
-}
-
 static int watch_shown(struct gradients *gradients, int64_t gone) {
     OWNED *flat_grad = torch_get_grad(gradients->param->tensor);
+    OWNED *part = NULL;
     struct tensor_view flat;
     if (!flat_grad || flat_grad == Py_None)
         return flat_grad ? 0 : -1;
-    return tensor_view_of(flat_grad, &flat) < 0 ? -1 : watch_last_part(gradients, &flat, gone);
+    if (tensor_view_of(flat_grad, &flat) < 0)
+        return -1;
+    int64_t i = gradients->param->num_params;
+    while (!part && --i >= 0 && !PyErr_Occurred())
+        part = i == gone ? NULL : shown_part(gradients, &flat, i);
+    return PyErr_Occurred() ? -1 : part ? watch_part(gradients, part, i) : 0;
 }
 
 /* The parameter may not be asked for what it has shown: this is called amid its end. */
@@ -179,25 +177,6 @@ static PyObject *take_saved_shard(struct gradients *gradients) {
     return offloaded;
 }
 
-/* NO_SHARD keeps the dtype of the reduction instead. */
-static PyObject *hand_over_dtype(struct gradients *gradients, PyObject *grad) {
-    if (!gradients->param->sharded || !gradients->param->keep_low_precision_grads ||
-        !gradients->storage->copy->low_precision)
-        return Py_NewRef(grad);
-    return PyObject_CallMethod(grad, "to", "O", gradients->storage->copy->dtype);
-}
-
-/* flat_param.grad = grad, which has the shape and dtype of the shard in the usual step. */
-static int set_flat_grad(struct gradients *gradients, PyObject *grad) {
-    struct tensor_view view;
-    if (tensor_view_of(grad, &view) < 0)
-        return -1;
-    bool fits = view.dtype == gradients->storage->orig_kind && view.ndim == 1 &&
-                view.sizes[0] == gradients->param->layout.shard_numel;
-    return fits ? torch_set_grad(gradients->param->tensor, grad)
-                : torch_set_foreign_grad(gradients->param->tensor, grad);
-}
-
 /* flat_param.grad = what no_sync left, without the right padding */
 static int show_flat_unsharded(struct gradients *gradients) {
     OWNED *grad = torch_part(gradients->unsharded, 0, gradients->param->layout.numel); /* of version 0 */
@@ -220,12 +199,23 @@ static int show_no_sync(struct gradients *gradients) {
 }
 
 static int show_reduced(struct gradients *gradients) {
+    const struct flat_param *param = gradients->param;
+    const struct storage *storage = gradients->storage;
     OWNED *shard = take_saved_shard(gradients);
+    struct tensor_view view;
     if (gradients_set_kind(gradients, GRAD_SHARDED) < 0 || !shard ||
         gradients_add_late(gradients, &shard) < 0)
         return -1;
-    OWNED *grad = hand_over_dtype(gradients, shard);
-    return !grad || set_flat_grad(gradients, grad) < 0 ? -1 : show_grads(gradients, grad);
+    /* NO_SHARD keeps the dtype of the reduction instead */
+    bool keeps_low = param->sharded && param->keep_low_precision_grads && storage->copy->low_precision;
+    OWNED *grad = keeps_low ? PyObject_CallMethod(shard, "to", "O", storage->copy->dtype) : Py_NewRef(shard);
+    if (!grad || tensor_view_of(grad, &view) < 0)
+        return -1;
+    /* in the usual step it has the shape and dtype of the shard */
+    bool fits =
+        view.dtype == storage->orig_kind && view.ndim == 1 && view.sizes[0] == param->layout.shard_numel;
+    int result = fits ? torch_set_grad(param->tensor, grad) : torch_set_foreign_grad(param->tensor, grad);
+    return result < 0 ? -1 : show_grads(gradients, grad);
 }
 
 int gradients_note_hidden(struct gradients *gradients, int64_t index) {

@@ -84,7 +84,7 @@ int handle_follow(struct handle *handle);
  * -1 and nothing has moved; AssertionError amid a step. */
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs /* or NULL */);
 
-/* ---- gather.c ---- */
+/* ---- gathering ---- */
 
 /* What a gather does before it, for a caller who wants that on other streams: the user's changes are taken
  * over, and the shard is brought to the device and cast. No-ops unless SHARDED. */
@@ -117,7 +117,7 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
 /* ---- what the modules show, of this handle's storage ---- */
 
-/* gather.c: views without history take their place. 0 or -1 */
+/* views without history take their place. 0 or -1 */
 int handle_detach_views(struct handle *handle);
 
 static inline int handle_show_views(struct handle *handle) {

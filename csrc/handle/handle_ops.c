@@ -49,8 +49,6 @@ static void check_full(const char *op, const struct handle *handle, const struct
 }
 
 static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
-    (void)num_inputs;
-    (void)num_outputs;
     OP_OWNED tensor = op_tensor(stack[0]);
     struct handle *handle = find("fsdp_c::unshard", op_int(stack[1]));
     struct op_operand full;
@@ -68,15 +66,11 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
 }
 
 static void reshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
-    (void)num_inputs;
-    (void)num_outputs;
     OP_OWNED tensor = op_tensor(stack[0]);
     run("fsdp_c::reshard", find("fsdp_c::reshard", op_int(stack[1])), reshard_now);
 }
 
 static void nothing_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
-    (void)num_inputs;
-    (void)num_outputs;
     OP_OWNED tensor = op_tensor(stack[0]);
 }
 
@@ -110,8 +104,6 @@ static AtenTensorHandle shaped(AtenTensorHandle part, const struct param_shape *
 }
 
 static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
-    (void)num_inputs;
-    (void)num_outputs;
     OP_OWNED full = op_tensor(stack[0]);
     const struct handle *handle = find("fsdp_c::unshard_views", op_int(stack[1]));
     StableListHandle views = NULL;
@@ -140,8 +132,6 @@ static AtenTensorHandle alias(AtenTensorHandle flat, int64_t offset, const struc
 }
 
 static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
-    (void)num_inputs;
-    (void)num_outputs;
     OP_OWNED flat = op_tensor(stack[0]);
     const struct handle *handle = find("fsdp_c::segment_views", op_int(stack[1]));
     StableListHandle views = NULL;

@@ -130,18 +130,13 @@ static int check_backward(struct runtime *runtime) {
     return 0;
 }
 
-static int end_and_tell_of_cut_off(struct runtime *runtime) {
-    OWNED *cut_off = runtime_take_cut_off(runtime);
-    int result = cut_off ? end_backward(runtime) : -1;
-    if (!result) /* when all is in order again: a warning may be made an error */
-        result = runtime_tell_of_cut_off(runtime, cut_off);
-    return result;
-}
-
 int runtime_final_callback(void *target) {
     struct runtime *runtime = target;
     bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
     bool tells = ends_step && !runtime->told_of_no_gradient;
-    int result = tells ? end_and_tell_of_cut_off(runtime) : end_backward(runtime);
-    return !result && ends_step && runtime->unchecked ? check_backward(runtime) : result;
+    OWNED *cut_off = tells ? runtime_take_cut_off(runtime) : Py_NewRef(Py_None);
+    /* told when all is in order again: a warning may be made an error */
+    if (!cut_off || end_backward(runtime) < 0 || runtime_tell_of_cut_off(runtime, cut_off) < 0)
+        return -1;
+    return ends_step && runtime->unchecked ? check_backward(runtime) : 0;
 }

@@ -33,20 +33,17 @@ static int hook_clear(PyObject *self) {
     return 0;
 }
 
-static void run_on_drop(struct hook *hook) {
-    PyObject *error_type, *value, *traceback;
-    PyErr_Fetch(&error_type, &value, &traceback);
-    if (hook->on_drop(hook->target, hook) < 0)
-        PyErr_WriteUnraisable((PyObject *)Py_TYPE(hook));
-    PyErr_Restore(error_type, value, traceback);
-}
-
 static void hook_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     struct hook *hook = (struct hook *)self;
     PyObject_GC_UnTrack(self);
-    if (hook->on_drop && hook->target)
-        run_on_drop(hook);
+    if (hook->on_drop && hook->target) {
+        PyObject *error_type, *value, *traceback;
+        PyErr_Fetch(&error_type, &value, &traceback);
+        if (hook->on_drop(hook->target, hook) < 0)
+            PyErr_WriteUnraisable((PyObject *)type);
+        PyErr_Restore(error_type, value, traceback);
+    }
     hook_clear(self);
     PyObject_GC_Del(self);
     Py_DECREF(type);

@@ -108,22 +108,18 @@ static int warn(struct order_validation *validation, int64_t index, int64_t expe
         (long long)validation->group.rank, came, names_of(validation, index));
 }
 
-static int compare_iterations(struct order_validation *validation, int64_t index) {
-    int64_t expected =
-        validation->position < validation->count ? validation->first[validation->position] : -1;
-    validation->position++;
-    if (validation->warned || validation->deviates || index == expected)
-        return 0;
-    validation->deviates = true;
-    return warn(validation, index, expected);
-}
-
 /* ---- entry points ---- */
 
 int order_validate(struct order *order, const struct order_place *place) {
     struct order_validation *validation = order->validation;
-    if (order->iteration > 0)
-        return compare_iterations(validation, place->unit);
+    if (order->iteration > 0) {
+        int64_t at = validation->position++;
+        int64_t expected = at < validation->count ? validation->first[at] : -1;
+        if (validation->warned || validation->deviates || place->unit == expected)
+            return 0;
+        validation->deviates = true;
+        return warn(validation, place->unit, expected);
+    }
     if (compare_ranks(validation, place->unit) < 0 ||
         (validation->count == validation->capacity && grow(&validation->first, &validation->capacity) < 0))
         return -1;

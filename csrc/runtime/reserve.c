@@ -124,23 +124,17 @@ int runtime_take_memory(struct runtime *runtime) {
     return result < 0 ? -1 : taken.cuts_piece;
 }
 
-/* A piece that nothing can be cut of would lie idle: then each storage has one of its own. */
-static int take_memory(struct runtime *runtime) {
-    struct pool *pool = &runtime->schedule.pool;
-    int64_t nbytes = runtime_piece_nbytes(runtime);
-    if (nbytes < 0 || pool_grow(pool, nbytes) < 0)
-        return -1;
-    int cuts_piece = runtime_take_memory(runtime);
-    if (cuts_piece || !pool->piece)
-        return cuts_piece < 0 ? -1 : 0;
-    return pool_renew(pool) < 0 || runtime_take_memory(runtime) < 0 ? -1 : 0;
-}
-
 int runtime_reserve(struct runtime *runtime) {
     struct schedule *schedule = &runtime->schedule;
+    struct pool *pool = &schedule->pool;
     if (!schedule_wants_memory(schedule))
         return 0;
     if (schedule_begin_reserve(schedule) < 0)
         return -1;
-    return schedule_end_reserve(schedule, take_memory(runtime));
+    int64_t nbytes = runtime_piece_nbytes(runtime);
+    int cuts_piece = nbytes < 0 || pool_grow(pool, nbytes) < 0 ? -1 : runtime_take_memory(runtime);
+    /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
+    if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || runtime_take_memory(runtime) < 0))
+        cuts_piece = -1;
+    return schedule_end_reserve(schedule, cuts_piece < 0 ? -1 : 0);
 }

@@ -89,25 +89,6 @@ static int is_among(const struct flat_param *param, PyObject *managed) {
     return 0;
 }
 
-/* torch trains on (parity 48). */
-static int warn_of_ddp(const struct flat_param *param) {
-    return PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "rank %lld, unit %S: DistributedDataParallel never averages its gradients, as autograd does "
-        "not reach %s: replicas drift apart. Use HYBRID_SHARD in place of DistributedDataParallel, "
-        "or a group of one rank, use_orig_params=False and full precision",
-        (long long)param->layout.rank, param->name,
-        param->use_orig_params ? "original parameters" : "flat parameters of low precision");
-}
-
-static int refuse_ddp(const struct flat_param *param) {
-    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
-                      "DistributedDataParallel cannot average the gradient of its flat parameter, which "
-                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
-                      "offload",
-                      param->sharded ? "sharded, each rank's being of another part" : "offloaded");
-}
-
 static int check_part(const struct unit *part, PyObject *managed) {
     const struct flat_param *param = &part->handle->param;
     bool whole = !param->sharded && !part->handle->storage.offload;
@@ -115,7 +96,19 @@ static int check_part(const struct unit *part, PyObject *managed) {
     int among = whole && reached ? 0 : is_among(param, managed);
     if (among <= 0)
         return among;
-    return param->use_orig_params || whole ? warn_of_ddp(param) : refuse_ddp(param);
+    if (param->use_orig_params || whole) /* torch trains on (parity 48) */
+        return PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "rank %lld, unit %S: DistributedDataParallel never averages its gradients, as autograd does "
+            "not reach %s: replicas drift apart. Use HYBRID_SHARD in place of DistributedDataParallel, "
+            "or a group of one rank, use_orig_params=False and full precision",
+            (long long)param->layout.rank, param->name,
+            param->use_orig_params ? "original parameters" : "flat parameters of low precision");
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "DistributedDataParallel cannot average the gradient of its flat parameter, which "
+                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
+                      "offload",
+                      param->sharded ? "sharded, each rank's being of another part" : "offloaded");
 }
 
 static int note_ddp(struct runtime *runtime) {

@@ -107,20 +107,16 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
     return args && kwargs ? PyObject_Call(torch_names.empty, args, kwargs) : NULL;
 }
 
-/* A TorchDispatchMode may read what it sees, and `tensor` may have no memory. */
-static PyObject *empty_of(PyObject *tensor) {
-    OWNED *numel = PyObject_CallMethod(tensor, "numel", NULL);
-    OWNED *dtype = numel ? PyObject_GetAttr(tensor, torch_names.dtype) : NULL;
-    OWNED *device = dtype ? PyObject_GetAttr(tensor, torch_names.device) : NULL;
-    return device ? torch_empty(PyLong_AsLongLong(numel), dtype, device) : NULL;
-}
-
 PyObject *torch_empty_like(PyObject *tensor) {
     OWNED *modes = PyObject_CallNoArgs(torch_names.count_dispatch_modes);
     long count = modes ? PyLong_AsLong(modes) : -1;
-    if (count)
-        return count < 0 ? NULL : empty_of(tensor);
-    return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
+    if (!count)
+        return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
+    /* a TorchDispatchMode may read what it sees, and `tensor` may have no memory */
+    OWNED *numel = count > 0 ? PyObject_CallMethod(tensor, "numel", NULL) : NULL;
+    OWNED *dtype = numel ? PyObject_GetAttr(tensor, torch_names.dtype) : NULL;
+    OWNED *device = dtype ? PyObject_GetAttr(tensor, torch_names.device) : NULL;
+    return device ? torch_empty(PyLong_AsLongLong(numel), dtype, device) : NULL;
 }
 
 PyObject *torch_zeros_like(PyObject *tensor) {
