@@ -68,7 +68,7 @@ struct handle_spec {
     PyObject *flat_param_name;  /* by which it is registered there */
     PyObject *wrap_views;       /* or None */
     int strategy;
-    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose, offload;
+    int use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose, offload; /* truths */
     double predivide, postdivide;
 };
 

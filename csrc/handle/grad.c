@@ -46,16 +46,13 @@ static int shows_full_grad(const struct gradients *gradients, int64_t index, PyO
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
 static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
     OWNED *views = flat_param_views(gradients->param, grad);
-    int result = views ? 0 : -1;
-    for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
-        PyObject *param = PyList_GetItem(gradients->param->params, i);
-        int shows = shows_full_grad(gradients, i, PyTuple_GetItem(views, i));
-        if (shows > 0)
-            result = torch_set_foreign_grad(param, PyTuple_GetItem(views, i));
-        else
-            result = shows < 0 ? -1 : clear_grad(param);
+    for (int64_t i = 0; views && i < gradients->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i), *view = PyTuple_GetItem(views, i);
+        int shows = shows_full_grad(gradients, i, view);
+        if (shows < 0 || (shows ? torch_set_foreign_grad(param, view) : clear_grad(param)) < 0)
+            return -1;
     }
-    return result;
+    return views ? 0 : -1;
 }
 
 /* ---- given back with the last view ---- */
@@ -136,20 +133,17 @@ void gradients_fini_shown(struct gradients *gradients) {
 static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
     OWNED *pieces =
         PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, grad, gradients->shard_sizes, NULL);
-    int result = pieces ? 0 : -1;
-    for (int64_t i = gradients->param->num_params - 1; !result && i >= 0; i--) {
+    for (int64_t i = gradients->param->num_params - 1; pieces && i >= 0; i--) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
         int shows = gradients->shard_pieces[i] < 0 ? 0 : shows_grad(gradients, i);
-        if (shows > 0) {
-            OWNED *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
-            result = piece ? torch_set_grad(param, piece) : -1;
-            if (!result && !gradients->shown)
-                result = watch_part(gradients, piece, i);
-        } else {
-            result = shows < 0 ? -1 : clear_grad(param);
-        }
+        OWNED *piece = shows > 0 ? PySequence_GetItem(pieces, gradients->shard_pieces[i]) : NULL;
+        if (!piece && (shows || clear_grad(param) < 0))
+            return -1;
+        if (piece &&
+            (torch_set_grad(param, piece) < 0 || (!gradients->shown && watch_part(gradients, piece, i) < 0)))
+            return -1;
     }
-    return result;
+    return pieces ? 0 : -1;
 }
 
 static int show_grads(struct gradients *gradients, PyObject *grad) {
@@ -273,20 +267,19 @@ int gradients_show_flat_grad(struct gradients *gradients) {
 /* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is
  * none. */
 static int show_parts_anew(struct gradients *gradients, PyObject *grad) {
-    int result = 0;
     Py_CLEAR(gradients->shown); /* nothing goes with the views of before */
-    for (int64_t i = 0; !result && gradients->param->use_orig_params && i < gradients->param->num_params;
-         i++) {
+    for (int64_t i = 0; gradients->param->use_orig_params && i < gradients->param->num_params; i++) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
         OWNED *before = torch_get_grad(param);
-        OWNED *part = NULL;
-        result = before ? 0 : -1;
-        if (before && before != Py_None && gradients_offset(gradients, i) >= 0) {
-            part = gradients_part(gradients, grad, i);
-            result = part ? torch_set_foreign_grad(param, part) : -1;
-        }
+        if (!before)
+            return -1;
+        if (before == Py_None || gradients_offset(gradients, i) < 0)
+            continue;
+        OWNED *part = gradients_part(gradients, grad, i);
+        if (!part || torch_set_foreign_grad(param, part) < 0)
+            return -1;
     }
-    return result < 0 || gradients->kind != GRAD_SHARDED ? result : watch_shown(gradients, NOBODY);
+    return gradients->kind == GRAD_SHARDED ? watch_shown(gradients, NOBODY) : 0;
 }
 
 /* What no_sync left goes where the shard is, in its dtype unless mixed precision says another. */
@@ -349,13 +342,13 @@ static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_
  * the one was zeroed in place, the other goes as well (parity 41). */
 static int forget_zeroed(struct gradients *gradients) {
     const struct flat_param *param = gradients->param;
-    int result = 0;
-    for (int64_t i = 0; gradients->saved_shard && !result && i < param->num_params; i++) {
+    for (int64_t i = 0; gradients->saved_shard && i < param->num_params; i++) {
         OWNED *shown =
             torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
-        result = shown ? forget_if_zeroed(gradients, shown, i) : -1;
+        if (!shown || forget_if_zeroed(gradients, shown, i) < 0)
+            return -1;
     }
-    return result;
+    return 0;
 }
 
 /* Nothing of earlier backwards is left. */

@@ -27,17 +27,20 @@ int gradients_hide(struct gradients *gradients, PyObject *whole_grad, bool aside
     if (!gradients->param->use_orig_params)
         return 0;
     ref_set(&gradients->hidden, PyList_New(0));
-    int result = gradients->hidden ? tensor_view_of(whole_grad, &whole) : -1;
-    for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
-        PyObject *param = PyList_GetItem(gradients->param->params, i), *grad = torch_get_grad(param);
+    if (!gradients->hidden || tensor_view_of(whole_grad, &whole) < 0)
+        return -1;
+    for (int64_t i = 0; i < gradients->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i);
+        OWNED *grad = torch_get_grad(param);
         bool hides = grad && grad != Py_None && is_part_of(grad, &whole);
-        if (!grad || PyList_Append(gradients->hidden, !hides ? Py_None : aside ? grad : Py_True) < 0)
-            result = -1;
-        else if (hides)
-            result = torch_set_grad(param, Py_None);
-        Py_XDECREF(grad);
+        if (!grad ||
+            PyList_Append(gradients->hidden, !hides  ? Py_None
+                                             : aside ? grad
+                                                     : Py_True) < 0 ||
+            (hides && torch_set_grad(param, Py_None) < 0))
+            return -1;
     }
-    return result;
+    return 0;
 }
 
 int gradients_show_again(struct gradients *gradients) {

@@ -84,11 +84,13 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
 
 static int write_back(struct handle *handle) {
     OWNED *views = flat_param_views(&handle->param, handle->summon.full);
-    int result = views ? 0 : -1;
-    for (int64_t i = 0; !result && i < handle->param.num_params; i++)
-        result = settle_replaced(handle, views, i);
-    if (result || !shows_copy(handle))
-        return result;
+    if (!views)
+        return -1;
+    for (int64_t i = 0; i < handle->param.num_params; i++)
+        if (settle_replaced(handle, views, i) < 0)
+            return -1;
+    if (!shows_copy(handle))
+        return 0;
     /* a backward may come next, whose gathers read the shard on other streams */
     writeback_note_copied(&handle->writeback);
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);

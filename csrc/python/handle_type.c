@@ -54,7 +54,6 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             NULL};
     struct handle_spec spec = {0};
     PyObject *layout;
-    int orig, keep, skip, verbose, offload;
     if (inside(self)->param.tensor)
         return RAISED(PyExc_RuntimeError, "a Handle is initialised once");
     if (!PyArg_ParseTupleAndKeywords(
@@ -62,14 +61,10 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
             &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.param_views,
             &spec.process_group, &spec.replicate_group, &spec.node_group, &spec.device, &spec.param_dtype,
             &spec.reduce_dtype, &spec.name, &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views,
-            &spec.strategy, &orig, &keep, &skip, &verbose, &spec.predivide, &spec.postdivide, &offload))
+            &spec.strategy, &spec.use_orig_params, &spec.keep_low_precision_grads, &spec.skip_writeback_check,
+            &spec.verbose, &spec.predivide, &spec.postdivide, &spec.offload))
         return -1;
     spec.layout_owner = layout;
-    spec.use_orig_params = orig;
-    spec.keep_low_precision_grads = keep;
-    spec.skip_writeback_check = skip;
-    spec.verbose = verbose;
-    spec.offload = offload;
     if (!(spec.layout = layout_of(layout)))
         return -1;
     return handle_init(inside(self), &spec);

@@ -56,23 +56,19 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                             NULL};
     struct unit_spec spec = {0};
     PyObject *handle;
-    int cast, cast_root, prefetch, limit, full_precision;
     if (inside(self)->module_ref)
         return RAISED(PyExc_RuntimeError, "a Unit is initialised once");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipppO!", names, &spec.module, &handle, &spec.name,
-                                     &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch,
-                                     &limit, &full_precision, &PyTuple_Type, &spec.segments))
+                                     &spec.param_dtype, &spec.cast_forward_inputs,
+                                     &spec.cast_root_forward_inputs, &spec.backward_prefetch,
+                                     &spec.forward_prefetch, &spec.limit_all_gathers,
+                                     &spec.full_precision_in_eval, &PyTuple_Type, &spec.segments))
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;
         if (!(spec.handle = handle_of(handle)))
             return -1;
     }
-    spec.cast_forward_inputs = cast;
-    spec.cast_root_forward_inputs = cast_root;
-    spec.forward_prefetch = prefetch;
-    spec.limit_all_gathers = limit;
-    spec.full_precision_in_eval = full_precision;
     return unit_init(inside(self), self, &spec) < 0 ? -1 : lead(inside(self));
 }
 

@@ -101,8 +101,8 @@ struct unit_spec {
     PyObject *module, *handle_object /* or NULL */, *name, *param_dtype /* or None */;
     PyObject *segments; /* tuple of Unit objects, of units that have no segments themselves */
     struct handle *handle;
-    bool cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
-    bool full_precision_in_eval;
+    int cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers; /* truths */
+    int full_precision_in_eval;                                                             /* so is this */
     int backward_prefetch;
 };
 
