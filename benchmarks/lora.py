@@ -56,9 +56,9 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
     model.requires_grad_(False)
     for block in model.blocks:  # type: ignore[union-attr]
-        for name, layer in list(block.named_children()):
-            if isinstance(layer, nn.Linear):
-                setattr(block, name, Adapted(layer))
+        layers = [(name, layer) for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
+        for name, layer in layers:
+            block.set_submodule(name, Adapted(layer))
     return model
 
 

@@ -18,6 +18,13 @@ class Model:
     kv_heads: int = 0  # of keys and values, where they are fewer than those of queries; 0: as many
     family: str = "llama"
     in_fp32: bool = False  # rotary positions and the loss, as torchtitan has them
+    experts: int = 0  # in place of each feed-forward network; a token goes to two of them
+
+    @property
+    def nbytes(self) -> int:
+        """In fp32, about: of the blocks' matrices."""
+        matrices = 3 * max(self.experts, 1) if self.family == "llama" else 2
+        return 4 * self.blocks * self.width * (4 * self.width + matrices * self.hidden)
 
 
 def mpt(width: int, heads: int, blocks: int) -> Model:
@@ -36,6 +43,7 @@ MODELS = SMALL_TO_LARGE | {
     "titan-7b": Model(4096, 11008, 32, 32, 2048, in_fp32=True),
     "titan-13b": Model(5120, 13824, 40, 40, 4096, in_fp32=True),
     "titan3-8b": Model(4096, 14336, 32, 32, 8192, 128256, kv_heads=8, in_fp32=True),
+    "mixtral-8x7b": Model(4096, 14336, 32, 32, 4096, kv_heads=8, experts=8),
     "mpt-1b": mpt(2048, 16, 24),
     "mpt-3b": mpt(2560, 20, 32),
     "mpt-7b": mpt(4096, 32, 32),

@@ -21,7 +21,17 @@ from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, MACHINES, Result, Ro
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 # of a row, by the names that the command line has for them too
-OPTIONS = ("batch", "forward_prefetch", "free_host", "offload", "ahead", "to_node", "recompute", "clip")
+OPTIONS = (
+    "batch",
+    "forward_prefetch",
+    "free_host",
+    "offload",
+    "ahead",
+    "to_node",
+    "recompute",
+    "clip",
+    "adapters",
+)
 OPTIONS += ("accumulate", "no_sync", "reduce_in_bf16", "keep_last")
 NEAR = 1.01  # of the bound: less is not asked of a schedule
 ABOUT = """\
@@ -86,6 +96,7 @@ def obstacle(result: Result, alone: Result, bound: Bound) -> str:
 def more_of(row: Row) -> str:
     parts = [f", recompute {row.recompute}"] * bool(row.recompute) + [", clipped"] * row.clip
     parts += [f", {row.accumulate} backwards"] * (row.accumulate > 1) + [", without reductions"] * row.no_sync
+    parts += [", adapters"] * row.adapters
     return "".join(parts + [", reduced in bf16"] * row.reduce_in_bf16)
 
 
@@ -138,6 +149,14 @@ STANDARD = [
     {"model": "1.3B", "machine": "ethernet64", "strategy": "HYBRID_SHARD"},
     {"model": "0.4B", "machine": "nvlink8", "offload": True},
 ]
+MORE = [
+    {"model": "llama3-8b", "machine": "ib512", "recompute": "operators", "clip": True},
+    {"model": "6.7B", "machine": "nvlink8", "recompute": "full", "accumulate": 4},
+    {"model": "1.3B", "machine": "ib512", "accumulate": 4, "no_sync": True},
+    {"model": "mpt-7b", "machine": "ib512", "batch": 4, "reduce_in_bf16": True},
+    {"model": "mixtral-8x7b", "machine": "ib512", "recompute": "full"},
+    {"model": "6.7B", "machine": "nvlink8", "adapters": True},
+]
 LINES_HEAD = (
     "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | what holds it up |\n|---|---|---|---|---|---|---|"
 )
@@ -147,7 +166,8 @@ def line(results: list[Result], alone: Result) -> str:
     """Step ms (at most), and the peaks of requested, allocated and reserved MiB of each."""
     row, bound = results[0].row, bound_of(alone, results)
     what = [row.model, row.machine, *([row.strategy] if row.strategy != "FULL_SHARD" else [])]
-    what += ["CPU offload"] * row.offload + [f"{row.batch} x {row.sequence or MODELS[row.model].sequence}"]
+    what += ["CPU offload"] * row.offload
+    what.append(f"{row.batch} x {row.sequence or MODELS[row.model].sequence}{more_of(row)}")
     cells = [
         f"{each.step_ms:.1f} ({each.at_most_ms:.1f}) "
         f"{each.requested_MiB:.0f} / {each.allocated_MiB:.0f} / {each.reserved_MiB:.0f}"
@@ -162,7 +182,7 @@ def lines_of_standard() -> list[str]:
     lines = [LINES_HEAD]
     print(LINES_HEAD, flush=True)
     with ThreadPoolExecutor(2) as pool:
-        for settings in STANDARD:
+        for settings in STANDARD + MORE:
             rows = [Row(implementation=name, **settings) for name in (ALONE, *IMPLEMENTATIONS)]  # type: ignore[arg-type]
             alone, *results = pool.map(in_a_process, rows)
             lines.append(line(results, alone))
@@ -231,6 +251,9 @@ def arguments() -> argparse.Namespace:
         metavar="WHAT",
         help="activations, in backward: full, operators (all but attention and every other product), "
         "or N: of every Nth block",
+    )
+    parser.add_argument(
+        "--adapters", action="store_true", help="on all linear layers of the blocks; these alone are trained"
     )
     parser.add_argument("--clip", action="store_true", help="gradients, by their norm")
     parser.add_argument(

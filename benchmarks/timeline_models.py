@@ -27,11 +27,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.common import fsdp_class
-from fsdp_c.wrap import reshard_after_forward
+from benchmarks.lora import with_adapters
+from fsdp_c.wrap import reshard_after_forward, split_frozen
 
 if TYPE_CHECKING:
     from benchmarks.model_shapes import Model
     from benchmarks.timeline_row import Row
+
+
+LARGE = 48 * 2**30  # bytes of parameters that a GPU need not hold
 
 
 class Block(nn.Module):
@@ -46,8 +50,7 @@ class Block(nn.Module):
         self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
         self.query, self.output = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(width, kv_width, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.feed_forward = Experts(shape) if shape.experts else FeedForward(width, hidden)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         normed = self.attention_norm(x)
@@ -57,8 +60,35 @@ class Block(nn.Module):
         query, key = (rotated(each.to(rotary), cosine, sine).to(x.dtype) for each in (query, key))
         mixed = attention(query, *(as_many_heads(each, query.shape[1]) for each in (key, value)))
         x = x + self.output(mixed.transpose(1, 2).flatten(-2))
-        normed = self.feed_forward_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Each token goes to two. Nothing is computed that would say to which: all get as many."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(shape.width, shape.hidden) for _ in range(shape.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        order = chosen.flatten().argsort()
+        sent = tokens.index_select(0, order // 2).chunk(len(self.experts))
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, sent, strict=True)])
+        weighted = done * weights.flatten().index_select(0, order)[:, None]
+        return torch.zeros_like(tokens).index_add(0, order // 2, weighted).view_as(x)
 
 
 class MptBlock(nn.Module):
@@ -139,9 +169,12 @@ class Mpt(nn.Module):
 
 
 def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tuple[nn.Module, int]:
-    """The wrapped model, and how many parameters it has in all."""
-    with torch.device("cuda"):
+    """The wrapped model, and how many parameters it has in all. A large one is made unit by unit, as sharded."""
+    is_large = shape.nbytes > LARGE and row.implementation != "alone"
+    with torch.device("meta" if is_large else "cuda"):
         model = (Mpt if shape.family == "mpt" else Llama)(shape, sequence)
+        if row.adapters:
+            with_adapters(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if row.recompute:
         recompute(model, row.recompute)
@@ -153,7 +186,11 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     if row.implementation == "fsdp_c":
         # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
         torch.autograd.profiler._is_profiler_enabled = True
-    with reshard_after_forward(mesh_of_nodes(machine)["shard"]) if reshards_to_node(row) else nullcontext():
+    splits = split_frozen() if row.adapters and row.implementation == "fsdp_c" else nullcontext()
+    within = (
+        reshard_after_forward(mesh_of_nodes(machine)["shard"]) if reshards_to_node(row) else nullcontext()
+    )
+    with within, splits:
         wrapped: Any = fsdp1(row, model, device_mesh=mesh)
     if row.implementation == "fsdp_c":
         order = wrapped._exec_order_data
@@ -210,6 +247,7 @@ def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
             sharding_strategy=ShardingStrategy[row.strategy],
             device_id=torch.device("cuda", 0),
             use_orig_params=True,
+            param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
             mixed_precision=MixedPrecision(torch.bfloat16, reduced_in(row)),
             backward_prefetch=BackwardPrefetch[row.backward_prefetch],
             forward_prefetch=row.forward_prefetch,
@@ -226,4 +264,6 @@ def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None, machine: dict[str
     for block in model.blocks:  # type: ignore[union-attr]
         is_kept = row.keep_last and block is model.blocks[-1]  # type: ignore[index]
         fully_shard(block, reshard_after_forward=reshards and not is_kept, **settings)
-    return fully_shard(model, reshard_after_forward=reshards, **settings)
+    wrapped = fully_shard(model, reshard_after_forward=reshards, **settings)
+    is_made = next(model.parameters()).device.type != "meta"
+    return wrapped if is_made else wrapped.to_empty(device="cpu" if row.offload else "cuda")

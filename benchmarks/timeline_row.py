@@ -40,6 +40,7 @@ class Row:
     ahead: int = 1  # units that fsdp_c gathers ahead
     to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
     steps_in_backward: bool = False  # fsdp_c's
+    adapters: bool = False  # are trained on the linear layers of the blocks, and nothing else
     recompute: str = ""  # activations, in backward: full, operators, or of every nth block
     clip: bool = False  # gradients, by their norm
     accumulate: int = 1  # forwards and backwards before the optimizer's step

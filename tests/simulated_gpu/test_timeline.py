@@ -444,6 +444,18 @@ def test_what_is_recomputed_is_what_the_row_says() -> None:
     }
 
 
+def test_an_experts_products_are_those_of_its_part_of_the_tokens() -> None:
+    times = run(ROWS + """
+    timeline.set_costs(least=0.0, memory=1e9)
+    row, model, _ = built("alone", Model(64, 96, 4, 1, 8, 32, experts=4))
+    with step() as s: model(tokens, tokens)
+    times["us"] = [span.end - span.begin for span in s.spans if span.name == "aten::mm"]
+    """)  # fmt: skip
+    attention, router, head = [2 * 8 * 64 * 64 / 1000] * 4, 2 * 8 * 64 * 4 / 1000, 2 * 8 * 64 * 32 / 1000
+    expert = [2 * 4 * 64 * 96 / 1000] * 3
+    assert times["us"] == pytest.approx([*attention, router, *expert * 4, head])
+
+
 def test_gathers_and_reductions_are_those_of_the_rows_options() -> None:
     """Of three units, of which the blocks' are gathered twice in each backward."""
     times = run(ROWS + """
@@ -461,7 +473,13 @@ def test_gathers_and_reductions_are_those_of_the_rows_options() -> None:
     times["FSDP2, without reductions"] = counted("torch.fsdp2", accumulate=2, no_sync=True)
     scatters = [spans("fsdp_c", reduce_in_bf16=is_half).of(timeline.SCATTER) for is_half in (False, True)]
     times["bytes"] = [sum(span.end - span.begin - 10 for span in each) for each in scatters]
+    trained = spans("fsdp_c", adapters=True).of(timeline.SCATTER)
+    times["of adapters"] = [len(trained), sum(100 * (span.end - span.begin - 10) for span in trained)]
     """)  # fmt: skip
+    reductions, nbytes = times.pop("of adapters")
+    numel = 8 * (4 * (64 + 64) + 3 * (64 + 96))  # of a block's: of rank 8, on all its layers
+    assert reductions == 2
+    assert nbytes == pytest.approx(2 * 4 * numel, rel=0.05)
     in_fp32, in_bf16 = times.pop("bytes")
     assert in_bf16 == pytest.approx(in_fp32 / 2, rel=0.01)
     assert times == {
@@ -488,6 +506,23 @@ def test_models_have_as_many_parameters_as_those_that_people_train() -> None:
         # what is published has 64 words more, and no positions
         "mpt-7b": 6_649_286_656 + (8 - 64) * 4_096,
     }
+
+
+def test_a_model_that_no_gpu_holds_is_made_as_it_is_sharded() -> None:
+    times = run(ROWS + """
+    import gc
+    for name in ("torch.fsdp1", "torch.fsdp2", "fsdp_c"):
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        _, model, parameters = built(name, MODELS["mixtral-8x7b"])
+        times[name] = [parameters, torch.cuda.max_memory_allocated() / 2**30]
+        del model
+    """)  # fmt: skip
+    shards = 46_702_792_704 * 4 / 8 / 2**30
+    block = (46_702_792_704 - 2 * 32_000 * 4_096) / 32 * 4 / 2**30
+    for parameters, peak in times.values():
+        assert parameters == 46_702_792_704
+        assert shards <= peak < shards + 3 * block
 
 
 # ---- what is made of spans
