@@ -102,9 +102,9 @@ class Summary:
         """The same in blocks of torch's allocator on CUDA, which ``torch.cuda.memory_allocated`` counts; else
         in bytes.
 
-        The blocks are those of the allocator with its own settings, in a process that does not run out of
-        memory. With ``backend:cudaMallocAsync`` or ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` there are none:
-        ``peak_unsharded_nbytes`` is what is taken.
+        The blocks are those of the allocator with its default settings, in a process that does not run out of
+        memory; others may make larger ones. With ``backend:cudaMallocAsync`` or
+        ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` there are none: ``peak_unsharded_nbytes`` is what is taken.
         """
         return self._step.peak_allocated_nbytes
 

@@ -31,6 +31,7 @@ def test_training_is_fsdp1s_to_the_bit(setting: str) -> None:
 
 PLANS = {  # how tests/real_cuda/unit_trees.py compares, of how many seeds, and with what settings
     "pool": ("pool", 8, {}),
+    "collected": ("pool", 8, {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.6"}),
     "amid a pool of the script's own": ("nested", 8, {}),
     "cudaMallocAsync": ("no pool", 40, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
     "no caching": ("no pool", 40, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
