@@ -91,6 +91,15 @@ class Net(nn.Module):
         return self.head(x.to(self.head.weight.dtype) if self.float_between else x)
 
 
+class Conv(Net):
+    """With parameters that are not contiguous, one of which counts as such."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.last = nn.Conv2d(2, 3, 1).to(memory_format=torch.channels_last)
+        self.wide = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+
 class Containers(nn.Module):
     """Keyword inputs, and outputs in a dict of a tuple: what the hooks on inputs and outputs have to walk."""
 

@@ -300,14 +300,6 @@ def test_unit_used_alone_and_then_the_whole(rank: int, world_size: int, strategy
     assert_same_gradients(sharded(strategy), plain(), step, rank, world_size)
 
 
-@on_ranks(2)
-def test_unit_used_alone_first_is_refused_as_root_of_its_own_tree_later(rank: int, world_size: int) -> None:
-    model = sharded()
-    loss_of(model.module.blocks[1](batch(rank))).backward()
-    with pytest.raises(AssertionError, match="blocks.1.*already the root"):
-        model(batch(rank))
-
-
 class Nested(nn.Module):
     """A checkpoint around an inner unit, inside an outer one."""
 
@@ -831,36 +823,6 @@ def test_recurrent_modules_train_like_the_plain_model(
     assert_same_gradients(model, seeded(Recurrent), step, rank, world_size)
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is also the output layer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH)
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.block(self.embedding(tokens)))
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_tied_embeddings_train_like_the_plain_model(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
-) -> None:
-    def step(model: Any, rank: int) -> None:
-        loss_of(model(torch.tensor([[1, 2, 3 + rank]]))).backward()
-
-    model = wrap(
-        seeded(Tied), strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
-    )
-    assert model.module.head.weight is model.module.embedding.weight or not use_orig_params
-    assert_same_gradients(model, seeded(Tied), step, rank, world_size)
-
-
 @on_ranks(2)
 def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int, world_size: int) -> None:
     def hooked(model: nn.Module) -> list[Any]:
@@ -926,17 +888,6 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
 
 
 # ----------------------------------------------------------------- refused, and inference
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_gradients_of_gradients_are_refused_clearly_x069(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
-) -> None:
-    model = sharded(strategy, use_orig_params=use_orig_params)
-    with pytest.raises(RuntimeError, match=rf"gradients of gradients .rank {rank}, unit "):
-        loss_of(model(batch(rank))).backward(create_graph=True)
 
 
 @all_strategies

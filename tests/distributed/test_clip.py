@@ -48,7 +48,7 @@ def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
 @on_ranks(2)
 def test_norm_and_clipped_gradients_equal_torchs(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, norm_type: float
-) -> None:
+) -> None:  # C-113
     clip_with_both(
         lambda which: wrap(plain(), use_orig_params, which, sharding_strategy=strategy), rank, 0.5, norm_type
     )
@@ -95,7 +95,7 @@ def test_coefficient_of_small_gradients_is_one_as_torchs(
 @on_ranks(2)
 def test_unmanaged_gradients_count_once_as_torchs(
     rank: int, world_size: int, use_orig_params: bool, norm_type: float
-) -> None:
+) -> None:
     def build(which: str) -> nn.Module:
         module = plain()
         return wrap(
@@ -108,6 +108,7 @@ def test_unmanaged_gradients_count_once_as_torchs(
 @both_views
 @on_ranks(2)
 def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    #
     def build(which: str) -> nn.Module:
         module = plain()
         options = {"auto_wrap_policy": None}
@@ -123,7 +124,7 @@ def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, us
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strategy: str) -> None:
+def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strategy: str) -> None:
     precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 
     def build(which: str) -> nn.Module:
@@ -146,44 +147,11 @@ def test_total_norm_is_that_of_the_unsharded_model(rank: int, world_size: int, u
     torch.testing.assert_close(model.clip_grad_norm_(0.5), expected)
 
 
-@both_views
-@on_ranks(2)
-def test_double_parameters_are_clipped_in_double(rank: int, world_size: int, use_orig_params: bool) -> None:
-    model, reference = wrap(plain().double(), use_orig_params), plain().double()
-    for one in (model, reference):
-        one(torch.ones(2, WIDTH, dtype=torch.float64)).square().sum().backward()
-    norm = model.clip_grad_norm_(0.5)
-    assert norm.dtype == torch.float64
-    torch.testing.assert_close(
-        norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-12, atol=0
-    )
-
-
-@pytest.mark.parametrize("which", ["torch", "fsdp_c"])
-@on_ranks(2)
-def test_norm_after_an_infinity_norm_is_polluted_only_in_torch(
-    rank: int, world_size: int, which: str
-) -> None:
-    model = wrap(nn.Linear(1, 1, bias=False), True, which, auto_wrap_policy=None)
-    model.module.weight.grad = torch.full((1,), 3.0) if rank == 0 else None
-    model.clip_grad_norm_(100.0, math.inf)
-    norm = model.clip_grad_norm_(100.0, 2.0)
-    assert norm.item() == pytest.approx(math.sqrt(18.0) if which == "torch" else 3.0)
-
-
-@on_ranks(2)
-def test_inner_unit_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(plain())
-    backward(model, rank)
-    with pytest.raises(RuntimeError, match="root"):
-        model.module.blocks[0].clip_grad_norm_(1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @on_ranks(2)
 def test_rank_without_gradients_warns_and_returns_fp32(
     rank: int, world_size: int, dtype: torch.dtype
-) -> None:
+) -> None:
     model = wrap(plain().to(dtype))
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
         norm = model.clip_grad_norm_(1.0)

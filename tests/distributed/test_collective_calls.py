@@ -117,7 +117,7 @@ EVALUATION_AGAIN = {
 @on_ranks(2)
 def test_forward_gathers_each_unit_once_e012(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
-) -> None:
+) -> None:  # C-056, E-002
     model = build(which, strategy, use_orig_params=use_orig_params)
     with calls() as seen:
         model(batch(rank))
@@ -130,7 +130,7 @@ def test_forward_gathers_each_unit_once_e012(
 @on_ranks(2)
 def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
-) -> None:
+) -> None:  # E-007, E-010
     model = build(which, strategy, use_orig_params=use_orig_params)
     for _ in range(3):
         loss = model(batch(rank)).sum()
@@ -145,7 +145,7 @@ def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
 @on_ranks(2)
 def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
-) -> None:
+) -> None:  # E-011
     model = build(which, strategy, use_orig_params=use_orig_params)
     with calls() as seen, model.no_sync():
         step(model, rank)
@@ -288,7 +288,7 @@ PREFETCH: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 def test_collectives_and_computation_are_in_the_order_of_torch(
     rank: int, world_size: int, strategy: str, mode: str
-) -> None:
+) -> None:  # D-020, D-032, D-033, D-052, D-114
     found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
     # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
     if mode == "forward":
@@ -299,6 +299,7 @@ def test_collectives_and_computation_are_in_the_order_of_torch(
 
 @on_ranks(2)
 def test_each_prefetch_mode_changes_the_order_and_nothing_else(rank: int, world_size: int) -> None:
+    # A-044, D-062, D-113
     found = {mode: orders("fsdp_c", rank, **options)[-1] for mode, options in PREFETCH.items()}
     for mode, order in found.items():
         others = [one for name, one in found.items() if name != mode]

@@ -26,10 +26,9 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
 from tests.ranks import device, device_type, on_ranks
@@ -274,36 +273,6 @@ def test_a_hook_that_leaves_another_size_is_refused_by_name(rank: int, world_siz
 
 
 # ------------------------------------------------------------------ refusals
-
-
-@on_ranks(2)
-def test_a_hook_is_registered_on_the_root_only(rank: int, world_size: int) -> None:
-    model = wrapped()
-    with pytest.raises(AssertionError, match="root instance"):
-        model.module.blocks[0].register_comm_hook(None, sum_hook)
-    assert model._comm_hook is None and isinstance(model.module.blocks[0].module, Block)
-
-
-@on_ranks(2)
-def test_hybrid_strategies_take_no_hook(rank: int, world_size: int) -> None:
-    mesh = DeviceMesh(device().type, torch.arange(2, device="cpu").view(1, 2))
-    model = wrapped(strategy="HYBRID_SHARD", device_mesh=mesh)
-    with pytest.raises(AssertionError, match="not supported for hybrid strategies"):
-        model.register_comm_hook(None, sum_hook)
-
-
-@on_ranks(2)
-def test_a_second_hook_is_refused(rank: int, world_size: int) -> None:
-    model = wrapped()
-    model.register_comm_hook([], sum_hook)
-    with pytest.raises(AssertionError, match="already registered"):
-        model.register_comm_hook([], sum_hook)
-
-
-@on_ranks(2)
-def test_a_hook_must_be_callable(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="must be callable"):
-        wrapped().register_comm_hook(None, 3)
 
 
 @on_ranks(2)

@@ -36,13 +36,14 @@ def assert_values_of_rank_0(model: FSDP) -> None:
 
 
 @on_ranks(2)
-def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, world_size: int) -> None:
+def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, world_size: int) -> None:
     policy = ModuleWrapPolicy({nn.Sequential})
     assert_values_of_rank_0(FSDP(own_model(rank), auto_wrap_policy=policy, sync_module_states=True))
 
 
 @on_ranks(4)
 def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int, world_size: int) -> None:
+    # G-036
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
     model = FSDP(
         own_model(rank),
@@ -55,7 +56,7 @@ def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int,
 
 
 @on_ranks(4)
-def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int, world_size: int) -> None:
+def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int, world_size: int) -> None:  # G-024
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
         model = FSDP(
@@ -79,7 +80,7 @@ def step(model: nn.Module, dtype: torch.dtype) -> None:
 @on_ranks(2)
 def test_model_cast_between_steps_trains_on_in_its_new_dtype(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # A-069, C-078, C-079
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
     policy = ModuleWrapPolicy({nn.Sequential})
@@ -97,7 +98,7 @@ def test_model_cast_between_steps_trains_on_in_its_new_dtype(
 
 
 @on_ranks(2)
-def test_apply_sees_and_keeps_full_parameters(rank: int, world_size: int) -> None:
+def test_apply_sees_and_keeps_full_parameters(rank: int, world_size: int) -> None:
     seen = []
 
     @torch.no_grad()

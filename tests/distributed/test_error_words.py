@@ -179,7 +179,7 @@ def forget_a_dtype(fsdp: Implementation) -> None:
     saved(model, FULL)
 
 
-STATE_DICTS = [
+STATE_DICTS = [  # also A-133
     Row(
         "X-130",
         FutureWarning,

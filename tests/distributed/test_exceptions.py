@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.collectives import ALL_GATHER, REDUCE_SCATTER
+from tests.collectives import ALL_GATHER
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
-from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
+from tests.storage import live_nbytes_after_a_failure, settled_nbytes
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 3
@@ -97,7 +97,6 @@ PLACES = FORWARD_PLACES + BACKWARD_PLACES + BEFORE_BACKWARD
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 all_places = pytest.mark.parametrize("place", PLACES)
-places_in_units = pytest.mark.parametrize("place", FORWARD_PLACES + BACKWARD_PLACES)
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
@@ -156,50 +155,17 @@ def uninterrupted(rank: int, *arguments: Any, **options: Any) -> Trained:
 
 
 @all_places
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_steps_after_an_exception_are_as_if_it_never_happened(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, place: str
-) -> None:
-    expected = uninterrupted(rank, strategy, use_orig_params)
-    run = Trained(rank, strategy, use_orig_params)
-    run.steps(STEPS_BEFORE)
-    run.failing_step(place)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
-
-
-@all_places
 @both_views
 @on_ranks(2)
 def test_steps_after_an_exception_in_the_first_step_are_as_if_it_never_happened(
     rank: int, world_size: int, use_orig_params: bool, place: str
-) -> None:
+) -> None:
     expected = uninterrupted(rank, "FULL_SHARD", use_orig_params)
     run = Trained(rank, "FULL_SHARD", use_orig_params)
     run.failing_step(place)
     run.optimizer.zero_grad()
     run.steps(STEPS_BEFORE + STEPS_AFTER)
     assert_same_run(expected, run)
-
-
-@places_in_units
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_an_exception_leaves_no_unsharded_storage(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, place: str
-) -> None:
-    before = settled_nbytes()
-    run = Trained(rank, strategy, use_orig_params)
-    run.steps(1)
-    assert live_nbytes() == before
-    run.failing_step(place)
-    assert live_nbytes_after_a_failure(before) == before
-    run.steps(1)
-    assert live_nbytes() == before
 
 
 @contextmanager
@@ -256,36 +222,6 @@ def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(
     assert_same_run(expected, run)
 
 
-@all_places
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_mixed_precision_recovers_from_an_exception(
-    rank: int, world_size: int, strategy: str, place: str
-) -> None:
-    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-    expected = uninterrupted(rank, strategy, **options)
-    run = Trained(rank, strategy, **options)
-    run.steps(STEPS_BEFORE)
-    run.failing_step(place)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
-
-
-@pytest.mark.parametrize("place", ["root forward", "inner forward", "autograd function"])
-@on_ranks(2)
-def test_keyboard_interrupt_is_passed_on_and_the_next_step_is_clean(
-    rank: int, world_size: int, place: str
-) -> None:
-    expected = uninterrupted(rank)
-    run = Trained(rank)
-    run.steps(STEPS_BEFORE)
-    run.failing_step(place, KeyboardInterrupt)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
-
-
 @pytest.mark.parametrize("place", FORWARD_PLACES)
 @all_strategies
 @both_views
@@ -307,19 +243,6 @@ def test_gradients_of_an_earlier_backward_survive_an_exception_in_forward(
     assert_same_run(expected, run)
 
 
-@pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
-@on_ranks(2)
-def test_exception_inside_no_sync_leaves_a_clean_next_step(rank: int, world_size: int, place: str) -> None:
-    expected = uninterrupted(rank)
-    run = Trained(rank)
-    run.steps(STEPS_BEFORE)
-    with run.model.no_sync():
-        run.failing_step(place)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
 @on_ranks(2)
@@ -333,25 +256,6 @@ def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(
     with run.model.no_sync():
         run.loss(STEPS_BEFORE).backward()
     run.failing_step(place)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
-
-
-@pytest.mark.parametrize(
-    "options", [{"forward_prefetch": True}, {"backward_prefetch": None}], ids=["forward", "none"]
-)
-@places_in_units
-@on_ranks(2)
-def test_prefetched_units_are_released_after_an_exception(
-    rank: int, world_size: int, place: str, options: dict[str, Any]
-) -> None:
-    before = settled_nbytes()
-    expected = uninterrupted(rank, **options)
-    run = Trained(rank, **options)
-    run.steps(STEPS_BEFORE)
-    run.failing_step(place)
-    assert live_nbytes_after_a_failure(before) == before
     run.optimizer.zero_grad()
     run.steps(STEPS_AFTER)
     assert_same_run(expected, run)
@@ -383,30 +287,6 @@ def test_summon_works_right_after_an_exception(rank: int, world_size: int) -> No
 
 
 # ----------------------------------------------------------------- a collective fails
-
-
-def failing_collective(*arguments: Any, **options: Any) -> Any:
-    raise Trouble("at the collective")
-
-
-@pytest.mark.parametrize("name", [ALL_GATHER, REDUCE_SCATTER])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_ranks(2)
-def test_collective_that_raises_leaves_a_clean_next_step(
-    rank: int, world_size: int, strategy: str, name: str
-) -> None:
-    before = settled_nbytes()
-    expected = uninterrupted(rank, strategy)
-    run = Trained(rank, strategy)
-    run.steps(STEPS_BEFORE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, name, failing_collective)
-        with pytest.raises(Trouble, match="at the collective"):
-            run.loss(99).backward()
-    assert live_nbytes_after_a_failure(before) == before
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
 
 
 class BrokenWork:

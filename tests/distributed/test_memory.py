@@ -72,6 +72,7 @@ both = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "f
 @both
 @on_ranks(2)
 def test_construction_leaves_no_unsharded_storage(rank: int, world_size: int, use_orig_params: bool) -> None:
+    # C-059, E-001
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     assert meter.live() == 0
@@ -82,7 +83,7 @@ def test_construction_leaves_no_unsharded_storage(rank: int, world_size: int, us
 @on_ranks(2)
 def test_full_shard_forward_holds_the_root_and_one_unit(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # C-090, D-041, E-003, E-004
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     model(batch())  # before the first step a pool takes the memory of as many units as are gathered at a time
@@ -117,7 +118,7 @@ def test_full_shard_forward_prefetch_holds_one_unit_more(
 @on_ranks(2)
 def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
     rank: int, world_size: int, prefetch: BackwardPrefetch | None, use_orig_params: bool
-) -> None:
+) -> None:  # E-008
     meter = Meter()
     model = build(use_orig_params=use_orig_params, backward_prefetch=prefetch)
     for _ in range(3):
@@ -133,7 +134,7 @@ def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
 @on_ranks(2)
 def test_shard_grad_op_keeps_every_unit_until_its_backward(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # E-003
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
     for _ in range(3):
@@ -158,7 +159,7 @@ def test_no_shard_gathers_nothing(rank: int, world_size: int, use_orig_params: b
 @on_ranks(2)
 def test_mixed_precision_holds_units_of_half_the_bytes(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+) -> None:  # C-051, C-058
     meter = Meter(BF16_NBYTES)
     model = build(
         strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
@@ -173,7 +174,7 @@ def test_mixed_precision_holds_units_of_half_the_bytes(
 @on_ranks(2)
 def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # D-070, E-009
     for strategy, kept in (("FULL_SHARD", 0), ("SHARD_GRAD_OP", ALL)):
         meter = Meter()
         model = build(strategy, use_orig_params=use_orig_params)
@@ -189,7 +190,7 @@ def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
 @on_ranks(2)
 def test_forward_without_gradients_leaves_nothing_gathered(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+) -> None:  # D-042, D-045, E-006
     meter = Meter()
     model = build(strategy, use_orig_params=use_orig_params)
     with torch.no_grad():

@@ -102,7 +102,7 @@ BODIES = {
 @on_ranks(2)
 def test_training_is_bitwise_that_without_offload(  # A-037, D-088, D-126, parity 3
     rank: int, world_size: int, strategy: str, use_orig_params: bool, body: str, precision: str
-) -> None:
+) -> None:  # C-093, C-112
     models = [
         build(offload, strategy, use_orig_params, mixed_precision=PRECISIONS[precision])
         for offload in (False, True)
@@ -125,7 +125,7 @@ def test_training_is_bitwise_that_without_offload(  # A-037, D-088, D-126, parit
 @on_ranks(2)
 def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+) -> None:  # G-039
     model = build(True, strategy, use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backward(model, 0, rank)
@@ -134,23 +134,6 @@ def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(  # A-037
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
     assert model._handle._offload_params and model.cpu_offload.offload_params
-
-
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_accumulating_outside_no_sync_adds(  # parity 3
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
-    model = build(True, strategy, use_orig_params)
-    backward(model, 0, rank)
-    once = grads(model)
-    backward(model, 0, rank)
-    twice = grads(model)
-    assert once.keys() == twice.keys()
-    tolerance = 1e-6 if strategy == "NO_SHARD" else 0.0  # the sum is averaged once more there (D-087)
-    for name, grad in once.items():
-        torch.testing.assert_close(twice[name], 2 * grad, rtol=tolerance, atol=0.0)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])

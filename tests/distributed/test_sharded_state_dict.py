@@ -126,6 +126,7 @@ def assert_same_full(expected: Any, actual: Any) -> None:
 @both_views
 @on_ranks(4)
 def test_sharded_values_and_their_metadata_equal_torchs(rank, world_size, use_orig_params, mesh, offload):
+    # F-031
     states = []
     for which in ("torch", "fsdp_c"):
         model = wrap(odd() if mesh else contiguous(), use_orig_params, which, mesh)
@@ -140,7 +141,7 @@ def test_sharded_values_and_their_metadata_equal_torchs(rank, world_size, use_or
 @both_forms
 @both_views
 @on_ranks(2)
-def test_sharded_dict_loads_into_another_model(rank, world_size, use_orig_params, mesh):
+def test_sharded_dict_loads_into_another_model(rank, world_size, use_orig_params, mesh):  # F-033
     source, target = wrap(odd(0), use_orig_params, mesh=mesh), wrap(odd(1), use_orig_params, mesh=mesh)
     train(source, rank)
     train(target, rank)
@@ -175,7 +176,7 @@ def test_sharded_dict_is_exchanged_with_torch(rank, world_size, mesh, direction)
 
 
 @on_ranks(2)
-def test_saved_values_have_memory_of_their_own(rank, world_size):
+def test_saved_values_have_memory_of_their_own(rank, world_size):  # F-008
     model = wrap(odd(), True)
     state = saved(model, SHARDED)
     pointers = [
@@ -243,7 +244,7 @@ def test_transposed_parameter_is_saved_in_rows(rank, world_size):
 
 
 @on_ranks(2)
-def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank, world_size):
+def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank, world_size):  # F-009
     precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
     states = []
     for which in ("torch", "fsdp_c"):
@@ -273,7 +274,7 @@ def test_hybrid_mesh_gives_replicated_rows(rank, world_size):
 
 
 @on_ranks(2)
-def test_unit_that_shards_nothing_gives_whole_tensors(rank, world_size):
+def test_unit_that_shards_nothing_gives_whole_tensors(rank, world_size):  # F-002, E-018
     model = wrap(nn.Linear(3, 4), True, sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=None)
     with pytest.warns(UserWarning, match="full_state_dict will be returned"):
         state = saved(model, SHARDED)
@@ -444,27 +445,6 @@ def test_local_values_are_views_of_the_shard(rank, world_size):
     model = wrap(nn.Linear(3, 4), False, auto_wrap_policy=None)
     state = saved(model, LOCAL)
     assert state["_flat_param"].local_tensor().data_ptr() == model._handle.local_shard.data_ptr()
-
-
-@on_ranks(2)
-def test_local_dict_that_does_not_fit_is_refused(rank, world_size):
-    """X-140, X-141."""
-    model, other = (wrap(nn.Linear(size, 4), False, auto_wrap_policy=None) for size in (3, 5))
-    state = saved(other, LOCAL)
-    with pytest.raises(AssertionError, match="Local shard size = 8 .* of 16 and 24"):
-        load(model, LOCAL, state)
-    with pytest.raises(AssertionError, match="should be ShardedTensor"):
-        load(model, LOCAL, {"_flat_param": torch.zeros(8)})
-    with pytest.raises(AssertionError, match="No `FlatParameter` in `state_dict`"):
-        load(model, LOCAL, {})
-
-
-@on_ranks(2)
-def test_local_dict_is_refused_with_a_mesh(rank, world_size):
-    """F-043, X-134."""
-    model = wrap(nn.Linear(3, 4), False, mesh=True, auto_wrap_policy=None)
-    with pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT"):
-        saved(model, LOCAL)
 
 
 # ----------------------------------------------------------------- through torch.distributed.checkpoint

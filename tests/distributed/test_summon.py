@@ -60,6 +60,7 @@ def test_full_parameters_equal_torchs_after_training(
 @both_views
 @on_ranks(2)
 def test_names_and_values_are_the_plain_models(rank: int, world_size: int, use_orig_params: bool) -> None:
+    # A-092, C-075
     model = wrap(plain(), use_orig_params)
     before = [(name, id(param), tuple(param.shape)) for name, param in model.named_parameters()]
     with summon(model):
@@ -74,7 +75,7 @@ def test_names_and_values_are_the_plain_models(rank: int, world_size: int, use_o
 @on_ranks(2)
 def test_parameters_are_shown_in_full_precision_under_mixed_precision(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # A-091
     model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(torch.ones(2, WIDTH))
     with summon(model):
@@ -87,7 +88,7 @@ def test_parameters_are_shown_in_full_precision_under_mixed_precision(
 @on_ranks(2)
 def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, writeback: bool
-) -> None:
+) -> None:  # A-093
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     with summon(model, writeback=writeback), torch.no_grad():
         for param in model.parameters():
@@ -108,7 +109,7 @@ def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
 @on_ranks(2)
 def test_rank0_only_shows_the_other_ranks_their_shards(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # A-094
     model = wrap(plain(), use_orig_params)
     sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
     with summon(model, rank0_only=True, writeback=False):
@@ -120,7 +121,7 @@ def test_rank0_only_shows_the_other_ranks_their_shards(
 @on_ranks(2)
 def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # A-095, C-095
     model = wrap(plain(), use_orig_params)
     with pytest.warns(UserWarning, match="rank0_only=True"), summon(model, offload_to_cpu=True):
         assert_same(dict(plain().named_parameters()), shown(model))
@@ -135,7 +136,7 @@ def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
 @on_ranks(2)
 def test_copies_of_an_offload_carry_their_edits_back(
     rank: int, world_size: int, use_orig_params: bool, writeback: bool
-) -> None:
+) -> None:  # A-095, C-095
     from fsdp_c.training import unshard_params
 
     model = wrap(plain(), use_orig_params, auto_wrap_policy=None)
@@ -157,7 +158,7 @@ def test_copies_of_an_offload_carry_their_edits_back(
 @on_ranks(2)
 def test_full_gradients_and_edits_of_them_equal_torchs(
     rank: int, world_size: int, strategy: str, writeback: bool
-) -> None:
+) -> None:  # A-096, C-116, C-117
     seen = []
     for which in ("torch", "fsdp_c"):
         model = wrap(plain(extra=True), True, which, sharding_strategy=strategy)
@@ -221,7 +222,7 @@ def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(
 @on_ranks(2)
 def test_without_recurse_only_the_unit_itself_is_shown(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # A-090
     model = wrap(plain(), use_orig_params)
     with summon(model, recurse=False):
         assert model.module.inp.weight.shape == (WIDTH, WIDTH)
@@ -237,7 +238,7 @@ def test_without_recurse_only_the_unit_itself_is_shown(
 @on_ranks(2)
 def test_summon_of_an_inner_unit_does_not_make_it_a_root(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # D-002
     model = wrap(plain(), use_orig_params)
     inner = model.module.blocks[0]
     with summon(inner):
@@ -247,59 +248,15 @@ def test_summon_of_an_inner_unit_does_not_make_it_a_root(
     assert model._unit.is_root and not inner._unit.is_root
 
 
-@pytest.mark.parametrize(
-    ("options", "use_orig_params", "text"),
-    [
-        ({"with_grads": True}, False, "use_orig_params=False"),
-        ({"with_grads": True, "offload_to_cpu": True}, True, "offload_to_cpu=True"),
-        ({"rank0_only": True}, True, "writeback=True and rank0_only=True"),
-    ],
-)
-@on_ranks(2)
-def test_combination_without_meaning_is_refused(
-    rank: int, world_size: int, options: dict[str, bool], use_orig_params: bool, text: str
-) -> None:
-    model = wrap(plain(), use_orig_params)
-    with pytest.raises(NotImplementedError, match=text), summon(model, **options):
-        pass
-
-
-@on_ranks(2)
-def test_offload_of_what_is_not_sharded_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(plain(), sharding_strategy="NO_SHARD")
-    with pytest.raises(NotImplementedError, match="NO_SHARD"), summon(model, offload_to_cpu=True):
-        pass
-
-
 @on_ranks(2)
 def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int, world_size: int) -> None:
+    # A-097
     model = wrap(plain())
     with summon(model):
         with pytest.raises(AssertionError, match="already unsharding"), summon(model):
             pass
         assert_same(dict(plain().named_parameters()), shown(model))
     train(model, rank)
-
-
-class Summons(nn.Module):
-    """Calls summon_full_params in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.unit: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        with summon(self.unit[0]):
-            return self.layer(x)
-
-
-@on_ranks(2)
-def test_summon_in_forward_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(Summons(), auto_wrap_policy=None)
-    model.module.unit.append(model)
-    with pytest.raises(AssertionError, match="during forward/backward"):
-        model(torch.ones(1, WIDTH))
 
 
 @both_views
@@ -317,6 +274,7 @@ def test_exception_in_the_body_leaves_the_parameters_sharded(
 @both_views
 @on_ranks(2)
 def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, use_orig_params: bool) -> None:
+    # A-099
     model = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     output = model(torch.ones(2, WIDTH))
     gathered = gathered_nbytes(model)
@@ -334,7 +292,7 @@ def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, us
 
 
 @on_ranks(2)
-def test_module_without_units_is_left_alone(rank: int, world_size: int) -> None:
+def test_module_without_units_is_left_alone(rank: int, world_size: int) -> None:  # A-090
     block = Block()
     with summon(block):
         assert_same(dict(block.named_parameters()), shown(block))

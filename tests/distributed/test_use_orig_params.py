@@ -119,7 +119,7 @@ def nothing(params: dict[str, nn.Parameter], step: int) -> None:
 @on_ranks(2)
 def test_parameters_are_flat_shards_and_empty_outside_of_it(  # C-034, H-010, B-029
     rank: int, world_size: int, strategy: str
-) -> None:
+) -> None:  # C-076
     model = build("fsdp_c", strategy)
     backward(model, 0, rank)
     infos = zip(model._flat_param._params, model._flat_param._shard_param_infos, strict=True)
@@ -224,6 +224,7 @@ def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(  # E-00
 @all_strategies
 @on_ranks(2)
 def test_parameter_objects_stay_the_same(rank: int, world_size: int, strategy: str) -> None:  # C-072, B-003
+    # C-057
     model = build("fsdp_c", strategy)
     before = named(model)
     backward(model, 0, rank)
@@ -385,7 +386,7 @@ EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_p
 @on_ranks(2)
 def test_edited_parameters_are_taken_over(
     rank: int, world_size: int, strategy: str, edit: str
-) -> None:  # C-130, C-131
+) -> None:  # C-130, C-131, C-050
     def body(model: Any, trace: Trace, rank: int) -> None:
         for name, param in list(named(model).items()):
             if param.numel() and name in (

@@ -31,7 +31,7 @@ STRIDE = 1 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 11
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "full_shard": {},
-    "full_shard-flat": {"use_orig_params": False},
+    "full_shard-flat": {"use_orig_params": False, "forward_prefetch": True, "backward_prefetch": None},
     "shard_grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "forward_prefetch": True},
     "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "mixed": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16), "limit_all_gathers": False},
@@ -185,7 +185,7 @@ def raise_everywhere(
 @on_ranks(2, label="faults")
 def test_an_exception_at_any_point_of_user_code_leaves_nothing_behind(
     rank: int, world_size: int, scenario: str
-) -> None:
+) -> None:  # D-102
     before = settled_nbytes()
     run = Watched(rank, **SCENARIOS[scenario])
     count = raise_everywhere(run, run.whole_step, watched_collectives, Trouble)

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState, fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -108,7 +107,7 @@ def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int, w
 @on_ranks(2)
 def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(
     rank: int, world_size: int
-) -> None:
+) -> None:  # A-117
     """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
     norms = {}
     for which in BOTH:
@@ -125,7 +124,7 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(
 @on_ranks(2)
 def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
     rank: int, world_size: int, use_orig_params: bool
-) -> None:
+) -> None:  # D-126
     """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without
     offload."""
     with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
@@ -148,7 +147,7 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
 @on_ranks(2)
 def test_row_4_evaluation_sees_the_optimizer_step_before_it(
     rank: int, world_size: int, strategy: str
-) -> None:
+) -> None:  # D-042
     stale = {}
     for which in BOTH:
         model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy=strategy)
@@ -273,7 +272,7 @@ def test_row_7_the_cpu_is_a_device_like_others(
 
 
 @on_ranks(2)
-def test_row_8_state_dict_type_is_restored_when_the_body_raises(rank: int, world_size: int) -> None:
+def test_row_8_state_dict_type_is_restored_when_the_body_raises(rank: int, world_size: int) -> None:  # A-132
     found = {}
     for which in BOTH:
         model = per_block(which)
@@ -337,6 +336,7 @@ def test_row_12_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int
 
 @on_ranks(2)
 def test_row_12_gradients_of_a_unit_trained_on_its_own_are_handed_over(rank: int, world_size: int) -> None:
+    # D-053
     model = per_block("fsdp_c")
     model(batch(rank)).sum().backward()
     model.zero_grad()
@@ -356,6 +356,7 @@ RETAINED: dict[str, str | None] = {
 @pytest.mark.parametrize("strategy", RETAINED)
 @on_ranks(2)
 def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str) -> None:
+    # D-054, X-083
     """Torch: freed storage is read, or, where nothing is freed, the second gradient is not reduced (parity
     34)."""
 
@@ -380,7 +381,7 @@ def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy
 @on_ranks(2)
 def test_row_13_a_graph_can_be_walked_in_no_sync_and_then_reduced(
     rank: int, world_size: int, strategy: str
-) -> None:
+) -> None:  # D-055
     """Torch: freed storage, an assertion about `_saved_grad_shard`, or gradients that are not reduced."""
 
     def step(which: str) -> list[Tensor]:
@@ -470,7 +471,7 @@ def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> 
 @on_ranks(2)
 def test_row_15_outputs_are_returned_as_they_were(
     rank: int, world_size: int, container: type, type_of_torch: type
-) -> None:
+) -> None:  # D-043
     for which in BOTH:
         unit = Returns(lambda value: container(value=value))
         output = wrap(which, unit)(batch(rank))
@@ -488,7 +489,7 @@ class Recurrent(nn.Module):
 
 
 @on_ranks(2)
-def test_row_16_a_packed_sequence_is_cast(rank: int, world_size: int) -> None:
+def test_row_16_a_packed_sequence_is_cast(rank: int, world_size: int) -> None:  # A-082, D-046
     def run(which: str) -> Tensor:
         model = wrap(which, Recurrent(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))
@@ -1270,27 +1271,3 @@ def test_several_forwards_and_then_their_backwards(rank: int, world_size: int, u
         return [model(batch(0)).detach()]
 
     torch_raises_and_ours_is_as_plain(gradients, use_orig_params, RuntimeError, "out of bounds for storage")
-
-
-@both_views
-@on_ranks(2)
-def test_gradients_are_compressed_to_fp16_on_a_cpu(rank: int, world_size: int, use_orig_params: bool) -> None:
-    """On a GPU both do it."""
-    if device().type != "cpu":
-        pytest.skip("torch works there")
-    for which in BOTH:
-        model = per_block(which, use_orig_params=use_orig_params)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), fp16_compress_hook)
-        if which == "torch":
-            with pytest.raises(RuntimeError, match="unknown parameter type"):
-                model(batch(rank)).sum().backward()
-        else:
-            model(batch(rank)).sum().backward()
-            optimizer.step()
-            output = model(batch(0)).detach()
-    module = plain()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    (sum(module(batch(one)).sum() for one in range(world_size)) / world_size).backward()
-    optimizer.step()
-    torch.testing.assert_close(output, module(batch(0)).detach(), rtol=1e-2, atol=1e-2)

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import _runtime_utils
 from fsdp_c.compat.left_out import REASONS
+from tests.models import WIDTH, Block, Conv
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -30,6 +31,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixed precision": {"mixed_precision": BF16},
     "offload": {"cpu_offload": CPUOffload(True)},
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     "NO_SHARD, mixed precision": {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": BF16},
 }
@@ -56,14 +58,12 @@ def fake_ranks() -> Iterator[None]:
 
 def build(fsdp: type, use_orig_params: bool, name: str) -> Any:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5)))
-    policy = ModuleWrapPolicy({nn.Sequential})
     options = CONFIGURATIONS[name] | {"use_orig_params": use_orig_params}
-    return fsdp(module, device_id=CPU, auto_wrap_policy=policy, **options)
+    return fsdp(Conv(), device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 def step(model: nn.Module) -> None:
-    model(torch.ones(2, 3)).sum().backward()
+    model(torch.ones(2, WIDTH)).sum().backward()
 
 
 def start(model: Any, name: str) -> None:
@@ -129,6 +129,8 @@ def plain(value: Any) -> bool:
 @both_views
 @configurations
 def test_plain_attributes_have_torchs_values(name: str, use_orig_params: bool) -> None:
+    """Of flat parameters: B-010, B-012, B-013, B-015 to B-019, B-022, B-031, B-034, B-042, C-010, C-012,
+    C-013, C-020."""
     theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
     for has_run in (False, True):
         if has_run:
@@ -192,7 +194,7 @@ def test_storage_is_there_when_torchs_is(
 
         torch.manual_seed(0)
         model: Any = fsdp(
-            nn.Sequential(nn.Linear(3, 5), Look(look)),
+            nn.Sequential(nn.Linear(WIDTH, 5), Look(look)),
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             device_id=CPU,
             use_orig_params=use_orig_params,
@@ -214,7 +216,7 @@ def test_storage_is_there_when_torchs_is(
 def test_sharded_gradient_is_told_in_a_backward_and_after_it() -> None:
     """B-028, C-113: once its reduction has ended, which is when the next one begins."""
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(3)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
     model: Any = FSDP(layers, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     first, last, seen = model.module[0][0], model.module[2][0], []
     assert last._handle.sharded_grad is None
@@ -244,7 +246,7 @@ def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> N
             assert [tuple(info) for info in ours._get_shard_metadata(first, last)] == expected
     whole = torch.arange(float(numel))
     expected = list(theirs._get_unflat_views(whole))
-    assert all(map(torch.equal, ours._get_unflat_views(whole), expected)) and len(expected) == 2
+    assert all(map(torch.equal, ours._get_unflat_views(whole), expected)) and len(expected) == 8
     for size in (1, 4, 7, 9):
         for rank in range(4):
             tensor = torch.arange(float(size))
@@ -261,7 +263,7 @@ def test_order_of_a_tree_is_told_by_its_root() -> None:
     step(theirs), step(ours)
     data = ours._exec_order_data
     assert list(data.param_to_fqn.values()) == list(theirs._exec_order_data.param_to_fqn.values())
-    assert data is ours.module[1]._exec_order_data and data.all_handles == ours._all_handles
+    assert data is ours.module.blocks[0]._exec_order_data and data.all_handles == ours._all_handles
     assert data._iter == theirs._exec_order_data._iter == 1 and not data.is_first_iter
 
 

@@ -104,7 +104,7 @@ OURS |= {"ParamInfo", "SharedParamInfo", "FlatParamShardMetadata"}
 
 
 @pytest.mark.parametrize("module", PATHS)
-def test_path_has_the_names_that_torch_has_there(module: str) -> None:
+def test_path_has_the_names_that_torch_has_there(module: str) -> None:  # A-002, A-003, A-016
     """H-002, H-013 to H-015, H-021, H-022, H-025."""
     suffix = "" if module == "package" else f".{module}"
     ours, theirs = (
@@ -207,7 +207,7 @@ def test_wrap_helpers_build_units_and_checkpoints() -> None:
 # ------------------------------------------------------------------ attributes of a unit
 
 
-def test_unit_has_the_attributes_that_libraries_read() -> None:
+def test_unit_has_the_attributes_that_libraries_read() -> None:  # A-011, D-004, D-009
     """H-011, H-024."""
     model = nested(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True)
     assert (model.rank, model.world_size, model.compute_device) == (1, 4, CPU)

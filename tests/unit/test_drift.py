@@ -41,7 +41,7 @@ def test_installed_torch_is_the_recorded_one() -> None:
     assert drift(tables.installed_torch(), VERSION) == []
 
 
-def test_arguments_are_those_of_the_installed_torch() -> None:
+def test_arguments_are_those_of_the_installed_torch() -> None:
     assert unexpected(tables.recorded(VERSION)) == []
 
 

@@ -207,13 +207,13 @@ def torchs_words_of_a_holder() -> tuple[type[BaseException], str] | None:
     return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 14) else None
 
 
-CONSTRUCTION = [
+CONSTRUCTION = [  # also, C-021, G-007, G-023, G-030 to G-032, G-034, G-037, G-038
     Row(
         "X-001",
         UserWarning,
         "FSDP will not all-gather parameters for containers that do not implement forward",
         lambda fsdp: fsdp.wrap(nn.ModuleList([nn.Linear(2, 2)])),
-        ours="ModuleList",
+        ours="wrap the elements of the ModuleList",
     ),
     Row(
         "X-002",
@@ -305,6 +305,7 @@ CONSTRUCTION = [
         FutureWarning,
         "The `NO_SHARD` sharding strategy is deprecated",
         lambda fsdp: fsdp.wrap(Net(), sharding_strategy=ShardingStrategy.NO_SHARD),
+        ours="DistributedDataParallel",
     ),
     Row(
         "X-017",
@@ -341,12 +342,19 @@ CONSTRUCTION = [
         lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=None)),
         ours="cuda:3",
     ),
-    Row("X-022", ValueError, "Expected 3 to be callable but got <class 'int'>", initialise_with_a_number),
+    Row(
+        "X-022",
+        ValueError,
+        "Expected 3 to be callable but got <class 'int'>",
+        initialise_with_a_number,
+        ours="param_init_fn",
+    ),
     Row(
         "X-023",
         UserWarning,
         "Unable to call `reset_parameters()` for module on meta device with error",
         initialise_without_reset,
+        ours="give Module this method",
     ),
     Row(
         "X-023 error",
@@ -439,7 +447,7 @@ WRAPPING = [
 
 
 @of(CONSTRUCTION)
-def test_construction_refuses_in_torchs_words(row: Row) -> None:
+def test_construction_refuses_in_torchs_words(row: Row) -> None:  # A-042, G-030, G-031, G-032, G-037, G-038
     check(row)
 
 
@@ -552,7 +560,7 @@ FLATTENING = [
 
 
 @of(FLATTENING)
-def test_flattening_refuses_in_torchs_words(row: Row) -> None:
+def test_flattening_refuses_in_torchs_words(row: Row) -> None:  # C-001, C-011
     check(row)
 
 
@@ -694,7 +702,7 @@ def log_the_backward(fsdp: Implementation) -> None:
         model(X).sum().backward()
 
 
-RUNTIME = [
+RUNTIME = [  # also, D-005
     Row(
         "X-060",
         RuntimeError,
@@ -805,7 +813,7 @@ RUNTIME = [
 
 
 @of(RUNTIME)
-def test_runtime_refuses_in_torchs_words(row: Row) -> None:
+def test_runtime_refuses_in_torchs_words(row: Row) -> None:  # B-036, D-008, D-061
     check(row)
 
 

@@ -166,11 +166,6 @@ def test_policy_object_chooses_and_wraps_what_torchs_does(policy: Any) -> None:
     assert found[0] == found[1]
 
 
-def test_custom_policy_names_a_wrong_answer() -> None:
-    with pytest.raises(ValueError, match="should return False/True or a kwarg dict, but it returned 3"):
-        wrap.CustomPolicy(lambda module: 3)._run_policy(nn.ReLU(), set(), {})  # type: ignore[arg-type,return-value]
-
-
 def test_wrap_wraps_inside_enable_wrap_alone() -> None:
     with wrap.enable_wrap(wrapper_cls=Wrapped, a=1, b=2):
         inside = wrap.wrap(nn.ReLU(), b=3)
