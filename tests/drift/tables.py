@@ -2,8 +2,9 @@
 ``ast``.
 
 A table is a list of lines such as ``def wrap.enable_wrap(*, wrapper_cls, **wrapper_kwargs)``.
-``recorded.txt`` holds that of the oldest version, and for each later one the lines that went and came. To
-record another version, unpack its wheel (nothing of it is imported) and call
+``recorded.txt`` holds that of the oldest version, and for each later one the lines that went and came; of
+private names it has a digest per module. To record another version, unpack its wheel (nothing of it is
+imported) and call
 
     python -m tests.drift.tables VERSION FOLDER/torch
 """
@@ -14,6 +15,8 @@ import ast
 import importlib.util
 import re
 import sys
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +103,22 @@ def _assignment(node: ast.Assign | ast.AnnAssign, where: str, in_class: bool) ->
 # ----------------------------------------------------------------- what is recorded
 
 
+def is_public(line: str) -> bool:
+    """An export, or a name of which no part of the path is private."""
+    kind, path = re.match(r"(\w+) ([\w.]+)", line).groups()  # type: ignore[union-attr]
+    return kind == "export" or not any(one.startswith("_") for one in path.split("."))
+
+
+def condensed(table: Table) -> Table:
+    """What is recorded of a table: its public lines, and a digest of the others of each module."""
+    private: dict[str, str] = defaultdict(str)
+    for line in table:
+        if not is_public(line):
+            private[line.split()[1].partition(".")[0]] += line
+    digests = [f"private {one} {zlib.crc32(lines.encode()):08x}" for one, lines in private.items()]
+    return sorted([*filter(is_public, table), *digests])
+
+
 def _sections() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in RECORDED.read_text().splitlines() if RECORDED.exists() else ():
@@ -116,7 +135,7 @@ def versions() -> list[str]:
 
 
 def recorded(version: str) -> Table:
-    """The table of ``version``, such as "2.13". KeyError where none is recorded."""
+    """What is recorded of ``version``, such as "2.13". KeyError where nothing is."""
     sections = _sections()
     sections[version]
     table: set[str] = set()
@@ -133,12 +152,12 @@ def differences(before: Table, after: Table) -> list[str]:
     lines = [f"-{line}" for line in set(before) - set(after)] + [
         f"+{line}" for line in set(after) - set(before)
     ]
-    return sorted(lines, key=lambda line: (re.split("[(=]", line[1:])[0], line[0] == "+"))
+    return sorted(lines, key=lambda line: (re.split(r"[(=]| \w{8}$", line[1:])[0], line[0] == "+"))
 
 
 def record(version: str, torch: Path) -> None:
     """Append the table of a version that comes after those recorded."""
-    table, known = read(torch), versions()
+    table, known = condensed(read(torch)), versions()
     lines = differences(recorded(known[-1]), table) if known else table
     with RECORDED.open("a") as file:
         file.write("\n".join([HEADING + version, *lines]) + "\n")
