@@ -26,23 +26,6 @@ static void fill_piece(unsigned char *piece, const struct exchange_tensor *tenso
         *piece++ = byte_of(index, at);
 }
 
-/* What `rank` sends to `peer`, appended to `buffer`. */
-static int64_t send(const struct exchange *plan, unsigned char pieces[TENSORS][BYTES], int64_t peer,
-                    unsigned char *buffer) {
-    size_t at = 0;
-    for (int64_t sum = 0, before = 0; before < peer; before++) {
-        for (sum = 0; sum < plan->sent_nbytes[before]; at++)
-            sum += plan->sent.items[at].nbytes;
-    }
-    int64_t end = 0;
-    while (end < plan->sent_nbytes[peer]) {
-        const struct exchange_range *range = &plan->sent.items[at++];
-        for (int64_t i = 0; i < range->nbytes; i++)
-            buffer[end++] = pieces[range->source][range->start + i];
-    }
-    return end;
-}
-
 static void check_made(const struct exchange *plan, const struct exchange_tensor *tensors,
                        unsigned char pieces[TENSORS][BYTES], const unsigned char *received, int64_t rank) {
     size_t part = 0;
@@ -60,29 +43,6 @@ static void check_made(const struct exchange *plan, const struct exchange_tensor
         CHECK_EQUAL(plan->made_nbytes[i], (own.end - own.start) * tensors[i].element_nbytes);
     }
     CHECK_EQUAL(part, plan->parts.count);
-}
-
-static void exchange_once(const struct exchange_tensor *tensors) {
-    struct exchange plans[WORLD];
-    static unsigned char pieces[WORLD][TENSORS][BYTES];
-    for (int64_t rank = 0; rank < WORLD; rank++) {
-        CHECK_EQUAL(exchange_init(&plans[rank], tensors, TENSORS, rank, WORLD, false), STATUS_OK);
-        for (int64_t i = 0; i < TENSORS; i++)
-            fill_piece(pieces[rank][i], &tensors[i], i, rank);
-    }
-    for (int64_t rank = 0; rank < WORLD; rank++) {
-        unsigned char received[TENSORS * BYTES];
-        int64_t end = 0;
-        for (int64_t peer = 0; peer < WORLD; peer++) {
-            const int64_t sent = send(&plans[peer], pieces[peer], rank, received + end);
-            CHECK_EQUAL(sent, plans[rank].received_nbytes[peer]);
-            CHECK(peer != rank || sent == 0);
-            end += sent;
-        }
-        check_made(&plans[rank], tensors, pieces[rank], received, rank);
-    }
-    for (int64_t rank = 0; rank < WORLD; rank++)
-        exchange_free(&plans[rank]);
 }
 
 static void gather_once(struct exchange_tensor *tensors) {
@@ -109,15 +69,15 @@ static void gather_once(struct exchange_tensor *tensors) {
     exchange_free(&plan);
 }
 
-static void test_every_byte_arrives_where_it_belongs(void) {
+static void test_every_byte_that_is_gathered_arrives_where_it_belongs(void) {
     for (int round = 0; round < 5000; round++) {
         struct exchange_tensor tensors[TENSORS];
         for (int i = 0; i < TENSORS; i++) {
             const int64_t numel = random_below(&random_state, 60);
-            tensors[i] = (struct exchange_tensor){random_partition(numel), random_partition(numel),
-                                                  (int64_t)1 << random_below(&random_state, 4)};
+            tensors[i] =
+                (struct exchange_tensor){.source = random_partition(numel),
+                                         .element_nbytes = (int64_t)1 << random_below(&random_state, 4)};
         }
-        exchange_once(tensors);
         gather_once(tensors);
     }
     CHECK_EQUAL(mem_live_count(), 0);
@@ -151,8 +111,29 @@ static void test_what_cannot_be_planned_is_invalid(void) {
     CHECK_EQUAL(mem_live_count(), 0);
 }
 
+static void test_rank_behind_the_last_element_holds_nothing(void) {
+    const struct partition partition = {10, 4, 2};
+    const struct partition_range last = partition_of_rank(&partition, 2);
+    CHECK_EQUAL(last.start, 6);
+    CHECK_EQUAL(last.end, 10);
+    CHECK_EQUAL(partition_of_rank(&partition, 3).end, 0);
+    CHECK_EQUAL(partition_of_rank(&partition, INT64_MAX - 1).end, 0);
+    CHECK_EQUAL(partition_of_rank(&partition, -1).end, 0);
+}
+
+static void test_partitions_whose_sums_leave_64_bits_are_invalid(void) {
+    CHECK(!partition_is_valid(&(struct partition){INT64_MAX, 1, 1}));
+    CHECK(!partition_is_valid(&(struct partition){INT64_MAX - 1, 2, 0}));
+    CHECK(!partition_is_valid(&(struct partition){1, INT64_MAX, 0}));
+    CHECK(!partition_is_valid(&(struct partition){1, 0, 0}));
+    CHECK(!partition_is_valid(&(struct partition){-1, 1, 0}));
+    CHECK(partition_is_valid(&(struct partition){INT64_MAX / 2, INT64_MAX / 2, 0}));
+}
+
 int main(void) {
-    RUN(test_every_byte_arrives_where_it_belongs);
+    RUN(test_rank_behind_the_last_element_holds_nothing);
+    RUN(test_partitions_whose_sums_leave_64_bits_are_invalid);
+    RUN(test_every_byte_that_is_gathered_arrives_where_it_belongs);
     RUN(test_each_failed_allocation_leaves_nothing_behind);
     RUN(test_what_cannot_be_planned_is_invalid);
     return 0;

@@ -206,14 +206,16 @@ static void check_parts(const struct exchange *plan, const struct exchange_tenso
     CHECK_EQUAL(part, plan->parts.count);
 }
 
-/* Every byte is sent by one rank, which holds it, to the rank that has it from then on. */
+/* Every byte is sent by one rank, which holds it, to the rank that has it from then on, in the order of the
+ * tensors and of their places. */
 static void check_sent(const struct exchange *plan, const struct exchange_tensor *tensors, int64_t rank,
                        int64_t world_size) {
     size_t at = 0;
     for (int64_t peer = 0; peer < world_size; peer++) {
         int64_t sent = 0;
         for (; sent < plan->sent_nbytes[peer]; at++) {
-            const struct exchange_range *range = &plan->sent.items[at];
+            const struct exchange_range *range = &plan->sent.items[at], *before = range - (sent > 0);
+            CHECK(!sent || range->source > before->source || range->start > before->start);
             const struct exchange_tensor *tensor = &tensors[range->source];
             const int64_t begin = partition_of_rank(&tensor->source, rank).start * tensor->element_nbytes;
             CHECK(range->nbytes > 0 && range->start + range->nbytes <= plan->held_nbytes[range->source]);

@@ -12,178 +12,12 @@ static struct layout_spec spec_of(const int64_t *numels, int64_t num_params, int
     return (struct layout_spec){numels, num_params, aligned_numel, world_size, rank, true};
 }
 
-static void check_segment(const struct flat_layout *layout, int64_t index, int64_t offset, int64_t numel,
-                          int64_t param) {
-    CHECK_EQUAL(layout->segments[index].offset, offset);
-    CHECK_EQUAL(layout->segments[index].numel, numel);
-    CHECK_EQUAL(layout->segments[index].param, param);
-}
-
 static void check_range(struct layout_shard_range range, int64_t offset_in_shard, int64_t numel_in_shard,
                         int64_t offset_in_param) {
     CHECK(range.in_shard);
     CHECK_EQUAL(range.offset_in_shard, offset_in_shard);
     CHECK_EQUAL(range.numel_in_shard, numel_in_shard);
     CHECK_EQUAL(range.offset_in_param, offset_in_param);
-}
-
-static void check_absent(struct layout_shard_range range) {
-    CHECK(!range.in_shard);
-    CHECK_EQUAL(range.offset_in_shard, 0);
-    CHECK_EQUAL(range.numel_in_shard, 0);
-    CHECK_EQUAL(range.offset_in_param, 0);
-}
-
-static void test_alignment_pads_stand_before_parameters(void) {
-    const int64_t numels[] = {9, 3, 6};
-    const struct layout_spec spec = spec_of(numels, 3, 4, 2, 0);
-    struct flat_layout layout;
-    CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-    CHECK_EQUAL(layout.num_segments, 5);
-    check_segment(&layout, 0, 0, 9, 0);
-    check_segment(&layout, 1, 9, 3, LAYOUT_PADDING);
-    check_segment(&layout, 2, 12, 3, 1);
-    check_segment(&layout, 3, 15, 1, LAYOUT_PADDING);
-    check_segment(&layout, 4, 16, 6, 2);
-    CHECK_EQUAL(layout.numel, 22);
-    CHECK_EQUAL(layout_param_offset(&layout, 2), 16);
-    CHECK_EQUAL(layout_param_numel(&layout, 2), 6);
-    layout_fini(&layout);
-}
-
-static void test_divisibility_pad_is_the_last_segment(void) {
-    const int64_t numels[] = {9, 3, 6};
-    const struct layout_spec spec = spec_of(numels, 3, 4, 4, 3);
-    struct flat_layout layout;
-    CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-    check_segment(&layout, 5, 22, 2, LAYOUT_PADDING);
-    CHECK_EQUAL(layout.numel, 24);
-    CHECK_EQUAL(layout.shard_numel, 6);
-    CHECK_EQUAL(layout.shard_numel_padded, 0);
-    check_range(layout.shard_ranges[2], 0, 4, 2);
-    layout_fini(&layout);
-}
-
-static void test_chunks_beyond_the_end_are_right_padding(void) {
-    const int64_t numels[] = {5};
-    const int64_t valid[] = {2, 2, 1, 0};
-    for (int64_t rank = 0; rank < 4; rank++) {
-        const struct layout_spec spec = spec_of(numels, 1, 0, 4, rank);
-        struct flat_layout layout;
-        CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-        CHECK_EQUAL(layout.shard_numel, 2);
-        CHECK_EQUAL(layout.padded_numel, 8);
-        CHECK_EQUAL(layout.shard_start, 2 * rank);
-        CHECK_EQUAL(layout.shard_numel_valid, valid[rank]);
-        CHECK_EQUAL(layout.shard_numel_padded, 2 - valid[rank]);
-        if (rank < 3) {
-            check_range(layout.shard_ranges[0], 0, valid[rank], 2 * rank);
-        } else {
-            check_absent(layout.shard_ranges[0]);
-        }
-        layout_fini(&layout);
-    }
-}
-
-static void test_unsharded_layout_gives_every_rank_everything(void) {
-    const int64_t numels[] = {3, 6};
-    struct layout_spec spec = spec_of(numels, 2, 4, 3, 2);
-    spec.sharded = false;
-    struct flat_layout layout;
-    CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-    CHECK_EQUAL(layout.numel, 12); /* 3 + 1 + 6, and 2 although nothing is sharded */
-    CHECK_EQUAL(layout.shard_numel, 12);
-    CHECK_EQUAL(layout.padded_numel, 12);
-    CHECK_EQUAL(layout.shard_start, 0);
-    CHECK_EQUAL(layout.shard_numel_valid, 12);
-    for (int64_t rank = 0; rank < 3; rank++) {
-        check_range(layout_shard_range(&layout, 1, rank), 4, 6, 0);
-    }
-    layout_fini(&layout);
-}
-
-static void test_empty_parameter_is_in_the_shard_only_strictly_inside(void) {
-    const int64_t numels[] = {0, 2, 0, 2, 0};
-    const struct layout_spec spec = spec_of(numels, 5, 0, 2, 0);
-    struct flat_layout layout;
-    CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-    check_absent(layout_shard_range(&layout, 0, 0)); /* at the first element of rank 0 */
-    /* at the end of rank 0 and the first element of rank 1 */
-    check_absent(layout_shard_range(&layout, 2, 0));
-    check_absent(layout_shard_range(&layout, 2, 1));
-    check_absent(layout_shard_range(&layout, 4, 1));
-    layout_fini(&layout);
-    const struct layout_spec whole = spec_of(numels, 5, 0, 1, 0);
-    CHECK_EQUAL(layout_init(&layout, &whole), STATUS_OK);
-    check_range(layout_shard_range(&layout, 2, 0), 2, 0, 0);
-    layout_fini(&layout);
-}
-
-static void test_empty_parameters_alone_make_empty_shards(void) {
-    const int64_t numels[] = {0, 0};
-    const struct layout_spec spec = spec_of(numels, 2, 4, 3, 2);
-    struct flat_layout layout;
-    CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-    CHECK_EQUAL(layout.numel, 0);
-    CHECK_EQUAL(layout.shard_numel, 0);
-    check_absent(layout.shard_ranges[0]);
-    layout_fini(&layout);
-}
-
-/* Paint every element of the flat parameter with what the segments say and with what the ranks' ranges
- * say. */
-static void check_partition(const struct flat_layout *layout, int64_t aligned_numel) {
-    int64_t end = 0;
-    for (int64_t index = 0; index < layout->num_segments; index++) {
-        const struct layout_segment *segment = &layout->segments[index];
-        CHECK_EQUAL(segment->offset, end);
-        CHECK(segment->param == LAYOUT_PADDING || aligned_numel == 0 || segment->offset % aligned_numel == 0);
-        CHECK(segment->param != LAYOUT_PADDING || segment->numel > 0);
-        end += segment->numel;
-    }
-    CHECK_EQUAL(layout->numel, end);
-    CHECK(aligned_numel == 0 || layout->numel % layout->world_size == 0);
-
-    /* 1 + parameter that a rank holds there */
-    int64_t *held = mem_new_array((size_t)layout->numel, sizeof *held);
-    CHECK(held != NULL);
-    for (int64_t rank = 0; rank < layout->world_size; rank++) {
-        for (int64_t param = 0; param < layout->num_params; param++) {
-            const struct layout_shard_range range = layout_shard_range(layout, param, rank);
-            for (int64_t i = 0; i < range.numel_in_shard; i++) {
-                const int64_t element = rank * layout->shard_numel + range.offset_in_shard + i;
-                CHECK_EQUAL(element, layout_param_offset(layout, param) + range.offset_in_param + i);
-                CHECK_EQUAL(element / layout->shard_numel, rank);
-                CHECK_EQUAL(held[element], 0);
-                held[element] = 1 + param;
-            }
-        }
-    }
-    for (int64_t index = 0; index < layout->num_segments; index++) {
-        const struct layout_segment *segment = &layout->segments[index];
-        for (int64_t i = 0; i < segment->numel; i++) {
-            CHECK_EQUAL(held[segment->offset + i], segment->param == LAYOUT_PADDING ? 0 : 1 + segment->param);
-        }
-    }
-    mem_free(held);
-}
-
-static void test_random_layouts_are_partitions(void) {
-    uint64_t state = 88172645463325252u;
-    for (int round = 0; round < 3000; round++) {
-        int64_t numels[9];
-        const int64_t num_params = 1 + random_below(&state, 9);
-        for (int64_t param = 0; param < num_params; param++) {
-            numels[param] = random_below(&state, 4) == 0 ? 0 : random_below(&state, 20);
-        }
-        const int64_t aligned_numel = random_below(&state, 9), world_size = 1 + random_below(&state, 9);
-        const struct layout_spec spec =
-            spec_of(numels, num_params, aligned_numel, world_size, random_below(&state, world_size));
-        struct flat_layout layout;
-        CHECK_EQUAL(layout_init(&layout, &spec), STATUS_OK);
-        check_partition(&layout, aligned_numel);
-        layout_fini(&layout);
-    }
 }
 
 static void check_refused(struct layout_spec spec, enum status expected) {
@@ -271,13 +105,6 @@ int main(void) {
     RUN(test_array_of_overflowing_size_is_refused);
     RUN(test_array_of_no_elements_is_not_a_failure);
     RUN(test_array_is_zeroed);
-    RUN(test_alignment_pads_stand_before_parameters);
-    RUN(test_divisibility_pad_is_the_last_segment);
-    RUN(test_chunks_beyond_the_end_are_right_padding);
-    RUN(test_unsharded_layout_gives_every_rank_everything);
-    RUN(test_empty_parameter_is_in_the_shard_only_strictly_inside);
-    RUN(test_empty_parameters_alone_make_empty_shards);
-    RUN(test_random_layouts_are_partitions);
     RUN(test_arguments_outside_their_domain_are_invalid);
     RUN(test_totals_beyond_64_bits_are_invalid);
     RUN(test_every_failed_allocation_leaves_nothing_behind);

@@ -199,46 +199,6 @@ def test_parameters_start_at_aligned_offsets() -> None:
     assert layout.numel == 22
 
 
-def test_total_is_padded_to_a_multiple_of_the_world_size() -> None:
-    layout = FlatLayout([9, 3, 6], 4, 4, 0, True)
-    assert layout.numels_with_padding == (9, 3, 3, 1, 6, 2)
-    assert (layout.numel, layout.padded_numel, layout.shard_numel_padded) == (24, 24, 0)
-
-
-def test_layout_without_alignment_has_no_padding_segments() -> None:
-    layout = FlatLayout([9, 3, 6], 0, 4, 3, True)
-    assert layout.numels_with_padding == (9, 3, 6)
-    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (18, 5, 20)
-    assert (layout.shard_start, layout.shard_numel_valid, layout.shard_numel_padded) == (15, 3, 2)
-
-
-@pytest.mark.parametrize(("rank", "valid", "padded"), [(0, 2, 0), (1, 2, 0), (2, 1, 1), (3, 0, 2)])
-def test_five_elements_on_four_ranks(rank: int, valid: int, padded: int) -> None:
-    layout = FlatLayout([5], 0, 4, rank, True)
-    assert (layout.shard_numel, layout.shard_start) == (2, 2 * rank)
-    assert (layout.shard_numel_valid, layout.shard_numel_padded) == (valid, padded)
-    assert layout.shard_ranges() == (((True, 0, valid, 2 * rank) if valid else (False, 0, 0, 0)),)
-
-
-def test_parameter_that_spans_shards_is_cut_at_both_ends() -> None:
-    layout = FlatLayout([3, 10, 2], 0, 3, 1, True)
-    assert layout.shard_ranges(0) == ((True, 0, 3, 0), (True, 3, 2, 0), (False, 0, 0, 0))
-    assert layout.shard_ranges(1) == ((False, 0, 0, 0), (True, 0, 5, 2), (False, 0, 0, 0))
-    assert layout.shard_ranges(2) == ((False, 0, 0, 0), (True, 0, 3, 7), (True, 3, 2, 0))
-
-
-def test_unsharded_layout_holds_all_parameters_on_every_rank() -> None:
-    layout = FlatLayout([3, 6], 4, 3, 2, False)
-    assert layout.numels_with_padding == (3, 1, 6, 2)
-    assert (layout.shard_numel, layout.padded_numel, layout.shard_start, layout.shard_numel_padded) == (
-        12,
-        12,
-        0,
-        0,
-    )
-    assert layout.shard_ranges() == layout.shard_ranges(0) == ((True, 0, 3, 0), (True, 4, 6, 0))
-
-
 def test_constructor_takes_keywords() -> None:
     layout = FlatLayout(param_numels=(4,), aligned_numel=4, world_size=2, rank=1, sharded=True)
     assert (layout.world_size, layout.rank, layout.sharded, layout.num_params) == (2, 1, True, 1)
