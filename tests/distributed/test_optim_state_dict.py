@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -24,11 +23,11 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_c.optim import FlatAdamW
-from tests.models import WIDTH, Block, Net
+from tests.distributed.test_sharded_state_dict import wrap
+from tests.models import WIDTH, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import device, on_ranks
 
@@ -53,16 +52,6 @@ all_optimizers = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def net(seed: int = 0, tied_head: bool = True) -> Net:
     torch.manual_seed(seed)
     return Net(2, tied_head=tied_head)
-
-
-def wrap(
-    module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any
-) -> Any:
-    warnings.simplefilter("ignore")
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": device()} | options
-    if mesh:
-        options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
-    return implementation(which)(module, use_orig_params=use_orig_params, **options)
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 2) -> None:

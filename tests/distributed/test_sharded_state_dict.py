@@ -26,7 +26,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from tests.models import WIDTH, Block, Net
+from tests.distributed.test_state_dict import train
+from tests.models import Block, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import device, on_ranks
 
@@ -73,15 +74,6 @@ def wrap(
     if mesh:
         options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
     return implementation(which)(module, use_orig_params=use_orig_params, **options)
-
-
-def train(model: nn.Module, rank: int, steps: int = 2) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator(device()).manual_seed(rank)
-    for _ in range(steps):
-        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def saved(model: Any, kind: StateDictType, config: Any = None) -> dict[str, Any]:

@@ -70,22 +70,6 @@ def memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_saved_dict_equals_torchs_after_training(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:  # F-001, F-005
-    saved = []
-    for which in ("torch", "fsdp_c"):
-        model = wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
-        train(model, rank)
-        saved.append(full_state_dict(model))
-    assert_same(*saved)
-    if use_orig_params:
-        assert list(saved[1]) == list(plain().state_dict())
-
-
 @both_views
 @on_ranks(2)
 def test_saved_dict_under_mixed_precision_equals_torchs(
@@ -149,23 +133,6 @@ def test_dict_loads_into_every_implementation(
     assert result.missing_keys == [] and result.unexpected_keys == []
     assert_same(plain(1).state_dict(), saved)
     assert_same(saved, model.state_dict())
-
-
-@both_views
-@on_ranks(2)
-def test_training_goes_on_after_save_and_load_as_torchs_does(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
-    saved = []
-    for which in ("torch", "fsdp_c"):
-        model = wrap(plain(), use_orig_params, which)
-        train(model, rank)
-        full_state_dict(model)
-        train(model, rank)
-        model.load_state_dict(plain(5).state_dict())
-        train(model, rank)
-        saved.append(full_state_dict(model))
-    assert_same(*saved)
 
 
 @all_strategies

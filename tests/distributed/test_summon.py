@@ -40,23 +40,6 @@ def summon(model: Any, **options: Any) -> Any:
     return implementation("fsdp_c").summon_full_params(model, **options)
 
 
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_full_parameters_equal_torchs_after_training(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
-    seen = []
-    for which in ("torch", "fsdp_c"):
-        model = wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
-        train(model, rank)
-        with type(model).summon_full_params(model):
-            seen.append(shown(model))
-            assert all(type(param) is nn.Parameter for param in model.parameters())
-    assert list(seen[0]) == list(seen[1])
-    assert_same(*seen)
-
-
 @both_views
 @on_ranks(2)
 def test_names_and_values_are_the_plain_models(rank: int, world_size: int, use_orig_params: bool) -> None:

@@ -264,26 +264,6 @@ def test_groups_give_parameters_their_own_hyperparameters(rank: int, world_size:
     compare(rank, body, strategy)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@pytest.mark.parametrize("owner", ["optimizer", "model"])
-@all_strategies
-@on_ranks(2)
-def test_zero_grad_both_ways(  # C-118, C-119
-    rank: int, world_size: int, strategy: str, owner: str, set_to_none: bool
-) -> None:
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        for step in range(STEPS):
-            backward(model, step, rank)
-            optimizer.step()
-            (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-            trace.record(f"step {step}", named(model))
-
-    trace = compare(rank, body, strategy)
-    left = [value for moment, value in trace.items() if moment.endswith("grad") and value is not None]
-    assert not left if set_to_none else left and not any(grad.any() for grad in left)
-
-
 @on_ranks(2)
 def test_gradients_set_to_none_free_the_flat_gradient_in_the_next_forward(  # C-119
     rank: int, world_size: int
@@ -406,22 +386,6 @@ def test_edited_parameters_are_taken_over(
         assert not torch.equal(trace["output"], build("fsdp_c", strategy)(batch(0, rank)))
 
 
-@all_strategies
-@on_ranks(2)
-def test_edited_parameters_are_taken_over_between_steps(
-    rank: int, world_size: int, strategy: str
-) -> None:  # C-130
-    def edit(params: dict[str, nn.Parameter], step: int) -> None:
-        held = [name for name, param in params.items() if param.numel()]
-        if step:
-            replace_data(None, params[held[step]], held[step])
-
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), edit)
-
-    compare(rank, body, strategy)
-
-
 @pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
 @all_strategies
 @on_ranks(2)
@@ -455,33 +419,8 @@ def test_edited_gradients_are_taken_over(
     compare(rank, body, strategy, torch_races=True)
 
 
-@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
-@pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_data_of_another_shape_is_refused(
-    rank: int, world_size: int, strategy: str, name: str
-) -> None:  # X-075, C-131
-    model = build(name, strategy)
-    backward(model, 0, rank)
-    for param in model.parameters():
-        if param.numel():
-            param.data = torch.zeros(param.numel() + 1)
-    with pytest.raises(RuntimeError, match="[Cc]annot write ?back"):
-        model(batch(0, rank))
-
-
-@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
-@on_ranks(2)
-def test_untied_shared_parameter_is_refused(rank: int, world_size: int, name: str) -> None:  # X-076, C-135
-    model = build(name, net={"tied": True})
-    block = model.blocks[0]._fsdp_wrapped_module
-    block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
-    with pytest.raises(NotImplementedError):
-        model(batch(0, rank))
-
-
-@on_ranks(2)
-def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> None:
+def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> None:  # X-076, C-135
     model = build("fsdp_c", net={"tied": True})
     block = model.blocks[0]._fsdp_wrapped_module
     block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
@@ -609,18 +548,6 @@ def test_data_replaced_between_forward_and_backward_is_refused(  # X-074, C-132,
 
 
 # ----------------------------------------------------------------- gradients kept low, tied weights, offload
-
-
-@pytest.mark.parametrize("net", [{}, {"tied": True}, {"extra": True}], ids=["plain", "tied", "unused"])
-@all_strategies
-@on_ranks(2)
-def test_tied_and_unused_parameters_train_as_with_torch(  # C-074, C-114, C-118, D-104
-    rank: int, world_size: int, strategy: str, net: dict[str, Any]
-) -> None:
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        steps(model, trace, rank, OPTIMIZERS["adamw"](model.parameters()), nothing)
-
-    compare(rank, body, strategy, net=net)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
