@@ -5,8 +5,10 @@ The gather and the reduction of one tensor have new names beside the old since t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,6 +29,18 @@ def init_fake_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     if torch_version() < (2, 13):  # where the output of a reduction stays as it was allocated
         dist.ProcessGroup._reduce_scatter_base = _take_own_chunk
+
+
+def fake_ranks(rank: int, world_size: int) -> Any:
+    """The fixture of a module whose tests are one rank of a group without others."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def group() -> Iterator[None]:
+        init_fake_group(rank, world_size)
+        yield
+        dist.destroy_process_group()
+
+    return group
 
 
 def _take_own_chunk(group: dist.ProcessGroup, output: Tensor, chunks: Tensor, options: Any = None) -> Any:

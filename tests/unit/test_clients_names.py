@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, bf16_compress_hook
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
@@ -44,16 +42,13 @@ from fsdp_c._wrap_utils import _construct_wrap_fn, _or_policy, _post_order_apply
 from fsdp_c.api import TrainingState
 from fsdp_c.flat_param import FlatParamHandle, HandleShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
+from tests.collectives import fake_ranks
 
 CPU = torch.device("cpu")
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(1, 4)
 
 
 class Net(nn.Module):

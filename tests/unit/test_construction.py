@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -24,15 +22,12 @@ from fsdp_c.api import TrainingState
 from fsdp_c.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.wrap import ModuleWrapPolicy
+from tests.collectives import fake_ranks
 
 WORLD_SIZE, RANK = 4, 1
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(RANK, WORLD_SIZE)
 
 
 class Net(nn.Module):

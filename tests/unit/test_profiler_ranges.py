@@ -1,26 +1,20 @@
 """D-130: the ranges of a step in torch's profiler have upstream's names, and only while a profiler is on."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as UpstreamFSDP
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy
+from tests.collectives import fake_ranks
 
 NAME = "FullyShardedDataParallel"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(0, 2)
 
 
 UNITS, CALLS = 3, 4  # units with parameters; forwards of a step, which the root has too

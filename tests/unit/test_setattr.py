@@ -5,21 +5,19 @@ For each value of FSDP_USE_UNSAFE_SETATTR.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp import ShardingStrategy
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.flat_param import _way_to_set
+from tests.collectives import fake_ranks
 
 CPU = torch.device("cpu")
 SETTINGS = {"unset": None, "off": "0", "on": "1"}
@@ -28,11 +26,7 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 both_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(0, 2)
 
 
 @pytest.fixture

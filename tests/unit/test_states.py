@@ -4,18 +4,12 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import _C, FullyShardedDataParallel
+from tests.collectives import fake_ranks
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(0, 2)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
 from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, cli
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from tests.collectives import fake_ranks
 
 WORLD_SIZE = 4
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -30,11 +30,7 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(1, WORLD_SIZE)
 
 
 class Net(nn.Module):

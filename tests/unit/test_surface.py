@@ -13,12 +13,12 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
 from fsdp_c import FlatParameter
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import flat_param
+from tests.collectives import fake_ranks
 from tests.models import WIDTH, Block, Conv
 
 WORLD_SIZE, RANK = 4, 1
@@ -28,11 +28,7 @@ all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda stra
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(RANK, WORLD_SIZE)
 
 
 def build(cls: type, **kwargs: Any) -> Any:

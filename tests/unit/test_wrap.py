@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
@@ -20,13 +17,9 @@ from fsdp_c import wrap as fsdp_wrap
 from fsdp_c.sharding import wrap as sharding_wrap
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_path
+from tests.collectives import fake_ranks
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    dist.destroy_process_group()
+_group = fake_ranks(1, 4)
 
 
 class Block(nn.Module):
