@@ -38,6 +38,9 @@ STACK_WAIT_S = 2.0
 EXIT_WAIT_S = 20.0  # of a process that has closed its pipe
 LOG_TAIL_CHARS = 4000
 DEVICE_SETTING = "FSDP_C_TEST_DEVICE"  # pytest --device
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",

@@ -22,15 +22,13 @@ from tests.clients.support import (
     train_reference,
 )
 from tests.models import WIDTH, Net
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 require("accelerate")
 
 LIBRARY = "accelerate"
 BATCH = 3  # of each rank
 SAMPLES = 48
-
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 def accelerator(rank, world_size, *, mixed_precision="no", micro_batches=1, **plugin_options):

@@ -20,13 +20,12 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import on_ranks, pool
+from tests.ranks import both_views, on_ranks, pool
 
 require("lightning")
 
 LIBRARY = "fabric"
 HERE = "tests.clients.test_fabric"
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 def fabric(rank: int, world_size: int, precision: str = "32-true", **options):

@@ -22,14 +22,13 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import on_ranks, pool
+from tests.ranks import both_views, on_ranks, pool
 
 require("lightning")
 
 LIBRARY = "lightning"
 HERE = "tests.clients.test_lightning"
 EPOCH = 3  # steps
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 def lit_module(seed: int = 0, by_hand: bool = False) -> Any:

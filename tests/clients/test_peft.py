@@ -20,7 +20,7 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 require("peft", "transformers", "accelerate")
 
@@ -146,7 +146,7 @@ def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
     assert_same_parameters(loaded.state_dict(), found)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_orig_params):
     """disable_adapter is how reference models are evaluated; merging writes into frozen parameters."""
@@ -167,7 +167,7 @@ def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_or
     assert not torch.equal(moved, language_model().model.layers[0].self_attn.q_proj.weight)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_trainer_trains_adapters_as_unsharded(rank, world_size, use_orig_params, tmp_path):
     from transformers import Trainer, TrainingArguments

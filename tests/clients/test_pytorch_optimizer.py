@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
 
 from tests.clients.support import require
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 require("pytorch_optimizer")
 
@@ -67,7 +67,7 @@ def same_values(model: Any, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SOAP", "Shampoo"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2)
 def test_factors_are_those_of_the_plain_model_and_resume(
     rank: int, world_size: int, kind: str, use_orig_params: bool

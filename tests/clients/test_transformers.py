@@ -17,7 +17,7 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 require("transformers", "accelerate")
 
@@ -27,8 +27,6 @@ LENGTH = 6
 VOCABULARY = 30
 STEPS = 6
 ADAM_EPSILON = 1e-4  # the gradient of a key bias is 0 but for rounding, which a smaller one would blow up
-
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 def language_model(seed: int = 0) -> nn.Module:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_c import FullyShardedDataParallel
 from tests.cuda.nccl_on_one_gpu import nccl_group
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 TIMEOUT_S = 180.0
 REPLAYS = 3
@@ -61,7 +61,7 @@ def losses_and_gradients(model: Any, graphed: bool) -> list[Tensor]:
     return losses + [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda one: one.name
 )

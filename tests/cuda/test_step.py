@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
 from tests.cuda.test_parity import GPU, TIMEOUT_S, Upstream, over
-from tests.ranks import on_ranks
+from tests.ranks import all_strategies, both_views, on_ranks
 
 WIDTH = 1024
 LAYERS = 8
@@ -44,9 +44,6 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": CPUOffload(True)},
     "offload, bf16": {"cpu_offload": CPUOffload(True), "mixed_precision": BF16},
 }
-
-
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def requested(kind: str = "current") -> int:
@@ -463,7 +460,7 @@ def accumulate(model: Any, rank: int, step: int, sync: bool) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["reduced", "no_sync"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @both_views
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_gradients_leave_the_device_with_the_parameters(

@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.ranks import device, on_ranks
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 
 class Branches(nn.Module):
@@ -43,8 +41,8 @@ def averaged_reference(rank: int, world_size: int) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_views
+@all_strategies
 @on_ranks(2)
 def test_a_unit_skipped_by_the_synchronised_backward_is_reduced_all_the_same(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -70,7 +68,7 @@ def test_a_unit_skipped_by_the_synchronised_backward_is_reduced_all_the_same(
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_what_no_sync_left_goes_as_units_are_reduced(
     rank: int, world_size: int, use_orig_params: bool, low: bool

@@ -19,7 +19,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import agreement
 from fsdp_c.sharding.sharded_module import units_with_paths
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 X = torch.ones(3, WIDTH)
 
@@ -147,7 +147,7 @@ def with_experts(rank: int, which: str) -> tuple[Experts, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("which", ["ignored_modules", "ignored_states"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_ranks_that_ignore_different_modules_train(
     rank: int, world_size: int, use_orig_params: bool, which: str

@@ -22,13 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:

@@ -28,7 +28,7 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, writing
 from fsdp_c.tools import flight_recorder
 from tests.distributed.test_checkpoint import folder_of_ranks
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 WIDTH = 640  # shards above 1 MiB
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def held_back() -> Iterator[threading.Event]:
             may_write.set()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2)
 def test_what_is_saved_is_what_was_there_whatever_training_does_meanwhile(rank, world_size, use_orig_params):
     path = folder_of_ranks() / "ckpt"

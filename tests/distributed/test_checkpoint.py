@@ -30,7 +30,7 @@ from tests import tensor_parallel as tp
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import same_bits
-from tests.ranks import device, on_ranks, pool
+from tests.ranks import both_views, device, on_ranks, pool
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
@@ -150,7 +150,7 @@ def across(tmp_path: Path, saving: int, loading: int, save: dict[str, Any], load
 
 
 @pytest.mark.parametrize("loading", [1, 2, 3, 4])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 def test_four_ranks_save_and_others_load(loading: int, use_orig_params: bool, tmp_path: Path) -> None:
     across(tmp_path, 4, loading, {"use_orig_params": use_orig_params}, {"use_orig_params": use_orig_params})
 
@@ -358,7 +358,7 @@ def test_what_torch_saved_loads_here(rank, world_size, kind, flatten):
 
 # not of ShardedTensors: torch's DCP takes a checkpoint for an old one where a rank has no row of one, its own
 # too
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @pytest.mark.parametrize("kind", ["fsdp1 with mesh", "fsdp2"])
 @on_ranks(2)
 def test_what_is_saved_here_loads_in_torch(rank, world_size, kind, use_orig_params):
@@ -545,7 +545,7 @@ def assert_close_params(model: Any, plain: nn.Module) -> None:
             torch.testing.assert_close(part, expected)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(4)
 def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(rank, world_size, use_orig_params):
     """Tensor parallel ranks then have flat parameters of several sizes, which end in other places."""

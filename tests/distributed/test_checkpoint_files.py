@@ -37,7 +37,7 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.parity.engine import same_bits
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 
@@ -75,7 +75,7 @@ def assert_holds(path: Path, expected: dict[str, Any], *flags: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(3)
 def test_files_of_all_ranks_become_one(rank, world_size, which, use_orig_params):
     """F-034, F-040 to F-043: SHARDED with either type of value, LOCAL with flat parameters; nothing else is

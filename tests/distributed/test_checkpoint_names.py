@@ -27,7 +27,7 @@ from tests.distributed.test_checkpoint import (
     whole,
 )
 from tests.distributed.test_sharded_state_dict import wrap
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 
 class Inner(nn.Module):
@@ -112,7 +112,7 @@ def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 HOW = ["not", "whole", "block inside its unit", "block around its unit", "layer in the block", "in place"]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2, timeout_s=180)
 def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(
     rank, world_size, use_orig_params

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
-from tests.distributed.test_state_dict import all_strategies, assert_same, both_views, plain, wrap
+from tests.distributed.test_state_dict import assert_same, plain, wrap
 from tests.models import WIDTH
 from tests.parity.engine import same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 
 def backward(model: nn.Module, rank: int, scale: float = 10.0) -> None:

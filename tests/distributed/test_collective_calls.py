@@ -21,11 +21,10 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from benchmarks.common import NoopGroup
 from tests.collectives import ALL_GATHER, ALL_GATHERS, REDUCE_SCATTER, REDUCE_SCATTERS
 from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 UNITS = 4
 WIDTHS = (5, 6, 7, 8, 9)  # every unit has another size, by which its collectives are told apart
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 KINDS = {
     "all_gather": "AG",  # torch's way on the CPU
     "all_gather_single": "AG",
@@ -96,7 +95,6 @@ def counted(seen: list[Any]) -> dict[str, int]:
     return dict(Counter(kind for kind, _ in seen))
 
 
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 
 # ----------------------------------------------------------------- counts
@@ -113,7 +111,7 @@ EVALUATION_AGAIN = {
 
 @both
 @both_views
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_forward_gathers_each_unit_once_e012(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
@@ -126,7 +124,7 @@ def test_forward_gathers_each_unit_once_e012(
 
 @both
 @both_views
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
@@ -141,7 +139,7 @@ def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
 
 @both
 @both_views
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
@@ -157,7 +155,7 @@ def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
 
 @both
 @both_views
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale_e016(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
@@ -225,7 +223,7 @@ def test_replaced_all_reduce_makes_the_gradients_of_no_shard(rank: int, world_si
     assert len(values) == 1 and values.pop() == pytest.approx(3.0 / model._gradient_postdivide_factor)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_replacements_that_pass_through_change_no_bit(rank: int, world_size: int, strategy: str) -> None:
     native, logged = build("fsdp_c", strategy), build("fsdp_c", strategy)
@@ -284,7 +282,7 @@ PREFETCH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", PREFETCH)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_collectives_and_computation_are_in_the_order_of_torch(
     rank: int, world_size: int, strategy: str, mode: str

@@ -31,9 +31,8 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
-from tests.ranks import device, device_type, on_ranks
+from tests.ranks import all_strategies, both_views, device, device_type, on_ranks
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 STEPS = {"plain": plain_step, "accumulate": accumulate_step, "no_sync_after_sync": no_sync_after_sync_step}
 Hook = Callable[..., None]
@@ -100,7 +99,7 @@ def hooked(hook: Hook, state: Callable[[], object], late: bool = False) -> Calla
 
 @pytest.mark.parametrize("name", CUSTOM)
 @pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_custom_hooks_equal_torch(
     rank: int, world_size: int, strategy: str, precision: str, name: str
@@ -113,7 +112,7 @@ def test_custom_hooks_equal_torch(
     ("precision", "step"),
     [("fp32", "plain"), ("fp32", "no_sync_after_sync"), ("bf16", "accumulate"), ("keep_low", "plain")],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @pytest.mark.parametrize("hook", LOW_PRECISION)
 @on_ranks(2)
 def test_low_precision_hooks_equal_torch(
@@ -125,7 +124,7 @@ def test_low_precision_hooks_equal_torch(
         compare(point, Scenario(build, STEPS[step]), rank, world_size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @pytest.mark.parametrize("hook", [None, "default"])
 @on_ranks(2)
 def test_kept_low_precision_gradients_equal_torch_where_the_reduction_has_another_dtype(
@@ -165,7 +164,7 @@ def test_a_changed_state_changes_the_next_reduction(rank: int, world_size: int) 
         compare(Point("state"), Scenario(build, step), rank, world_size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_a_hook_registered_after_a_step_equals_torch(rank: int, world_size: int, strategy: str) -> None:
     build = hooked(fp16_compress_hook, lambda: LowPrecisionState(dist.group.WORLD), late=True)
@@ -191,8 +190,8 @@ def backward(model: nn.Module) -> None:
     model(torch.linspace(-1, 1, WIDTH).repeat(2, 1)).square().sum().backward()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@all_strategies
+@both_views
 @on_ranks(2)
 def test_a_hook_gets_what_torch_gives_it(
     rank: int, world_size: int, use_orig_params: bool, strategy: str

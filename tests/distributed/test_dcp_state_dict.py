@@ -29,7 +29,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.distributed.test_optim_state_dict import assert_same_value, snapshot
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "not strict": {"strict": False},
 }
 all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 @contextlib.contextmanager

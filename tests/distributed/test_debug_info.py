@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 BOTH = ("torch", "fsdp_c")
 X = torch.ones(3, WIDTH)
@@ -110,7 +109,7 @@ def logged(name: str) -> Iterator[list[str]]:
         logging.getLogger(name).removeHandler(lines)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_units_whose_gradients_have_come_are_logged(
     rank: int, world_size: int, use_orig_params: bool

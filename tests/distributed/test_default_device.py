@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +27,7 @@ from tests.distributed.test_checkpoint import (
 from tests.distributed.test_checkpoint_files import save_by_rank, state_of
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.models import WIDTH, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 Trained = tuple[Any, torch.optim.Optimizer]
 
@@ -88,7 +87,7 @@ def converted(path: Path) -> dict[str, Any]:
     return {"model": {name.removeprefix("model."): source.read(name).to(device()) for name in source.entries}}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2)
 def test_training_saving_and_loading_are_the_same(rank: int, world_size: int, use_orig_params: bool) -> None:
     folder = folder_of_ranks()

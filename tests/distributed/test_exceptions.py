@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.collectives import ALL_GATHER
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes_after_a_failure, settled_nbytes
 
 STEPS_BEFORE = 2
@@ -94,11 +94,8 @@ BEFORE_BACKWARD = (
     "root tensor hook",
 )  # raised before a unit was reached: no more than a forward without a backward
 PLACES = FORWARD_PLACES + BACKWARD_PLACES + BEFORE_BACKWARD
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 all_places = pytest.mark.parametrize("place", PLACES)
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 class Trained:
@@ -243,7 +240,7 @@ def test_gradients_of_an_earlier_backward_survive_an_exception_in_forward(
     assert_same_run(expected, run)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
 @on_ranks(2)
 def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(

@@ -21,7 +21,7 @@ from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import PER_BLOCK, plain_step
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 UNIT = 34  # elements of a Linear(5, 5) on two ranks: weight and bias, each aligned, and one of right padding
 
@@ -330,8 +330,8 @@ def unshard_ahead(run: Run) -> None:
     plain_step(run)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@all_strategies
 @on_ranks(2)
 def test_training_with_unshard_equals_torch(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -407,8 +407,8 @@ def out_of_memory_first(run: Run) -> None:
     plain_step(run)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@all_strategies
 @on_ranks(2)
 def test_a_step_after_a_failed_backward_and_the_final_callback_is_right(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -419,7 +419,7 @@ def test_a_step_after_a_failed_backward_and_the_final_callback_is_right(
     assert_same_record(point, expected, actual)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
 @on_ranks(2)
 def test_the_final_callback_changes_nothing_around_a_step(

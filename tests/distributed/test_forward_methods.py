@@ -14,11 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 
 class Generator(Net):

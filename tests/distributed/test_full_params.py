@@ -21,9 +21,7 @@ from tests import tensor_parallel as tp
 from tests.distributed.test_hybrid import groups
 from tests.distributed.test_sharded_state_dict import FULL, odd, saved, train, wrap
 from tests.parity.engine import same_bits
-from tests.ranks import device, on_ranks
-
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 
 @contextmanager
@@ -41,7 +39,7 @@ def watched_gathers() -> Iterator[list[tuple[int, int, int]]]:
         yield seen
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @both_views
 @on_ranks(2)
 def test_names_and_values_are_those_of_the_full_state_dict(rank, world_size, use_orig_params, strategy):

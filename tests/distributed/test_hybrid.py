@@ -26,7 +26,7 @@ from tests.collectives import REDUCE_SCATTER
 from tests.models import Block, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import accumulate_step, no_sync_after_sync_step, no_sync_step, plain_step
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 PER_BLOCK = ModuleWrapPolicy({Block})
@@ -138,7 +138,7 @@ def mixed_by_hand(run: Run) -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [mixed_by_policy, mixed_by_hand])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(4)
 def test_mixed_strategies_equal_torch(
     rank: int, world_size: int, use_orig_params: bool, build: Callable[[Run], nn.Module]

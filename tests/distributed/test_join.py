@@ -18,7 +18,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, device_type, on_ranks
+from tests.ranks import both_views, device, device_type, on_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 MAX_NORM = 0.05
@@ -112,7 +112,7 @@ def check(
 
 @pytest.mark.parametrize("every", [1, 2], ids=["each", "no_sync"])
 @pytest.mark.parametrize("average", ["all", "there"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
 @on_ranks(2)
 def test_the_values_are_those_of_the_ranks_that_had_data(
@@ -121,7 +121,7 @@ def test_the_values_are_those_of_the_ranks_that_had_data(
     check(rank, (2, 6), strategy, use_orig_params, average, every)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
 def test_the_values_are_those_of_the_ranks_that_had_data_of_four(
@@ -145,7 +145,7 @@ class Spoilt(nn.Module):
         return y.detach()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_what_a_repeated_batch_brings_is_left_out_even_where_it_is_nan_and_comes_past_the_outputs(
     rank: int, world_size: int, use_orig_params: bool

@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 WIDTH = 8
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 CALL = "_compiled_call_impl"
 
 

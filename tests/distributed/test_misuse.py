@@ -24,9 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, device_type, on_ranks
-
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+from tests.ranks import both_views, device, device_type, on_ranks
 
 
 def wrapped(kind: Any = FSDP, net: nn.Module | None = None, **options: Any) -> Any:

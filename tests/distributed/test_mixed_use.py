@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_c
 from tests.models import WIDTH
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 FSDP = fsdp_c.FullyShardedDataParallel
@@ -101,7 +101,7 @@ def refused(what: str, use_orig_params: bool, stepped: bool) -> None:
     trained.model.clip_grad_norm_(1.0)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_what_cannot_work_names_the_remedy(rank: int, world_size: int, use_orig_params: bool) -> None:
     for what in REFUSED:
@@ -121,7 +121,7 @@ def test_settings_work(rank: int, world_size: int) -> None:
     assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_torchs_optimizer_state_is_ours(rank: int, world_size: int, use_orig_params: bool) -> None:
     trained = Trained(use_orig_params, stepped=True)

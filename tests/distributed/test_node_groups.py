@@ -32,7 +32,7 @@ from tests.parity.programs import generate
 from tests.parity.scenarios import CORE, NARROW, SCENARIOS, WIDE
 from tests.parity.test_parity import COMPARED
 from tests.parity.test_random_programs import compare_program
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 
 BLOCKS, WIDTH, NODE = 3, 16, 2
@@ -114,7 +114,7 @@ def test_random_programs_equal_torch(rank: int, world_size: int, seeds: range) -
 # ------------------------------------------------------------------ what travels where
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @on_ranks(4)
 def test_backwards_gather_within_the_node(

@@ -14,14 +14,10 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import FlatAdamW
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 STEPS = 4
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
-
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def build(
@@ -215,7 +211,7 @@ def test_flat_adamw_trains_offloaded_shards_as_torchs_fused_adamw(
 
 
 @pytest.mark.parametrize("writeback", [True, False])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_units_that_are_not_sharded_are_summoned_to_where_they_compute(
     rank: int, world_size: int, use_orig_params: bool, writeback: bool

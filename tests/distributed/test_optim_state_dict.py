@@ -29,11 +29,10 @@ from fsdp_c.optim import FlatAdamW
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.models import WIDTH, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 both_forms = pytest.mark.parametrize("mesh", [False, True])
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -28,7 +28,7 @@ from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy, reshard_after_forward
 from tests.distributed.test_collective_calls import calls, counted
 from tests.distributed.test_execution_order import debug_level
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 5, 7, 3, 2
@@ -335,7 +335,6 @@ def batch(rank: int) -> Tensor:
 NOTHING = Program(0, [[]] * LAYERS)
 EVERYTHING = Program(1, [[2, 0, 1]] * LAYERS)
 SOME = Program(0, [[1], [0, 2, 0]])
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from tests.models import WIDTH
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 Trace = list[tuple[str, Any]]
 
@@ -121,7 +121,7 @@ def watched_steps(
 
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_reduce_fp32", "reduce_bf16"])
 @on_ranks(2)
 def test_hooks_see_the_unsharded_gradient_before_it_is_reduced(
@@ -302,7 +302,7 @@ def test_hooks_run_within_the_backward_of_their_model(rank: int, world_size: int
     assert_same_trace(body, rank)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_hooks_on_the_weight_that_a_forward_uses_are_called_in_every_step(
     rank: int, world_size: int, use_orig_params: bool

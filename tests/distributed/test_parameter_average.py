@@ -26,7 +26,7 @@ from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.optim import ParameterAverage
 from tests.distributed.test_hybrid import groups
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 LARGE = 600  # width of a matrix above 1 MiB
 
@@ -87,8 +87,8 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("use_buffers", [False, True], ids=["buffers kept", "buffers averaged"])
 @pytest.mark.parametrize("decay", [0.9, None])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@all_strategies
 @on_ranks(2)
 def test_average_is_that_of_averaged_model(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, decay: float | None, use_buffers: bool

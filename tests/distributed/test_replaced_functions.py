@@ -24,13 +24,11 @@ from fsdp_c.api import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import HELD_BACK
 
 STEPS = 2
 UNITS = 4
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
 def trained(rank: int, strategy: str, use_orig_params: bool, **options: Any) -> list[Tensor]:

@@ -24,10 +24,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy, split_frozen
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 WIDTH, RANK = 12, 3
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 class Packed(nn.Parameter):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import ShardedGradScaler
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 STEPS = 8
 SCALERS = {"torch": Upstream, "fsdp_c": ShardedGradScaler}
@@ -87,7 +87,7 @@ def test_signature_and_base_are_those_of_torch() -> None:  # A-003, A-150
 
 
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale", "step"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_scales_and_parameters_are_those_of_torch(
     rank: int, world_size: int, use_orig_params: bool, unscale: bool

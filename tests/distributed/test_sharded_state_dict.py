@@ -29,14 +29,13 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_state_dict import train
 from tests.models import Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
     StateDictType.LOCAL_STATE_DICT,
 )
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 both_forms = pytest.mark.parametrize("mesh", [False, True])
 
 

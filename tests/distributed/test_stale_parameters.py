@@ -28,13 +28,12 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import reshard_after_forward, split_frozen
 from tests.distributed.test_collective_calls import calls, counted
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
 
 WIDTH = 6
 LARGE = 420  # a unit of more than 1 MiB
 strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 class Block(nn.Linear):
@@ -195,7 +194,7 @@ def run(change: Change, trainers: tuple[Trainer, Trainer], held: bool) -> None:
 
 
 @strategies
-@views
+@both_views
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
 @on_ranks(2)
 def test_a_forward_after_one_without_backward_sees_each_change(
@@ -208,7 +207,7 @@ def test_a_forward_after_one_without_backward_sees_each_change(
 
 
 @strategies
-@views
+@both_views
 @on_ranks(2)
 def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -222,7 +221,7 @@ def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
 
 
 @strategies
-@views
+@both_views
 @pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
 @on_ranks(2)
 def test_under_mixed_precision_the_shard_is_cast_anew(
@@ -251,7 +250,7 @@ def test_with_offloaded_shards_and_above_a_mebibyte_as_well(
             check(trainers[0].model, trainers[1].model, trainers[0].width)
 
 
-@views
+@both_views
 @on_ranks(4)
 def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(
     rank: int, world_size: int, use_orig_params: bool
@@ -269,7 +268,7 @@ def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(
 
 
 @strategies
-@views
+@both_views
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @on_ranks(2)
 def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
@@ -291,7 +290,7 @@ def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
 
 
 @strategies
-@views
+@both_views
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
 @on_ranks(2)
 def test_a_part_that_is_called_alone_gathers_anew(
@@ -309,7 +308,7 @@ def test_a_part_that_is_called_alone_gathers_anew(
     check(trainers[0].model, trainers[1].model)
 
 
-@views
+@both_views
 @on_ranks(2)
 def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(
     rank: int, world_size: int, use_orig_params: bool
@@ -324,7 +323,7 @@ def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(
         check(trainers[0].model, trainers[1].model)
 
 
-@views
+@both_views
 @on_ranks(2)
 def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(
     rank: int, world_size: int, use_orig_params: bool
@@ -340,7 +339,7 @@ def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(
 
 
 @strategies
-@views
+@both_views
 @on_ranks(2)
 def test_a_summon_shows_what_was_stepped(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -359,7 +358,7 @@ def test_a_summon_shows_what_was_stepped(
 
 
 @strategies
-@views
+@both_views
 @on_ranks(2)
 def test_a_second_forward_before_the_backward_gathers_each_unit_once(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -377,7 +376,7 @@ def test_a_second_forward_before_the_backward_gathers_each_unit_once(
 
 
 @strategies
-@views
+@both_views
 @on_ranks(2)
 def test_backwards_of_several_forwards_may_come_in_any_order(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -546,8 +545,8 @@ def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
     return Trainer(wrap(models[0], **arguments)), Trainer(models[1])
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@views
+@all_strategies
+@both_views
 @pytest.mark.parametrize("recomputed", ["no", "inside", "around"])
 @on_ranks(2)
 def test_what_a_forward_writes_into_its_parameters_stays(
@@ -594,8 +593,8 @@ def test_so_it_does_where_backwards_gather_within_a_node(rank: int, world_size: 
     check(trainers[0].model, trainers[1].model)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@views
+@all_strategies
+@both_views
 @on_ranks(2)
 def test_under_mixed_precision_what_a_forward_has_not_changed_keeps_its_bits(
     rank: int, world_size: int, strategy: str, use_orig_params: bool

@@ -22,16 +22,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
     StateDictType.SHARDED_STATE_DICT,
     StateDictType.LOCAL_STATE_DICT,
 )
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def plain(seed: int = 0, **options: Any) -> Net:

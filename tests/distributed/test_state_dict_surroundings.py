@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FULL, SHARDED, LOCAL = (
@@ -32,7 +32,6 @@ FULL, SHARDED, LOCAL = (
 )
 KINDS = {"full": FULL, "sharded": SHARDED, "local": LOCAL}
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 Work = Callable[[], Any]
 
 

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_c import optim
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 WIDTH = 640  # shards above 1 MiB
 LAYERS = 3
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "FlatAdamW": partial(optim.FlatAdamW, lr=0.01),
     "AdamW": partial(torch.optim.AdamW, lr=0.01, fused=False),
@@ -119,8 +118,8 @@ def train_alike(pairs: list[tuple[FSDP, Any]], rank: int, **forward: Any) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_views
+@all_strategies
 @on_ranks(2)
 def test_bits_are_those_of_a_step_after_the_backward(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, name: str
@@ -129,7 +128,7 @@ def test_bits_are_those_of_a_step_after_the_backward(
 
 
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "usual"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2)
 def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, setting: str) -> None:
     pairs = both(OPTIMIZERS["FlatAdamW"], use_orig_params=use_orig_params, **SETTINGS[setting])
@@ -169,7 +168,7 @@ def test_gradients_are_gone_and_parameters_stepped_when_the_backward_returns(
     assert all(torch.equal(*pair) for pair in zip(after, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @pytest.mark.parametrize("recomputes", [True, False])
 @on_ranks(2)
 def test_checkpointed_layers(rank: int, world_size: int, recomputes: bool, strategy: str) -> None:
@@ -177,7 +176,7 @@ def test_checkpointed_layers(rank: int, world_size: int, recomputes: bool, strat
     train_alike(pairs, rank, recomputes=recomputes)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
 def test_a_unit_that_is_reduced_twice_in_a_backward_steps_twice(
@@ -265,7 +264,7 @@ def test_state_is_saved_and_loaded_as_ever(rank: int, world_size: int) -> None:
     assert_same(full(first, optimizer), full(second, other))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_clipping_by_the_norm_of_the_step_before(rank: int, world_size: int, strategy: str) -> None:
     model = wrapped(strategy)

@@ -19,7 +19,7 @@ from fsdp_c import _C, optional, plan, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.distributed.test_collective_calls import calls
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, device, on_ranks
 from tests.storage import settled_nbytes
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -150,7 +150,7 @@ def test_ranks_have_and_hold_what_was_planned(rank: int, world_size: int, name: 
         assert sum(flat_param.nbytes for flat_param in flat_params) == expected.sharded_nbytes
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_a_step_sends_what_was_planned(rank: int, world_size: int, strategy: str) -> None:
     settings = {"auto_wrap_policy": UNITS, "mixed_precision": BF16, "use_orig_params": True}

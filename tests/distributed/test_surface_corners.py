@@ -20,11 +20,10 @@ from fsdp_c.sharding.traversal import Subtree
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import clip_step
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, settled_nbytes
 
 PER_BLOCK = ModuleWrapPolicy({Block})
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:

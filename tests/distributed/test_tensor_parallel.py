@@ -58,11 +58,10 @@ from tests.parity.scenarios import (
     plain_step,
     several_forwards_step,
 )
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 PER_LAYER = ModuleWrapPolicy({tp.Layer})
 PLANS = ("mlp", "sequence")
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 both_plans = pytest.mark.parametrize("plan", PLANS)
 
 

@@ -19,10 +19,9 @@ import fsdp_c
 from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 WIDTH = 8
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 class Pair(nn.Module):

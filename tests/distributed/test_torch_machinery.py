@@ -27,10 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_c
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 
 WAYS = ("torch", "installed", "direct")
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 # install() is refused where other tests have units of torch's alive
 own_ranks = on_ranks(2, label="installs")
 Record = dict[str, Any]
@@ -314,7 +313,7 @@ class Reading(TorchDispatchMode):
 @pytest.mark.parametrize(
     "precision", [None, MixedPrecision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"]
 )
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @both_views
 @on_ranks(2)
 def test_a_dispatch_mode_may_read_every_tensor_that_it_sees(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 
 def per_block(net: nn.Module, **arguments: Any) -> FSDP:
@@ -74,7 +74,7 @@ def train(model: nn.Module, x: Tensor | None = None) -> None:
     model(torch.ones(2, WIDTH) if x is None else x).sum().backward()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_units_behind_frozen_embeddings_are_named_with_the_remedy(
     rank: int, world_size: int, use_orig_params: bool

@@ -18,12 +18,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, device, on_ranks
 from tests.simulated_gpu import races
 
 STEPS = 4
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
-STRATEGIES = (*SHARDED, "NO_SHARD")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=False),
@@ -33,8 +32,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd_fused": lambda params: torch.optim.SGD(params, lr=0.05, fused=True),
     "sgd_foreach": lambda params: torch.optim.SGD(params, lr=0.05, foreach=True),
 }
-
-all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def build(
@@ -670,7 +667,7 @@ def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size:
     assert all(param.grad is None for param in offloaded.values())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2)
 def test_an_empty_parameter_has_no_gradient_as_with_torch(rank: int, world_size: int, strategy: str) -> None:
     class WithEmpty(nn.Module):

@@ -25,7 +25,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
 from fsdp_c.state import whole_parameters
 from fsdp_c.state.whole_parameters import BUCKET_NBYTES
-from tests.ranks import device, on_ranks, pool
+from tests.ranks import both_views, device, on_ranks, pool
 
 WIDTH = 24
 Named = list[tuple[str, nn.Parameter]]
@@ -171,7 +171,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_bits_are_those_of_the_plain_model(
@@ -213,7 +213,7 @@ def test_any_number_of_ranks(rank: int, world_size: int, world: int) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(4)
 def test_replicas_divide_the_work(rank: int, world_size: int, use_orig_params: bool) -> None:
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
@@ -373,7 +373,7 @@ def test_a_closure_is_called_once_with_gradients(rank: int, world_size: int) -> 
     assert optimizer.step(closure).requires_grad and calls == [1]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2)
 def test_offloaded_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
     trains_alike(matrices_by_muon, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
@@ -414,7 +414,7 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
 
 
 @pytest.mark.parametrize("kind", ["muon", "sgd", "adamw", "adafactor", "factored"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @on_ranks(2)
 def test_full_state_is_that_of_the_plain_optimizer(
@@ -467,7 +467,7 @@ def body_load(rank: int, world_size: int, folder: str, use_orig_params: bool) ->
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 2)])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 def test_checkpoints_load_on_other_numbers_of_ranks(
     saving: int, loading: int, use_orig_params: bool, tmp_path: Path
 ) -> None:
@@ -540,7 +540,7 @@ def common_folder() -> str:
     return told[0]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @on_ranks(2)
 def test_dcp_saves_and_loads_sharded_state(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Nothing is gathered: a tensor of another shape is one shard, of its owner."""

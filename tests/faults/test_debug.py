@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.debug import Updates, checksum, detect_anomalies, updates
 from tests.models import WIDTH, Block, Net
-from tests.ranks import device, device_type, on_ranks
+from tests.ranks import all_strategies, both_views, device, device_type, on_ranks
 
 
 def build(**arguments: Any) -> FSDP:
@@ -51,11 +51,10 @@ def spoil(model: FSDP, value: float) -> Any:
 
 
 KINDS = {"nan": "NaN", "inf": "inf"}
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["NaN", "inf"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_strategies
 @on_ranks(2, label="faults")
 def test_a_gradient_that_is_not_finite_is_named_on_every_rank_before_it_spreads(
     rank: int, world_size: int, strategy: str, value: float
@@ -163,8 +162,8 @@ def expected_updates(lr: float, dtype: torch.dtype, world_size: int) -> dict[str
     }
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@both_views
+@all_strategies
 @on_ranks(2, label="faults")
 def test_updates_that_bf16_loses_are_counted_once_and_those_of_float32_are_there(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -195,7 +194,7 @@ def test_updates_that_bf16_loses_are_counted_once_and_those_of_float32_are_there
     assert str(lost).startswith(text)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(4, label="faults")
 def test_updates_of_replicas_count_once_and_frozen_parameters_not_at_all(
     rank: int, world_size: int, use_orig_params: bool

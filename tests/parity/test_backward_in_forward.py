@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from tests.models import WIDTH
 from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
 
 
@@ -98,8 +98,8 @@ def trained(
     return found
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@all_strategies
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
 def test_training_with_a_backward_inside_the_forward_equals_torchs(

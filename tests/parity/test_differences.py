@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import device, on_ranks
+from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
 
 BOTH = ("torch", "fsdp_c")
@@ -120,7 +120,7 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(
     assert norms == {"torch": [3.0, pytest.approx(18**0.5)], "fsdp_c": [3.0, 3.0]}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
     rank: int, world_size: int, use_orig_params: bool
@@ -161,7 +161,7 @@ def test_row_4_evaluation_sees_the_optimizer_step_before_it(
     assert stale == {"torch": True, "fsdp_c": False}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
@@ -377,7 +377,7 @@ def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy
             assert_close(found, expected)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_row_13_a_graph_can_be_walked_in_no_sync_and_then_reduced(
     rank: int, world_size: int, strategy: str
@@ -634,7 +634,7 @@ def optimizer_groups(model: Any) -> list[dict[str, Any]]:
     return [{**group, "params": names} for group in groups]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool
@@ -758,7 +758,7 @@ def test_new_data_of_a_flat_parameter_stays(rank: int, world_size: int) -> None:
     assert losses == {"torch": [True, False, False], "fsdp_c": [True, True, True]}
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward(
     rank: int, world_size: int, strategy: str
@@ -861,7 +861,7 @@ def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_
     assert all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(
     rank: int, world_size: int, use_orig_params: bool
@@ -890,7 +890,7 @@ def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(
         assert_close(found["torch"], expected)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@all_strategies
 @on_ranks(2)
 def test_row_42_a_frozen_parameter_keeps_its_gradient(rank: int, world_size: int, strategy: str) -> None:
     """Torch drops it in the next backward, but for a unit that is frozen as a whole under SHARD_GRAD_OP."""
@@ -1040,7 +1040,7 @@ def shared(wrapped: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
     return wrapped(Shared(inner, 1)), wrapped(Shared(inner, 2))
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(
     rank: int, world_size: int, use_orig_params: bool
@@ -1144,11 +1144,7 @@ def twentieths() -> Net:
     return model
 
 
-all_ways = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-
-
-@all_ways
+@all_strategies
 @both_views
 @on_ranks(2)
 def test_load_state_dict_with_assign_loads_and_goes_on_training(
@@ -1182,7 +1178,7 @@ def test_load_state_dict_with_assign_loads_and_goes_on_training(
         assert_close(found["torch"], expected)
 
 
-@all_ways
+@all_strategies
 @both_views
 @on_ranks(2)
 def test_data_that_is_set_in_summon_full_params_is_kept(

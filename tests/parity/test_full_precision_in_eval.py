@@ -21,9 +21,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import PRECISIONS, Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import per_block, root_without_parameters, with_arguments
-from tests.ranks import device, on_ranks
+from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 
@@ -135,8 +134,8 @@ def full_copy(model: nn.Module) -> Net:
     return plain
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@all_strategies
+@both_views
 @on_ranks(2)
 def test_evaluation_equals_the_plain_model_after_every_step(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -159,8 +158,8 @@ def test_evaluation_equals_the_plain_model_after_every_step(
         assert all(handle.unsharded_nbytes == 0 for handle in model._all_handles)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@all_strategies
+@both_views
 @on_ranks(2)
 def test_backward_is_in_the_precision_of_its_forward(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
@@ -186,7 +185,7 @@ def test_backward_is_in_the_precision_of_its_forward(
         assert expected is None or torch.equal(expected, actual)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @on_ranks(2)
 def test_gradients_of_both_precisions_accumulate_in_no_sync(
     rank: int, world_size: int, use_orig_params: bool

@@ -17,9 +17,7 @@ import pytest
 
 from tests.parity.engine import OPTIMIZERS, PRECISIONS, Point, assert_same_record, compare, record_run
 from tests.parity.scenarios import CORE, NARROW, SCENARIOS, WIDE
-from tests.ranks import on_ranks
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+from tests.ranks import STRATEGIES, all_strategies, both_views, on_ranks
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,8 @@ def test_torch_loses_all_gradients_after_a_forward_without_backward_in_bf16(
     assert gradients and all(gradient is None for gradient in gradients)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@all_strategies
+@both_views
 @on_ranks(2)
 def test_forward_without_backward_changes_nothing_in_bf16(
     rank: int, world_size: int, use_orig_params: bool, strategy: str

@@ -24,6 +24,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import _runtime_utils
 from fsdp_c.compat.left_out import REASONS
 from tests.models import WIDTH, Block, Conv
+from tests.ranks import both_views
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -43,7 +44,6 @@ FLAT_PARAM_LEFT_OUT = {
 }
 
 configurations = pytest.mark.parametrize("name", CONFIGURATIONS)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 @pytest.fixture(scope="module", autouse=True)

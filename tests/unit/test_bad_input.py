@@ -25,6 +25,7 @@ from fsdp_c import MixedPrecision, ShardedGradScaler, StateDictType, checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.optim_state import optim_state
 from fsdp_c.sharding import flat_param
+from tests.ranks import both_views
 
 RANK = 1
 
@@ -178,7 +179,7 @@ def test_module_that_cannot_be_wrapped_is_refused(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fake_ranks")
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 def test_wrapping_a_unit_again_warns_and_holds_what_it_held(use_orig_params: bool) -> None:
     """As torch allows it: the outer unit is one without parameters."""
     inner = FSDP(layer(), use_orig_params=use_orig_params)
@@ -315,7 +316,7 @@ def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed() -> None:
     backward_through(model)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
     module = Heads()
@@ -334,7 +335,7 @@ def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["overwrite", "swap"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, way: str) -> None:
     model = FSDP(Heads(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
@@ -428,7 +429,7 @@ def test_a_setting_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch)
         FSDP(layer())
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> None:
     """With torch this is a KeyError of the tensor."""

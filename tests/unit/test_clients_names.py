@@ -43,9 +43,9 @@ from fsdp_c.api import TrainingState
 from fsdp_c.flat_param import FlatParamHandle, HandleShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from tests.collectives import fake_ranks
+from tests.ranks import both_views
 
 CPU = torch.device("cpu")
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 _group = fake_ranks(1, 4)

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel
 from fsdp_c.compat.upstream import torch_version
+from tests.ranks import both_views
 
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -52,7 +53,7 @@ def stepped(cls: Any, use_orig_params: bool, precision: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @pytest.mark.skipif(torch_version() < (2, 11), reason="torch 2.10's collectives do not take fake tensors")
 @pytest.mark.usefixtures("fake_ranks")
 def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precision: str) -> None:
@@ -60,7 +61,7 @@ def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precisi
     assert stepped(FullyShardedDataParallel, use_orig_params, precision) == expected
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_params: bool) -> None:
     """What it made would be read as if it had memory."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.ranks import both_views
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -67,7 +68,7 @@ def raised_in_a_thread(function: Callable[[], Any]) -> list[BaseException]:
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 def test_a_look_from_another_thread_amid_a_step_is_refused_and_the_step_goes_on(
     use_orig_params: bool, phase: str, look: str
 ) -> None:
@@ -103,7 +104,7 @@ class Saved(nn.Linear):
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 def test_a_step_that_begins_while_another_thread_saves_is_refused_and_the_next_one_is_right(
     use_orig_params: bool, phase: str
 ) -> None:

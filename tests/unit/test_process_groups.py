@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardedGradScaler, ShardingStrategy
+from tests.ranks import both_views
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def wrap(group: Any, fsdp: type = FSDP, **arguments: Any) -> Any:
     return fsdp(module, process_group=group, auto_wrap_policy=policy, device_id=CPU, **arguments)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@both_views
 def test_double_of_one_rank_is_wrapped_run_and_trained_without_any_group(use_orig_params: bool) -> None:
     model = wrap(Summing(0, 1), use_orig_params=use_orig_params)
     assert (model.rank, model.world_size) == (0, 1) and not dist.is_initialized()

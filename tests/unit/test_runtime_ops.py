@@ -15,7 +15,7 @@ from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_c import _C, FullyShardedDataParallel, MixedPrecision
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 from tests.storage import settled_nbytes
 
 OPS = torch.ops.fsdp_c
@@ -208,7 +208,7 @@ def test_views_refuse_a_tensor_that_is_too_small() -> None:
 # ----------------------------------------------------------------- two ranks
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_unshard_gathers_the_parameters_and_reshard_frees_them(

@@ -18,11 +18,11 @@ from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.flat_param import _way_to_set
 from tests.collectives import fake_ranks
+from tests.ranks import both_views
 
 CPU = torch.device("cpu")
 SETTINGS = {"unset": None, "off": "0", "on": "1"}
 all_settings = pytest.mark.parametrize("setting", SETTINGS)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 both_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 
 

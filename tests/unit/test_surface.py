@@ -20,12 +20,12 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import flat_param
 from tests.collectives import fake_ranks
 from tests.models import WIDTH, Block, Conv
+from tests.ranks import both_views
 
 WORLD_SIZE, RANK = 4, 1
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 _group = fake_ranks(RANK, WORLD_SIZE)
