@@ -101,108 +101,45 @@ int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format,
     exit(1);
 }
 
-void _Py_Dealloc(PyObject *object) {
-    (void)object;
-    exit(1);
-}
-
-void collective_group_fini(struct collective_group *group) {
-    (void)group;
-}
-
-PyObject *PyErr_NoMemory(void) {
-    exit(1);
-}
-
-PyObject *profile_begin(const char *name) {
-    (void)name;
-    return NULL;
-}
-
-PyObject *profile_begin_inner(const char *name) {
-    (void)name;
-    return NULL;
-}
-
 void profile_end(PyObject *range) {
     CHECK(!range);
 }
 
-bool torch_grad_enabled(void) {
-    return true;
-}
-
-int param_views_show_views(struct param_views *param_views, PyObject *views) {
-    (void)param_views;
-    (void)views;
-    return 0;
-}
-
-int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views) {
-    (void)shard;
-    return param_views_show_views(param_views, views);
-}
-
-int call_guards_place(struct call_guards *layers, bool training) {
-    (void)layers;
-    (void)training;
-    return 0;
-}
-
-int writeback_check_views(struct writeback *writeback) {
-    (void)writeback;
-    return 0;
-}
-
-int writeback_take_over_views(struct writeback *writeback, int64_t *last) {
-    (void)last;
-    (void)writeback;
-    return 0;
-}
-
-int writeback_take_over_writes(struct writeback *writeback) {
-    (void)writeback;
-    return 0;
-}
-
-int storage_keep_secondary_shard(struct storage *storage) {
-    (void)storage;
-    return 0;
-}
-
 static int64_t num_writes; /* of each unit */
 
-int64_t writeback_count_writes(const struct writeback *writeback) {
-    (void)writeback;
-    return num_writes;
-}
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define ANSWERS(answer, type, name, ...)                                                                     \
+    type name(__VA_ARGS__) {                                                                                 \
+        return answer;                                                                                       \
+    }
+#define ENDS(type, name, ...)                                                                                \
+    type name(__VA_ARGS__) {                                                                                 \
+        exit(1);                                                                                             \
+    }
+#define DOES_NOTHING(name, ...)                                                                              \
+    void name(__VA_ARGS__) {                                                                                 \
+    }
 
-int unit_precision_for_forward(struct unit *unit) {
-    (void)unit;
-    return 0;
-}
-
-int unit_precision_for_backward(struct unit *unit) {
-    (void)unit;
-    return 0;
-}
-
-void unit_note_precision(struct unit *unit) {
-    (void)unit;
-}
-
-long long unit_rank(const struct unit *unit) {
-    (void)unit;
-    return 0;
-}
-
-int flat_param_is_trainable(const struct flat_param *param) {
-    (void)param;
-    return 1;
-}
-
-void PyErr_Clear(void) {
-}
+ENDS(void, _Py_Dealloc, PyObject *object)
+ENDS(PyObject *, PyErr_NoMemory, void)
+DOES_NOTHING(PyErr_Clear, void)
+DOES_NOTHING(collective_group_fini, struct collective_group *group)
+DOES_NOTHING(unit_note_precision, struct unit *unit)
+ANSWERS(NULL, PyObject *, profile_begin, const char *name)
+ANSWERS(NULL, PyObject *, profile_begin_inner, const char *name)
+ANSWERS(true, bool, torch_grad_enabled, void)
+ANSWERS(0, int, param_views_show_views, struct param_views *param_views, PyObject *views)
+ANSWERS(0, int, param_views_show_sharded, struct param_views *param_views, PyObject *shard, PyObject *views)
+ANSWERS(0, int, call_guards_place, struct call_guards *layers, bool training)
+ANSWERS(0, int, writeback_check_views, struct writeback *writeback)
+ANSWERS(0, int, writeback_take_over_views, struct writeback *writeback, int64_t *last)
+ANSWERS(0, int, writeback_take_over_writes, struct writeback *writeback)
+ANSWERS(0, int, storage_keep_secondary_shard, struct storage *storage)
+ANSWERS(num_writes, int64_t, writeback_count_writes, const struct writeback *writeback)
+ANSWERS(0, int, unit_precision_for_forward, struct unit *unit)
+ANSWERS(0, int, unit_precision_for_backward, struct unit *unit)
+ANSWERS(0, long long, unit_rank, const struct unit *unit)
+ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
 
 /* ---- a root, and three units inside ---- */
 
