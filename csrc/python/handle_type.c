@@ -70,27 +70,11 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
     return handle_init(inside(self), &spec);
 }
 
-static int handle_object_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(self));
-    return handle_visit(inside(self), visit, arg);
-}
+OBJECT_LIFE(handle_visit, handle_fini)
 
 /* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
 static void handle_object_finalize(PyObject *self) {
     gradients_watch_nothing(&inside(self)->gradients);
-}
-
-static int handle_object_clear(PyObject *self) {
-    handle_fini(inside(self));
-    return 0;
-}
-
-static void handle_object_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    handle_fini(inside(self));
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
 }
 
 /* ---- methods ---- */
@@ -353,10 +337,10 @@ static PyGetSetDef attributes[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_init, handle_object_init},
-    {Py_tp_traverse, handle_object_traverse},
+    {Py_tp_traverse, object_traverse},
     {Py_tp_finalize, handle_object_finalize},
-    {Py_tp_clear, handle_object_clear},
-    {Py_tp_dealloc, handle_object_dealloc},
+    {Py_tp_clear, object_clear},
+    {Py_tp_dealloc, object_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, attributes},

@@ -105,51 +105,43 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
 
 /* Attributes */
 
-typedef PyObject *(*item_getter)(const struct flat_layout *layout, int64_t index, int64_t rank);
+static PyObject *item_of(const struct flat_layout *layout, enum kept which, int64_t index, int64_t rank) {
+    switch (which) {
+    case PARAM_NUMELS:
+        return PyLong_FromLongLong(layout_param_numel(layout, index));
+    case PARAM_OFFSETS:
+        return PyLong_FromLongLong(layout_param_offset(layout, index));
+    case SEGMENT_NUMELS:
+        return PyLong_FromLongLong(layout->segments[index].numel);
+    case PADDING_MASK:
+        return PyBool_FromLong(layout->segments[index].param == LAYOUT_PADDING);
+    case OWN_RANGES:
+    case NUM_KEPT:
+    default:
+        break;
+    }
+    const struct layout_shard_range range = layout_shard_range(layout, index, rank);
+    return Py_BuildValue("(OLLL)", range.in_shard ? Py_True : Py_False, (long long)range.offset_in_shard,
+                         (long long)range.numel_in_shard, (long long)range.offset_in_param);
+}
 
-/* A tuple of `count` items. New reference, or NULL with an exception. */
-static PyObject *tuple_of(const struct flat_layout *layout, int64_t count, int64_t rank,
-                          item_getter item_at) {
+/* One item per parameter, or per segment. New reference, or NULL with an exception. */
+static PyObject *tuple_of(const struct flat_layout *layout, enum kept which, int64_t rank) {
+    const bool per_segment = which == SEGMENT_NUMELS || which == PADDING_MASK;
+    const int64_t count = per_segment ? layout->num_segments : layout->num_params;
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t index = 0; tuple && index < count; index++) {
-        PyObject *item = item_at(layout, index, rank);
+        PyObject *item = item_of(layout, which, index, rank);
         if (!item || PyTuple_SetItem(tuple, (Py_ssize_t)index, item) < 0)
             Py_CLEAR(tuple);
     }
     return tuple;
 }
 
-static PyObject *param_numel_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
-    return PyLong_FromLongLong(layout_param_numel(layout, param));
-}
-
-static PyObject *param_offset_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
-    return PyLong_FromLongLong(layout_param_offset(layout, param));
-}
-
-static PyObject *segment_numel_at(const struct flat_layout *layout, int64_t segment, int64_t rank) {
-    return PyLong_FromLongLong(layout->segments[segment].numel);
-}
-
-static PyObject *segment_is_padding_at(const struct flat_layout *layout, int64_t segment, int64_t rank) {
-    return PyBool_FromLong(layout->segments[segment].param == LAYOUT_PADDING);
-}
-
-static PyObject *shard_range_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
-    const struct layout_shard_range range = layout_shard_range(layout, param, rank);
-    return Py_BuildValue("(OLLL)", range.in_shard ? Py_True : Py_False, (long long)range.offset_in_shard,
-                         (long long)range.numel_in_shard, (long long)range.offset_in_param);
-}
-
 /* New reference, or NULL with an exception. */
 static PyObject *keep(struct layout_object *self, enum kept which) {
-    static const item_getter items_at[NUM_KEPT] = {param_numel_at, param_offset_at, segment_numel_at,
-                                                   segment_is_padding_at, shard_range_at};
-    const struct flat_layout *layout = &self->layout;
-    const bool per_segment = which == SEGMENT_NUMELS || which == PADDING_MASK;
     if (!self->kept[which]) {
-        PyObject *made = tuple_of(layout, per_segment ? layout->num_segments : layout->num_params,
-                                  layout->rank, items_at[which]);
+        PyObject *made = tuple_of(&self->layout, which, self->layout.rank);
         Py_XDECREF(self->kept[which]); /* what is collected meanwhile may have asked as well */
         self->kept[which] = made;
     }
@@ -182,7 +174,7 @@ static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) 
     const int64_t rank = parse_rank(layout, object);
     if (rank == layout->rank)
         return keep((struct layout_object *)self, OWN_RANGES);
-    return rank < 0 ? NULL : tuple_of(layout, layout->num_params, rank, shard_range_at);
+    return rank < 0 ? NULL : tuple_of(layout, OWN_RANGES, rank);
 }
 
 /* The type */

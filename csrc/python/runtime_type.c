@@ -51,22 +51,7 @@ static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-static int runtime_object_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(self));
-    return runtime_visit(inside(self), visit, arg);
-}
-
-static int runtime_object_clear(PyObject *self) {
-    return runtime_clear(inside(self));
-}
-
-static void runtime_object_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    runtime_clear(inside(self));
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
+OBJECT_LIFE(runtime_visit, runtime_clear)
 
 /* ---- methods ---- */
 
@@ -202,9 +187,9 @@ static PyGetSetDef attributes[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_init, runtime_object_init},
-    {Py_tp_traverse, runtime_object_traverse},
-    {Py_tp_clear, runtime_object_clear},
-    {Py_tp_dealloc, runtime_object_dealloc},
+    {Py_tp_traverse, object_traverse},
+    {Py_tp_clear, object_clear},
+    {Py_tp_dealloc, object_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, attributes},

@@ -25,6 +25,24 @@ struct unit *unit_of(PyObject *object);
 
 int layout_functions_add(PyObject *module); /* partitions, exchange plans and boxes. 0 or -1 */
 
+/* What the collector asks of a type, by the verbs of the struct `inside` its objects. */
+#define OBJECT_LIFE(visit_struct, fini_struct)                                                               \
+    static int object_traverse(PyObject *self, visitproc visit, void *arg) {                                 \
+        Py_VISIT(Py_TYPE(self));                                                                             \
+        return visit_struct(inside(self), visit, arg);                                                       \
+    }                                                                                                        \
+    static int object_clear(PyObject *self) {                                                                \
+        fini_struct(inside(self));                                                                           \
+        return 0;                                                                                            \
+    }                                                                                                        \
+    static void object_dealloc(PyObject *self) {                                                             \
+        PyTypeObject *type = Py_TYPE(self);                                                                  \
+        PyObject_GC_UnTrack(self);                                                                           \
+        fini_struct(inside(self));                                                                           \
+        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                  \
+        Py_DECREF(type);                                                                                     \
+    }
+
 /* A method without arguments that is one verb of the struct that `here` has for the object, or NULL. */
 #define METHOD(name, here, verb)                                                                             \
     static PyObject *name(PyObject *self, PyObject *unused) {                                                \

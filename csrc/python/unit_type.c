@@ -72,22 +72,7 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     return unit_init(inside(self), self, &spec) < 0 ? -1 : lead(inside(self));
 }
 
-static int unit_object_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT(Py_TYPE(self));
-    return unit_visit(inside(self), visit, arg);
-}
-
-static int unit_object_clear(PyObject *self) {
-    return unit_clear(inside(self));
-}
-
-static void unit_object_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    unit_clear(inside(self));
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
+OBJECT_LIFE(unit_visit, unit_clear)
 
 /* ---- methods ---- */
 
@@ -210,9 +195,9 @@ static PyGetSetDef attributes[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_init, unit_object_init},
-    {Py_tp_traverse, unit_object_traverse},
-    {Py_tp_clear, unit_object_clear},
-    {Py_tp_dealloc, unit_object_dealloc},
+    {Py_tp_traverse, object_traverse},
+    {Py_tp_clear, object_clear},
+    {Py_tp_dealloc, object_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {Py_tp_getset, attributes},
