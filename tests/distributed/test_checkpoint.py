@@ -392,23 +392,6 @@ def test_the_values_work_with_plain_dcp(rank, world_size):
     assert_holds(folder, again, optimizer)
 
 
-@on_ranks(2)
-def test_the_values_work_with_async_save(rank, world_size):
-    model, optimizer = trained()
-    folder = folder_of_ranks()
-    write_full(folder, model, optimizer)
-    state = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
-    saving = dcp.async_save(state, checkpoint_id=folder / "async")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()  # what was staged is a copy
-    saving.result()
-    again = made(seed=2)
-    optimizer = adamw(again)
-    checkpoint.load(again, optimizer, folder / "async")
-    assert_holds(folder, again, optimizer)
-
-
 # ----------------------------------------------------------------- what is not a parameter
 
 
@@ -612,22 +595,6 @@ def flipped(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 0x10
     path.write_bytes(content)
-
-
-@on_ranks(2)
-def test_damaged_data_are_an_error_on_all_ranks_that_names_file_and_parameter(rank, world_size):
-    model, optimizer = trained()
-    path = folder_of_ranks() / "ckpt"
-    checkpoint.save(model, optimizer, path)
-    chunk = read_checkpoint(path).entries["optim.state.vector.exp_avg"].chunks[0]
-    dist.barrier()  # all have read
-    if rank == 0:
-        flipped(path / chunk.file, chunk.place.offset)
-    dist.barrier()
-    with pytest.raises(
-        CheckpointError, match=rf"rank 0: .*{chunk.file}: the data of optim.state.vector.exp_avg"
-    ):
-        checkpoint.load(model, optimizer, path)
 
 
 @on_ranks(2)

@@ -71,23 +71,6 @@ def test_parameters_and_gradients_taken_over_are_warned_of(rank: int, world_size
     assert counts == {(which, level): kinds for which in BOTH for level, kinds in wanted.items()}
 
 
-@on_ranks(2)
-def test_zeros_for_missing_gradients_are_warned_of(rank: int, world_size: int) -> None:
-    """X-086, C-116: on the rank that has none."""
-    for which in BOTH:
-        model = build(which)
-        model(X).sum().backward()
-        if rank == 1:
-            model.zero_grad()
-        with warnings.catch_warnings(record=True) as record:
-            warnings.simplefilter("always")
-            with type(model).summon_full_params(model, with_grads=True):
-                pass
-        found = said(record, "Only some but not all ranks")
-        assert bool(found) == (rank == 1)
-        assert all(f"[Rank {rank}]" in text for text in found)
-
-
 class Lines(logging.Handler):
     """Keeps what is logged."""
 

@@ -92,7 +92,7 @@ def test_the_environment_is_read_at_construction(rank: int, world_size: int) -> 
 
 
 @on_ranks(2)
-def test_each_switch_is_logged_once_per_process(rank: int, world_size: int) -> None:
+def test_each_switch_is_logged_once_per_process(rank: int, world_size: int) -> None:  # C-003
     from fsdp_c.sharding import flat_param
 
     flat_param._warn_once.cache_clear()

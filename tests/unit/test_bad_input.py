@@ -105,11 +105,6 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         TypeError,
         "forward_prefetch must be .* not int 2",
     ),
-    "initialisation": (
-        lambda: {"param_init_fn": 3},
-        ValueError,
-        "Expected 3 to be callable but got <class 'int'>",
-    ),
     "another CPU": (lambda: {"device_id": "cpu:9"}, ValueError, "device_id=cpu:9 on rank 1 .* one CPU"),
     "mesh": (lambda: {"device_mesh": "cpu"}, TypeError, "not str 'cpu': pass for instance init_device_mesh"),
     "device": (
@@ -225,11 +220,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         RuntimeError,
         r"pass FullStateDictConfig\(",
-    ),
-    "optimizer state of a plain model (X-164)": (
-        lambda: FSDP.optim_state_dict(net := layer(), sgd(net)),
-        IndexError,
-        "Linear has no FullyShardedDataParallel in it: pass the wrapped model",
     ),
     "optimizer state the wrong way round": (
         lambda: FSDP.optim_state_dict(sgd(net := FSDP(layer())), net),

@@ -24,17 +24,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, _init_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_c import _C, fully_sharded_data_parallel
+from fsdp_c import fully_sharded_data_parallel
 from fsdp_c.api import HandleTrainingState
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.upstream import torch_version
-from fsdp_c.sharding import construction, flat_param
+from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests import surface_rows
 from tests.distributed import test_error_words as on_ranks
-from tests.errors import CPU, NOT_PROVOKED, OURS, Implementation, Net, Row, check, forget_torchs_units, of
+from tests.errors import CPU, NOT_PROVOKED, Implementation, Net, Row, check, forget_torchs_units, of
 
 WORLD_SIZE, RANK = 4, 1
 X = torch.ones(2, 3)
@@ -562,19 +562,6 @@ FLATTENING = [
 @of(FLATTENING)
 def test_flattening_refuses_in_torchs_words(row: Row) -> None:  # C-001, C-011
     check(row)
-
-
-def test_skipping_the_writeback_check_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:  # C-003
-    flat_param._warn_once.cache_clear()
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="fsdp_c"):
-        patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-        OURS.nested(use_orig_params=True)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_native_layout_refuses_a_negative_alignment() -> None:
-    with pytest.raises(ValueError, match="Expects non-negative `aligned_numel` but got -1"):
-        _C.FlatLayout([3], -1, 4, 0, True)
 
 
 # ----------------------------------------------------------------- lazy initialisation and runtime

@@ -91,11 +91,6 @@ def test_custom_policy_overrides_the_arguments_of_the_root() -> None:  # G-002
     assert model.blocks[0].forward_prefetch is True
 
 
-def test_policy_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(TypeError, match="auto_wrap_policy"):
-        FSDP(Model(), auto_wrap_policy={Block})
-
-
 def test_children_get_the_arguments_of_the_root() -> None:  # A-038, G-006
     model = FSDP(
         Model(),
