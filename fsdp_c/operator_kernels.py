@@ -8,7 +8,10 @@ FSDP1.
 from __future__ import annotations
 
 import functools
+import math
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,9 +89,7 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-Operands = tuple[
-    Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Tensor, "tuple[int, int] | None"
-]
+Operands = tuple[Any, ...]  # as adam_operands() in operator_kernels.c puts them together
 
 
 def adamw(
@@ -101,11 +102,23 @@ def adamw(
     maximize: bool,
 ) -> None:
     """The formula of adam.c, to rounding: what it fuses is rounded on the way here."""
-    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master_low, step, drawn in tensors:
-        store = functools.partial(_store, step=step.to(torch.int64), drawn=drawn)
+    for *operands, master_low, scale1, scale2, scale3, step, stream, first_index in tensors:
+        param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq = operands
+        scales = (None, None, scale1, scale2, scale3)
+        store = functools.partial(
+            _store, scales=scales, step=step.to(torch.int64), stream=stream, first_index=first_index
+        )
         step += 1
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        p, g, m, v = (operand.to(dtype) for operand in (param, grad, exp_avg, exp_avg_sq))
+        loaded: list[Any] = [
+            decoded(operand, scale, first_index, operand is exp_avg)
+            if scale is not None
+            else operand
+            if operand is None
+            else operand.to(dtype)
+            for operand, scale in zip(operands, scales, strict=True)
+        ]
+        p, g, m, v, largest = loaded
         if master_low is not None:
             p = joined_masters(param, master_low)
         if maximize:
@@ -115,7 +128,7 @@ def adamw(
         store(exp_avg, m, operand=2)
         store(exp_avg_sq, v, operand=3)
         if max_exp_avg_sq is not None:
-            v = torch.maximum(max_exp_avg_sq.to(dtype), v)
+            v = torch.maximum(largest, v)
             store(max_exp_avg_sq, v, operand=4)
         steps = step.to(torch.float64)
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
@@ -127,11 +140,23 @@ def adamw(
             _split(p, param, master_low)
 
 
-def _store(output: Tensor, values: Tensor, step: Tensor, drawn: tuple[int, int] | None, operand: int) -> None:
-    if drawn is None or output.dtype != torch.bfloat16:
+def _store(
+    output: Tensor,
+    values: Tensor,
+    operand: int,
+    scales: Sequence[Tensor | None],
+    step: Tensor,
+    stream: int | None,
+    first_index: int,
+) -> None:
+    scale = scales[operand]
+    if scale is not None:
+        for into, result in zip((output, scale), encoded(values, first_index, operand == 2), strict=True):
+            into.copy_(result)
+        return
+    if stream is None or output.dtype != torch.bfloat16:
         output.copy_(values)
         return
-    stream, first_index = drawn
     counter = step * 5 + operand
     key = _mixed(_mixed(torch.full_like(step, stream + 1)) + counter * _STEP)
     bits = values.view(torch.int32).masked_fill(values.isnan(), 0x7FC00000)
@@ -161,6 +186,69 @@ def _split(master: Tensor, param: Tensor, master_low: Tensor) -> None:
     kept = master.view(torch.int32).masked_fill(master.isnan(), 0x7FC00000)
     master_low.copy_(kept)  # the low half
     param.view(torch.int16).copy_((kept - master_low) >> 16)
+
+
+# ----------------------------------------------------------------- by [Note: states in 8 bits] in adam.h
+
+_BLOCK_NUMEL = 256
+_BLOCKS = 1024  # at once, as what is computed takes many times their memory
+_DECADES = ((2, 1e-6), (4, 1e-5), (8, 1e-4), (16, 1e-3), (32, 1e-2), (64, 1e-1), (128, 1.0))
+_BEFORE = [first * (8 / 9) for first, _ in _DECADES]
+
+
+def num_blocks(first_index: int, numel: int) -> int:
+    return -(-(first_index % _BLOCK_NUMEL + numel) // _BLOCK_NUMEL) if numel else 0
+
+
+def encoded(values: Tensor, first_index: int, has_sign: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a flat average in fp32."""
+    parts = _in_blocks(values, first_index).split(_BLOCKS)
+    codes, scales = zip(*(_encoded_blocks(part, has_sign) for part in parts), strict=True)
+    return _out_of_blocks(torch.cat(codes), first_index, values.numel()), torch.cat(scales)
+
+
+def decoded(codes: Tensor, scales: Tensor, first_index: int, has_sign: bool) -> Tensor:
+    """The flat average in fp32."""
+    code = torch.arange(256, device=codes.device)
+    cell = (2 * (code & 127) + 1 if has_sign else code + 1.5).float()
+    width = cell.new_tensor([0.9 * end / first for first, end in _DECADES])
+    values = ((cell[:, None] - cell.new_tensor(_BEFORE)) * width).amax(1)
+    values[0] = 0
+    values[128 if has_sign else 255] = 1
+    if has_sign:
+        values[129:] *= -1
+    parts = zip(_in_blocks(codes, first_index).split(_BLOCKS), scales.split(_BLOCKS), strict=True)
+    blocks = [values[part.int()] * scale[:, None] for part, scale in parts]
+    return _out_of_blocks(torch.cat(blocks), first_index, codes.numel())
+
+
+def _encoded_blocks(blocks: Tensor, has_sign: bool) -> tuple[Tensor, Tensor]:
+    highest, lowest = blocks.amax(1), blocks.amin(1)
+    scale = torch.where(highest >= -lowest, highest, lowest)
+    scale = scale.masked_fill(~scale.isfinite(), math.nan)
+    scale = scale.masked_fill(scale.abs() < torch.finfo(torch.float32).tiny, 0.0)
+    quotient = blocks * torch.where(scale.abs() > 0, 1 / scale, 0.0)[:, None]
+    magnitude = torch.where(quotient.abs() <= 1, quotient.abs(), 1.0)
+    cells = blocks.new_tensor([first / (0.9 * end) for first, end in _DECADES])
+    cell = (magnitude[..., None] * cells + blocks.new_tensor(_BEFORE)).amin(2).int()
+    cell = cell.masked_fill(magnitude > blocks.new_tensor(0.998), 256)
+    if has_sign:
+        is_negative = quotient < 0
+        half = torch.minimum(cell // 2, 128 - is_negative.int())
+        code = torch.where(is_negative & (half > 0), 128 + half, half)
+    else:
+        code = torch.where(cell > 1, cell - 1, (blocks > 0).int())
+    return code.to(torch.uint8), scale
+
+
+def _in_blocks(values: Tensor, first_index: int) -> Tensor:
+    before = first_index % _BLOCK_NUMEL if values.numel() else 0
+    after = -(before + values.numel()) % _BLOCK_NUMEL
+    return torch.nn.functional.pad(values, (before, after)).view(-1, _BLOCK_NUMEL)
+
+
+def _out_of_blocks(blocks: Tensor, first_index: int, numel: int) -> Tensor:
+    return blocks.reshape(-1)[first_index % _BLOCK_NUMEL :][:numel]
 
 
 _C.bind_operator_kernels(sys.modules[__name__])

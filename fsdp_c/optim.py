@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from fsdp_c.operator_kernels import joined_masters
+from fsdp_c.operator_kernels import decoded, encoded, joined_masters, num_blocks
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.sharded_module import handle_of, units_of
 from fsdp_c.sharding.wrap import unit_name
@@ -55,7 +55,16 @@ class FlatAdamW(torch.optim.Optimizer):
         amsgrad: divide by the largest running average of the square so far.
         maximize: step along the gradient instead of against it.
         state_dtype: dtype of the state, by default each parameter's. ``torch.float32`` keeps exact averages
-            for parameters in 16 bits; loading a state dict keeps them exact as well.
+            for parameters in 16 bits; loading a state dict keeps them exact as well. ``torch.uint8`` keeps
+            averages in 8 bits, by blocks of 256 elements: codes of bitsandbytes' dynamic map, and for each
+            block a float32 scale, state "exp_avg_scale" and so on, 1 + 1/64 bytes together. In "exp_avg" an
+            element is off by at most 0.71 % of the block's largest, in the others by half as much, and one a
+            tenth as large, or a hundredth, by a fifth of that each; below 1e-7 of the largest one "exp_avg"
+            is 0, the others are never less than 3e-7 of it unless they are 0. They are computed in float32
+            and rounded after the step, to nearest also with ``rounding="stochastic"``. A state dict has them
+            in float32, as torch's; what is loaded is rounded, to the same bits where it was in 8 bits before.
+            Blocks are counted by the index in the whole parameter, as draws below are, and a shard's boundary
+            divides a block in two: results are otherwise the same on any number of ranks. Not for float64.
         master_dtype: ``torch.float32`` trains float32 masters of bfloat16 parameters, for 2 bytes an element:
             masters step with the bits of AdamW on float32 parameters, and a parameter is its master rounded
             to nearest, of two equally near the one further from zero. State is float32 by default. What the
@@ -73,6 +82,8 @@ class FlatAdamW(torch.optim.Optimizer):
 
     Raises ValueError for numbers out of their domain, TypeError for parameters of other dtypes.
     """
+
+    kept_options = frozenset(_OWN_OPTIONS)  # those of groups that no checkpoint changes
 
     def __init__(
         self,
@@ -121,6 +132,18 @@ class FlatAdamW(torch.optim.Optimizer):
         every = chain.from_iterable(group["params"] for group in self.param_groups)
         self._positions = {param: index for index, param in enumerate(every)}
 
+    def sharded_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state as it is saved: averages in 8 bits in float32. Not collective."""
+        return {param: _decoded_state(param, state) for param, state in self.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the values of ``sharded_state``. Not collective."""
+        own, self.state = self.state, self.sharded_state()  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Returns what ``closure``, called with gradients
@@ -146,7 +169,9 @@ class FlatAdamW(torch.optim.Optimizer):
         lr = group["lr"]
         waits = not (isinstance(lr, Tensor) and lr.device == device and device.type == "cuda")
         states = [self._state_of(param, group) for param in params]
-        names = _averages(group["amsgrad"]) + _MASTER_LOW * (group["master_dtype"] is not None)
+        averages = _averages(group["amsgrad"])
+        names = averages + _MASTER_LOW * (group["master_dtype"] is not None)
+        is_coded = group["state_dtype"] == torch.uint8
         columns = [[state[name] for state in states] for name in names]
         given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *columns)]
         used = [[tensor.contiguous() for tensor in column] for column in given]
@@ -157,6 +182,7 @@ class FlatAdamW(torch.optim.Optimizer):
             used[2],
             used[3] if group["amsgrad"] else [],
             used[-1] if group["master_dtype"] else [],
+            [state[_scale_of(name)] for name in averages for state in states] if is_coded else [],
             [state["step"] for state in states],
             [] if waits else [lr],
             float(lr) if waits else 0.0,
@@ -174,11 +200,13 @@ class FlatAdamW(torch.optim.Optimizer):
     def _drawn(self, group: dict[str, Any], params: list[Tensor]) -> tuple[list[int], list[int]]:
         """For each parameter the stream of what is drawn, and its first element's index in the whole."""
         if group["rounding"] == "nearest":
-            return [], []
+            return [], [_first_index(param) for param in params] if group[
+                "state_dtype"
+            ] == torch.uint8 else []
         if not self._positions.keys() >= set(params):  # others were put into the groups
             self._note_positions()
         streams = [(group["seed"] << 32) + self._positions[param] for param in params]
-        return streams, [getattr(param, "_first_index", 0) for param in params]
+        return streams, [_first_index(param) for param in params]
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
@@ -189,6 +217,11 @@ class FlatAdamW(torch.optim.Optimizer):
         for name in _averages(group["amsgrad"]):
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=_state_dtype(param, group))
+                if group["state_dtype"] == torch.uint8:
+                    blocks = num_blocks(_first_index(param), tensor_parallel.local(param).numel())
+                    state[_scale_of(name)] = torch.zeros(blocks, device=param.device)
+            elif group["state_dtype"] == torch.uint8 and state[name].dtype != torch.uint8:  # loaded
+                state |= _encoded_state(param, name, state[name])
         if group["master_dtype"] and "master_low" not in state:
             state["master_low"] = torch.zeros_like(param, dtype=torch.int16)
         return state
@@ -224,13 +257,17 @@ class FlatAdamW(torch.optim.Optimizer):
         for group, options, saved in zip(self.param_groups, own, loaded["param_groups"], strict=True):
             group.update(options)
             for param, key in zip(group["params"], saved["params"], strict=True):
-                dtypes = dict.fromkeys(_averages(True), _state_dtype(param, group))
+                is_coded = group["state_dtype"] == torch.uint8
+                dtype = torch.float32 if is_coded else _state_dtype(param, group)
+                dtypes = dict.fromkeys(_averages(True), dtype)
                 dtypes |= dict.fromkeys(_MASTER_LOW, torch.int16)
                 for name, value in loaded["state"].get(key, {}).items():
                     if dtypes.get(name, param.dtype) != param.dtype:
                         self.state[param][name] = value.to(dtype=dtypes[name], device=param.device)
                 if not group["master_dtype"] and param in self.state:
                     self.state[param].pop("master_low", None)
+                if is_coded and param in self.state:
+                    self._state_of(param, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain
@@ -256,6 +293,34 @@ def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
+def _first_index(param: Tensor) -> int:
+    index: int = getattr(param, "_first_index", 0)
+    return index
+
+
+def _scale_of(name: str) -> str:
+    return f"{name}_scale"
+
+
+def _encoded_state(param: Tensor, name: str, value: Tensor) -> dict[str, Tensor]:
+    values = tensor_parallel.local(value).to(dtype=torch.float32, device=param.device).reshape(-1)
+    codes, scale = encoded(values, _first_index(param), name == "exp_avg")
+    state = torch.zeros_like(param, dtype=torch.uint8)
+    local = tensor_parallel.local(state)
+    local.copy_(codes.view_as(local))
+    return {name: state, _scale_of(name): scale}
+
+
+def _decoded_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    found = dict(state)
+    for name in (name for name in _averages(True) if _scale_of(name) in state):
+        codes, scale = tensor_parallel.local(state[name]).reshape(-1), found.pop(_scale_of(name))
+        found[name] = torch.zeros_like(param, dtype=torch.float32)
+        local = tensor_parallel.local(found[name])
+        local.copy_(decoded(codes, scale, _first_index(param), name == "exp_avg").view_as(local))
+    return found
+
+
 def _why_not(dtype: torch.dtype, group: dict[str, Any]) -> str | None:
     if dtype not in _DTYPES:
         return (
@@ -263,6 +328,11 @@ def _why_not(dtype: torch.dtype, group: dict[str, Any]) -> str | None:
         )
     if group["master_dtype"] and dtype != torch.bfloat16:
         return "master_dtype keeps masters of bfloat16 (put others in a group with master_dtype=None)"
+    if group["state_dtype"] == torch.uint8 and dtype == torch.float64:
+        return (
+            "state_dtype=torch.uint8 is for parameters that are stepped in float32 (put others in a group with "
+            "state_dtype=None)"
+        )
     in_bfloat16 = dtype == torch.bfloat16 or (dtype, group["state_dtype"]) == (torch.float32, torch.bfloat16)
     if group["rounding"] == "stochastic" and not in_bfloat16:
         return (
@@ -284,9 +354,10 @@ def _check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be at least 0 and finite, not {float(options[name])}")
     if len(options["betas"]) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in options["betas"]):
         raise ValueError(f"betas must be two numbers in [0, 1), not {options['betas']}")
-    if options["state_dtype"] not in (None, *_DTYPES):
+    if options["state_dtype"] not in (None, torch.uint8, *_DTYPES):
         raise ValueError(
-            f"state_dtype must be None, float32, float64, bfloat16 or float16, not {options['state_dtype']}"
+            "state_dtype must be None, float32, float64, bfloat16, float16 or uint8, not "
+            f"{options['state_dtype']}"
         )
     if options["master_dtype"] not in (None, torch.float32):
         raise ValueError(f"master_dtype must be None or torch.float32, not {options['master_dtype']}")

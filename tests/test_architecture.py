@@ -40,8 +40,8 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 158,
     "csrc/layout": 558,
-    "csrc/kernels": 4_037,
-    "csrc/torch": 3_625,
+    "csrc/kernels": 4_327,
+    "csrc/torch": 3_673,
     "csrc/collective": 325,
     "csrc/handle": 4_948,
     "csrc/runtime": 5_660,

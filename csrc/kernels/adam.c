@@ -23,13 +23,38 @@ struct adam_context {
     int64_t most;     /* elements at once: as many as scratch holds, where a dtype differs */
 };
 
+/* Elements of the first block of averages in 8 bits that lie before the tensor. */
+static int64_t adam_before(const struct adam_tensor *tensor) {
+    return tensor->scales[ADAM_EXP_AVG] ? tensor->first_index % STATE_BLOCK_NUMEL : 0;
+}
+
+/* Between an operand in 8 bits and scratch, block by block. */
+static void adam_states(const struct adam_context *adam, int operand, void *scratch, int64_t begin,
+                        int64_t numel, bool encodes) {
+    const struct adam_tensor *tensor = adam->tensor;
+    int64_t position = adam_before(tensor) + begin;
+    for (int64_t i = 0, end; i < numel; i = end) {
+        float *scale = &tensor->scales[operand][(position + i) / STATE_BLOCK_NUMEL];
+        uint8_t *codes = (uint8_t *)tensor->operands[operand].data + begin + i;
+        float *values = (float *)scratch + i;
+        end = i + STATE_BLOCK_NUMEL - (position + i) % STATE_BLOCK_NUMEL;
+        end = end < numel ? end : numel;
+        if (encodes)
+            *scale = loops_active()->encode_state(codes, values, (int)(end - i), adam_has_sign(operand));
+        else
+            loops_active()->decode_state(values, codes, (int)(end - i), *scale, adam_has_sign(operand));
+    }
+}
+
 /* From scratch back to the operand's memory. */
-static void adam_store(const struct adam_context *adam, int operand, void *memory, const void *scratch,
+static void adam_store(const struct adam_context *adam, int operand, void *memory, void *scratch,
                        int64_t begin, int64_t numel) {
     const struct adam_tensor *tensor = adam->tensor;
     enum dtype dtype = tensor->operands[operand].dtype;
     if (tensor->master_low && operand == ADAM_PARAM)
         loops_active()->split_masters(memory, tensor->master_low + begin, scratch, numel);
+    else if (tensor->scales[operand])
+        adam_states(adam, operand, scratch, begin, numel, true);
     else if (tensor->is_stochastic && dtype == DTYPE_BFLOAT16)
         loops_active()->draw_bfloat16(memory, scratch, (int)numel, tensor->first_index + begin,
                                       draw_key(tensor->stream, (double)*tensor->step, operand));
@@ -53,6 +78,8 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
             operands[i] = scratch[i].bytes;
             if (lows && i == ADAM_PARAM)
                 loops->join_masters(operands[i], memory[i], lows, numel);
+            else if (adam->tensor->scales[i])
+                adam_states(adam, i, operands[i], begin, numel, false);
             else
                 cast_block(operands[i], adam->dtype, memory[i], view->dtype, numel);
         }
@@ -89,11 +116,25 @@ static int64_t adam_numel(const void *context, int64_t tensor) {
     return adamw->tensors[tensor].numel;
 }
 
+/* Where threads that meet at `position` do so, as no block of averages in 8 bits is divided. */
+static int64_t adam_meeting(const struct adam_tensor *tensor, int64_t position) {
+    int64_t before = adam_before(tensor);
+    if (!tensor->scales[ADAM_EXP_AVG] || position == 0)
+        return position;
+    int64_t end = adam_num_blocks(before, position) * STATE_BLOCK_NUMEL - before;
+    return end < tensor->numel ? end : tensor->numel;
+}
+
 static void adam_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
     const struct adamw *adamw = context;
-    struct adam_context adam = adam_context_of(&adamw->tensors[tensor], adamw->options, adamw->lr);
-    for (int64_t i = begin; i < end; i += adam.most)
-        adam_block(&adam, i, end - i < adam.most ? end - i : adam.most);
+    const struct adam_tensor *of = &adamw->tensors[tensor];
+    struct adam_context adam = adam_context_of(of, adamw->options, adamw->lr);
+    end = adam_meeting(of, end);
+    for (int64_t next, i = adam_meeting(of, begin); i < end; i = next) {
+        next = i + adam.most - (adam_before(of) + i) % adam.most;
+        next = next < end ? next : end;
+        adam_block(&adam, i, next - i);
+    }
 }
 
 static bool adam_steps_are_counts(const struct adam_tensor *tensors, int64_t num_tensors) {

@@ -16,8 +16,9 @@ struct adam_item {
     void *operands[ADAM_OPERANDS];
     float *step;
     int16_t *master_low; /* where the kernel is one of masters */
-    uint64_t stream;     /* of stochastic rounding, as the next */
+    uint64_t stream;     /* of stochastic rounding */
     int64_t first_index;
+    float *scales[ADAM_OPERANDS]; /* where the kernel is one of averages in 8 bits */
     int64_t numel;
     int64_t first_chunk;
     uint8_t dtypes[ADAM_OPERANDS];
@@ -287,8 +288,111 @@ __device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t 
         step_one<A, kind>(item, i, by);
 }
 
+/* ---- averages in 8 bits: [Note: states in 8 bits] ---- */
+
+enum { LANES = 32, LANE_NUMEL = STATE_BLOCK_NUMEL / LANES }; /* a warp has a block in its registers */
+
+/* What a lane has of a block of `item`: every LANES-th element from `first` on, where there is one. */
+struct lane {
+    const struct adam_item &item;
+    int64_t block, first;
+
+    __device__ bool has(int64_t i) const {
+        return i >= 0 && i < item.numel;
+    }
+    __device__ bool has_block() const {
+        return block < adam_num_blocks(item.first_index, item.numel);
+    }
+
+    __device__ void load(float *values, int operand) const {
+        const uint8_t *codes = (const uint8_t *)item.operands[operand];
+        const bfloat16 *params = (const bfloat16 *)item.operands[operand];
+        float scale = item.scales[operand] && has_block() ? item.scales[operand][block] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < LANE_NUMEL; j++) {
+            int64_t i = first + j * LANES;
+            if (!has(i))
+                values[j] = 0.0f;
+            else if (item.scales[operand])
+                values[j] = state_value(codes[i], adam_has_sign(operand)) * scale;
+            else if (operand == ADAM_PARAM && item.master_low)
+                values[j] = join_master(params[i], item.master_low[i]);
+            else
+                values[j] = load_one<float>(item, operand, i);
+        }
+    }
+
+    template <enum adam_kind kind>
+    __device__ void store(const float *values, int operand, uint64_t key) const {
+        uint8_t *codes = (uint8_t *)item.operands[operand];
+        bfloat16 *params = (bfloat16 *)item.operands[operand];
+        float scale = item.scales[operand] ? scale_of_warp(values) : 0.0f, inverse = state_inverse(scale);
+#pragma unroll
+        for (int j = 0; j < LANE_NUMEL; j++) {
+            int64_t i = first + j * LANES;
+            if (!has(i))
+                continue;
+            if (item.scales[operand])
+                codes[i] = state_code(values[j], inverse, adam_has_sign(operand));
+            else if (operand == ADAM_PARAM && item.master_low)
+                split_master(&params[i], &item.master_low[i], values[j]);
+            else
+                store_one<float, kind>(values[j], item, operand, i, key);
+        }
+        if (item.scales[operand] && has_block() && threadIdx.x % LANES == 0)
+            item.scales[operand][block] = scale;
+    }
+
+    __device__ static float scale_of_warp(const float *values) {
+        uint32_t highest = 0;
+#pragma unroll
+        for (int j = 0; j < LANE_NUMEL; j++) {
+            uint32_t rank = state_rank(bits_of_float(values[j]));
+            highest = rank > highest ? rank : highest;
+        }
+#pragma unroll
+        for (int other = LANES / 2; other > 0; other /= 2) {
+            uint32_t rank = __shfl_xor_sync(0xffffffffu, highest, other);
+            highest = rank > highest ? rank : highest;
+        }
+        return float_of_bits(state_scale(highest));
+    }
+};
+
+template <enum adam_kind kind>
+__device__ static void step_blocks(const struct adam_item &item, int64_t chunk,
+                                   const adam_coefficients<float> &by) {
+    bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
+    constexpr int64_t BLOCKS = ADAM_CHUNK_NUMEL / STATE_BLOCK_NUMEL;
+    for (int64_t i = threadIdx.x / LANES; i < BLOCKS; i += THREADS / LANES) {
+        int64_t block = chunk * BLOCKS + i;
+        int64_t begin = block * STATE_BLOCK_NUMEL - item.first_index % STATE_BLOCK_NUMEL;
+        const struct lane own = {item, block, begin + threadIdx.x % LANES};
+        float values[ADAM_OPERANDS][LANE_NUMEL] = {};
+#pragma unroll
+        for (int of = 0; of < ADAM_OPERANDS; of++)
+            if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
+                own.load(values[of], of);
+#pragma unroll
+        for (int j = 0; j < LANE_NUMEL; j++) {
+            float operands[ADAM_OPERANDS];
+#pragma unroll
+            for (int of = 0; of < ADAM_OPERANDS; of++)
+                operands[of] = values[of][j];
+            step_element(operands, has_largest, by);
+#pragma unroll
+            for (int of = 0; of < ADAM_OPERANDS; of++)
+                values[of][j] = operands[of];
+        }
+#pragma unroll
+        for (int of = 0; of < ADAM_OPERANDS; of++)
+            if (is_written(of, has_largest))
+                own.store<kind>(values[of], of, by.keys[of]);
+    }
+}
+
 /* Thread 0 raises the powers of a tensor for the whole block. */
-template <typename A, enum adam_kind kind>
+template <typename A, enum adam_kind kind, bool is_coded>
 __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ struct adam_table table) {
     __shared__ adam_coefficients<A> by;
     const struct adam_item *known = nullptr;
@@ -303,7 +407,10 @@ __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ 
         }
         int64_t begin = (chunk - item.first_chunk) * ADAM_CHUNK_NUMEL;
         int64_t end = begin + ADAM_CHUNK_NUMEL;
-        step_chunk<A, kind>(item, begin, end < item.numel ? end : item.numel, by);
+        if constexpr (is_coded)
+            step_blocks<kind>(item, chunk - item.first_chunk, by);
+        else
+            step_chunk<A, kind>(item, begin, end < item.numel ? end : item.numel, by);
     }
 }
 
@@ -314,11 +421,12 @@ __global__ void __launch_bounds__(THREADS) count_steps(const __grid_constant__ s
 
 /* ---- launches ---- */
 
-template <typename A, enum adam_kind kind>
+template <typename A, enum adam_kind kind, bool is_coded>
 static enum status enqueue(struct adam_table *table, const struct kernel_stream *stream) {
     static_assert(sizeof(struct adam_table) <= 4096, "a launch takes 4 KiB by value");
     if (table->num_chunks > 0)
-        ENQUEUE_WITH_BARRIERS((step_tensors<A, kind>), cuda_blocks(table->num_chunks), stream, *table);
+        ENQUEUE_WITH_BARRIERS((step_tensors<A, kind, is_coded>), cuda_blocks(table->num_chunks), stream,
+                              *table);
     enum status status = cuda_status(cudaGetLastError());
     if (table->count > 0 && status == STATUS_OK) {
         ENQUEUE(count_steps, 1, stream, *table);
@@ -344,12 +452,15 @@ template <typename A> static void add_item(struct adam_table *table, const struc
         item->nbytes[i] = (uint8_t)dtype_nbytes(tensor->operands[i].dtype);
         bool is_vectored = is_aligned(item->operands[i]) && fills_vectors<A>(item->nbytes[i]);
         item->aligned = item->aligned && (is_vectored || !item->operands[i]);
+        item->scales[i] = tensor->scales[i];
     }
-    table->num_chunks += (tensor->numel + ADAM_CHUNK_NUMEL - 1) / ADAM_CHUNK_NUMEL;
+    int64_t before = tensor->scales[ADAM_EXP_AVG] ? tensor->first_index % STATE_BLOCK_NUMEL : 0;
+    int64_t total = tensor->numel > 0 ? before + tensor->numel : 0;
+    table->num_chunks += (total + ADAM_CHUNK_NUMEL - 1) / ADAM_CHUNK_NUMEL;
 }
 
 /* The tensors of that kind whose parameters are in fp64, or those of all others. */
-template <typename A, enum adam_kind kind>
+template <typename A, enum adam_kind kind, bool is_coded>
 static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_tensors,
                                  const struct adamw_options *options, const struct kernel_stream *stream) {
     struct adam_table table;
@@ -359,12 +470,13 @@ static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_
     table.num_chunks = 0;
     for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
         bool is_double = tensors[i].operands[ADAM_PARAM].dtype == DTYPE_FLOAT64;
-        if (is_double == is_same_type<A, double>::value && kind == kind_of(&tensors[i]))
+        if (is_double == is_same_type<A, double>::value && kind == kind_of(&tensors[i]) &&
+            is_coded == (tensors[i].scales[ADAM_EXP_AVG] != nullptr))
             add_item<A>(&table, &tensors[i]);
         if (table.count == (int32_t)ADAM_ITEMS)
-            status = enqueue<A, kind>(&table, stream);
+            status = enqueue<A, kind, is_coded>(&table, stream);
     }
-    return status == STATUS_OK ? enqueue<A, kind>(&table, stream) : status;
+    return status == STATUS_OK ? enqueue<A, kind, is_coded>(&table, stream) : status;
 }
 
 extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
@@ -373,14 +485,16 @@ extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num
     if (status != STATUS_OK || num_tensors == 0)
         return status;
     device_guard guard(stream);
+    using step = enum status (*)(const struct adam_tensor *, int64_t, const struct adamw_options *,
+                                 const struct kernel_stream *);
+    const step steps[] = {
+        step_those_in<float, ADAM_NEAREST, false>,    step_those_in<float, ADAM_NEAREST, true>,
+        step_those_in<float, ADAM_MASTERS, false>,    step_those_in<float, ADAM_MASTERS, true>,
+        step_those_in<float, ADAM_STOCHASTIC, false>, step_those_in<float, ADAM_STOCHASTIC, true>,
+        step_those_in<double, ADAM_NEAREST, false>,
+    };
     status = guard.status;
-    if (status == STATUS_OK)
-        status = step_those_in<float, ADAM_NEAREST>(tensors, num_tensors, options, stream);
-    if (status == STATUS_OK)
-        status = step_those_in<float, ADAM_MASTERS>(tensors, num_tensors, options, stream);
-    if (status == STATUS_OK)
-        status = step_those_in<float, ADAM_STOCHASTIC>(tensors, num_tensors, options, stream);
-    if (status == STATUS_OK)
-        status = step_those_in<double, ADAM_NEAREST>(tensors, num_tensors, options, stream);
+    for (size_t i = 0; i < sizeof steps / sizeof steps[0] && status == STATUS_OK; i++)
+        status = steps[i](tensors, num_tensors, options, stream);
     return status;
 }

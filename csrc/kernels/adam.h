@@ -7,6 +7,11 @@
 
 #include "kernels/checksum.h"
 #include "kernels/kernels.h"
+#ifdef __cplusplus
+#include "kernels/cuda_types.h"
+#else
+#include "kernels/convert.h"
+#endif
 
 enum { ADAM_OPERANDS = ADAM_MAX_EXP_AVG_SQ + 1 };
 
@@ -83,16 +88,104 @@ HOST_DEVICE static inline uint16_t draw_rounded(uint32_t bits, uint32_t drawn) {
     return (uint16_t)((master_kept(bits) + (is_finite ? drawn : 0)) >> 16);
 }
 
+/* [Note: states in 8 bits] An average is kept in blocks of 256 elements, counted by index in the whole; of a
+ * block that lies in two tensors either has its part. A block has a scale, its element of the largest
+ * magnitude with that one's sign, and each element the code of its quotient by the scale. So the largest is 1,
+ * and what was once in 8 bits comes back to the same bits.
+ *
+ * The codes are those of the dynamic map in "8-bit Optimizers via Block-wise Quantization" (Dettmers et al.,
+ * 2022): a cell of even width in its decade, for which its middle stands. Zero and 1 have codes of their own.
+ *
+ *   magnitude      1e-7     1e-6     1e-5   ...   0.01      0.1        1
+ *   cells            |   2    |    4   |            |   64   |   128   |      half as many with signs
+ *   numbered from        2         4                    64       128
+ *
+ * A square below 1e-7 that is not zero has the first cell, so that no step is divided by eps alone. A scale
+ * without a normal number's exponent is zero; of a block with an inf or NaN all is NaN. */
+enum { STATE_BLOCK_NUMEL = 256 };
+
+HOST_DEVICE static inline int64_t adam_num_blocks(int64_t first_index, int64_t numel) {
+    int64_t before = first_index % STATE_BLOCK_NUMEL;
+    return numel > 0 ? (before + numel + STATE_BLOCK_NUMEL - 1) / STATE_BLOCK_NUMEL : 0;
+}
+
+HOST_DEVICE static inline bool adam_has_sign(int operand) {
+    return operand == ADAM_EXP_AVG;
+}
+
+/* Of a number's bits: higher for larger magnitudes, and for the positive one of two. */
+HOST_DEVICE static inline uint32_t state_rank(uint32_t bits) {
+    return (bits << 1 | bits >> 31) ^ 1u;
+}
+/* Bits of the scale of a block in which this rank is the highest. */
+HOST_DEVICE static inline uint32_t state_scale(uint32_t rank) {
+    uint32_t bits = (rank ^ 1u) >> 1 | (rank ^ 1u) << 31;
+    return rank >= 0xff000000u ? 0x7fc00000u : rank < 0x01000000u ? 0 : bits;
+}
+/* What makes quotients of a block's elements. */
+HOST_DEVICE static inline float state_inverse(float scale) {
+    return scale < 0.0f || scale > 0.0f ? 1.0f / scale : 0.0f;
+}
+
+/* By decade the number of its first cell, and its end. Over magnitudes the number of a cell is a line in each
+ * decade, and the lowest of all lines; over numbers a magnitude is the highest. Both are compared by their
+ * bits, of which every compiler makes vectors. */
+#define STATE_DECADES(X) X(2, 1e-6) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(32, 1e-2) X(64, 1e-1) X(128, 1.0)
+
+HOST_DEVICE static inline uint8_t state_code(float value, float inverse, bool has_sign) {
+    uint32_t bits = bits_of_float(value * inverse), one = bits_of_float(1.0f);
+    int is_negative = (bits > 0x80000000u) & (bits < 0xff800000u);
+    uint32_t magnitude = (bits & 0x7fffffffu) < one ? bits & 0x7fffffffu : one; /* of a NaN too */
+    uint32_t number = 0x7f800000u;
+#define STATE_LOWEST(first, end)                                                                             \
+    {                                                                                                        \
+        float cells = (float)(first / (0.9 * end)), before = (float)(first * (8 / 9.0));                     \
+        uint32_t line = bits_of_float(float_of_bits(magnitude) * cells + before);                            \
+        number = line < number ? line : number;                                                              \
+    }
+    STATE_DECADES(STATE_LOWEST)
+    int cell = (int)float_of_bits(number);
+    cell += (256 - cell) & -(int)(magnitude > bits_of_float(0.998f));
+    int most = 128 - is_negative, half = cell / 2 < most ? cell / 2 : most;
+    int with_sign = half + 128 * (is_negative & (half > 0));
+    int without = cell - 1 + ((cell < 2) & (bits_of_float(value) != 0));
+    return (uint8_t)(has_sign ? with_sign : without);
+}
+
+/* To be multiplied by the scale. */
+HOST_DEVICE static inline float state_value(uint8_t code, bool has_sign) {
+    float number = has_sign ? (float)(2 * (code & 127) + 1) : (float)code + 1.5f; /* the cell's middle */
+    int32_t magnitude = 0;
+#define STATE_HIGHEST(first, end)                                                                            \
+    {                                                                                                        \
+        float width = (float)(0.9 * end / first), before = (float)(first * (8 / 9.0));                       \
+        int32_t line = (int32_t)bits_of_float((number - before) * width);                                    \
+        magnitude = line > magnitude ? line : magnitude;                                                     \
+    }
+    STATE_DECADES(STATE_HIGHEST)
+    magnitude ^= -(code == (has_sign ? 128 : 255)) & (magnitude ^ (int32_t)bits_of_float(1.0f));
+    magnitude &= -(code != 0);
+    return float_of_bits((uint32_t)magnitude | (uint32_t)(has_sign & (code > 128)) << 31);
+}
+
 static inline bool adam_has_operand(const struct adam_tensor *tensor, int operand) {
     return tensor->operands[operand].data || operand != ADAM_MAX_EXP_AVG_SQ;
+}
+
+/* All averages are in 8 bits or none, and then of parameters that are computed in fp32. */
+static inline bool adam_has_dtype(const struct adam_tensor *tensor, int operand) {
+    enum dtype dtype = tensor->operands[operand].dtype;
+    bool has_scale = tensor->scales[operand] || tensor->numel == 0;
+    if (operand >= ADAM_EXP_AVG && tensor->operands[ADAM_EXP_AVG].dtype == DTYPE_OTHER_1)
+        return dtype == DTYPE_OTHER_1 && has_scale && tensor->operands[ADAM_PARAM].dtype != DTYPE_FLOAT64;
+    return dtype_is_known(dtype);
 }
 
 static inline enum status adam_check(const struct adam_tensor *tensors, int64_t num_tensors,
                                      const struct adamw_options *options) {
     for (int64_t i = 0; i < num_tensors; i++) {
         for (int operand = 0; operand < ADAM_OPERANDS; operand++)
-            if (adam_has_operand(&tensors[i], operand) &&
-                (unsigned)tensors[i].operands[operand].dtype >= DTYPE_COUNT)
+            if (adam_has_operand(&tensors[i], operand) && !adam_has_dtype(&tensors[i], operand))
                 return STATUS_UNSUPPORTED;
         if (tensors[i].master_low && tensors[i].operands[ADAM_PARAM].dtype != DTYPE_BFLOAT16)
             return STATUS_UNSUPPORTED;

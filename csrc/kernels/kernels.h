@@ -123,7 +123,7 @@ enum status kernel_checksums(uint64_t *checksums, const struct byte_range *range
 
 /* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without
  * amsgrad the data of the last is NULL. `step` counts those taken before, and is counted up: one number of
- * the operands' device. */
+ * the operands' device. Of an average in 8 bits the dtype is DTYPE_OTHER_1. */
 enum adam_operand { ADAM_PARAM, ADAM_GRAD, ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ };
 struct adam_tensor {
     struct tensor_view operands[ADAM_MAX_EXP_AVG_SQ + 1];
@@ -132,7 +132,9 @@ struct adam_tensor {
     int16_t *master_low; /* of bf16 parameters: [Note: masters] in adam.h; or NULL */
     bool is_stochastic;  /* what is stored in bf16: [Note: stochastic rounding] in adam.h */
     uint64_t stream;     /* then: of the numbers drawn */
-    int64_t first_index; /* and: of the first element, in the whole of which the tensor is a part */
+    int64_t first_index; /* of the first element, in the whole of which the tensor is a part */
+    /* of averages in 8 bits, one for each of adam_num_blocks(): [Note: states in 8 bits]; or NULL */
+    float *scales[ADAM_MAX_EXP_AVG_SQ + 1];
 };
 struct adamw_options {
     double lr;

@@ -42,6 +42,10 @@ struct loops {
     /* [Note: stochastic rounding]: bf16 from fp32, of the element at `first_index` and the next ones */
     void (*draw_bfloat16)(void *output, const void *input, int numel, int64_t first_index, uint64_t key);
 
+    /* [Note: states in 8 bits], of one block, fp32 and codes; encoding returns the scale */
+    void (*decode_state)(void *values, const uint8_t *codes, int numel, float scale, bool has_sign);
+    float (*encode_state)(uint8_t *codes, const void *values, int numel, bool has_sign);
+
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };
 

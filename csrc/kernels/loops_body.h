@@ -320,6 +320,40 @@ static void draw_bfloat16(void *output, const void *input, int numel, int64_t fi
                         first_index + below, key);
 }
 
+static void decode_state(void *values, const uint8_t *codes, int numel, float scale, bool has_sign) {
+    float *target = values;
+    if (has_sign) {
+        ELEMENTWISE for (int i = 0; i < numel; i++) {
+            target[i] = state_value(codes[i], true) * scale;
+        }
+    } else {
+        ELEMENTWISE for (int i = 0; i < numel; i++) {
+            target[i] = state_value(codes[i], false) * scale;
+        }
+    }
+}
+
+static float encode_state(uint8_t *codes, const void *values, int numel, bool has_sign) {
+    const float *source = values;
+    uint32_t highest = 0;
+    ELEMENTWISE for (int i = 0; i < numel; i++) {
+        uint32_t rank = state_rank(bits_of_float(source[i]));
+        highest = rank > highest ? rank : highest;
+    }
+    float scale = float_of_bits(state_scale(highest));
+    float inverse = state_inverse(scale);
+    if (has_sign) {
+        ELEMENTWISE for (int i = 0; i < numel; i++) {
+            codes[i] = state_code(source[i], inverse, true);
+        }
+    } else {
+        ELEMENTWISE for (int i = 0; i < numel; i++) {
+            codes[i] = state_code(source[i], inverse, false);
+        }
+    }
+    return scale;
+}
+
 /* ---- checksum ---- */
 
 static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words) {
@@ -380,5 +414,7 @@ const struct loops LOOPS_TABLE = {
     .join_masters = join_masters,
     .split_masters = split_masters,
     .draw_bfloat16 = draw_bfloat16,
+    .decode_state = decode_state,
+    .encode_state = encode_state,
     .checksum = checksum,
 };

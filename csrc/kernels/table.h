@@ -8,7 +8,7 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 7 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 8 }; /* a library of another version is not loaded */
 
 /* Of contiguous elements: what `input` gives, divided, becomes or is added to what `output` holds. */
 typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, const void *input,

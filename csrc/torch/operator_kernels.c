@@ -208,8 +208,8 @@ static enum status checksums(uint64_t *checksums, const struct byte_range *range
     return finish(lock, "checksums", arguments);
 }
 
-/* A tuple of the operands and a master's low halves, None for what there is not, the number of steps,
- * and of stochastic rounding the stream and the first index, or None. */
+/* A tuple of the operands, a master's low halves, the scales of averages, None for what there is not; the
+ * number of steps; of stochastic rounding the stream, or None; the first index. */
 static PyObject *adam_operands(const struct adam_tensor *tensor, const struct kernel_stream *stream) {
     PyObject *operands = PyList_New(0);
     int result = operands ? 0 : -1;
@@ -223,12 +223,18 @@ static PyObject *adam_operands(const struct adam_tensor *tensor, const struct ke
         result = ref_append(
             operands, tensor->master_low ? over_flat(tensor->master_low, DTYPE_OTHER_2, tensor->numel, stream)
                                          : Py_NewRef(Py_None));
+    int64_t num_blocks = adam_num_blocks(tensor->first_index, tensor->numel);
+    for (int i = ADAM_EXP_AVG; !result && i < ADAM_OPERANDS; i++)
+        result = ref_append(operands, tensor->scales[i]
+                                          ? over_flat(tensor->scales[i], DTYPE_FLOAT32, num_blocks, stream)
+                                          : Py_NewRef(Py_None));
     if (!result)
         result = ref_append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
     if (!result)
-        result = ref_append(operands, tensor->is_stochastic ? Py_BuildValue("LL", (long long)tensor->stream,
-                                                                            (long long)tensor->first_index)
+        result = ref_append(operands, tensor->is_stochastic ? PyLong_FromLongLong((long long)tensor->stream)
                                                             : Py_NewRef(Py_None));
+    if (!result)
+        result = ref_append(operands, PyLong_FromLongLong((long long)tensor->first_index));
     PyObject *tuple = result ? NULL : PyList_AsTuple(operands);
     Py_XDECREF(operands);
     return tuple;

@@ -23,8 +23,8 @@
     X(checksums, op_checksums, "(Tensor[] tensors) -> Tensor")                                                    \
     X(adamw_, op_adamw,                                                                                           \
       "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "                \
-      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] master_lows, Tensor(f!)[] steps, Tensor[] lr_tensors, "      \
-      "float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "                 \
+      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] master_lows, Tensor(f!)[] scales, Tensor(g!)[] steps, "      \
+      "Tensor[] lr_tensors, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "                 \
       "int[] streams, int[] first_indices) -> ()")
 /* clang-format on */
 

@@ -76,13 +76,14 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict
     """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as
     ``RangeTensor``.
 
-    The memory is the optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has
-    entries of what it holds. Raises ValueError for state that is not a parameter's own: LBFGS's, and in other
-    optimizers over shards what is of another shape or nested.
+    The memory is the optimizer's own, but for averages in 8 bits; see ``model_state``. Collective for
+    WholeParameters alone: a rank has entries of what it holds. Raises ValueError for state that is not a
+    parameter's own: LBFGS's, and in other optimizers over shards what is of another shape or nested.
     """
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
-    held = optimizer.sharded_state() if isinstance(optimizer, WholeParameters) else optimizer.state
+    sharded_state = getattr(optimizer, "sharded_state", None)  # of our optimizers
+    held = sharded_state() if sharded_state else optimizer.state
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
         for name, value in held.get(param, {}).items():
@@ -453,8 +454,9 @@ class OptimTarget:
         for param, _ in (each for group in self.groups for each in group):
             self.optimizer.state.pop(param, None)
         self.optimizer.state.update(state)
+        kept = getattr(self.optimizer, "kept_options", ())
         for group, saved in groups:
-            group.update({name: copy.deepcopy(value) for name, value in saved.items()})
+            group.update({name: copy.deepcopy(value) for name, value in saved.items() if name not in kept})
 
     def _value(self, key: str) -> Any:
         """What was read."""

@@ -3,6 +3,7 @@ and state that is saved by original names."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fsdp_c import CPUOffload, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import checkpoint
 from fsdp_c.optim import FlatAdamW, param_groups
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
@@ -23,7 +25,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "master": {"master_dtype": torch.float32, "amsgrad": True},
     "stochastic": {"rounding": "stochastic", "amsgrad": True, "seed": 7},
 }
+IN_8_BITS: dict[str, dict[str, Any]] = {
+    "8 bits": {"state_dtype": torch.uint8, "amsgrad": True},
+    "8 bits, stochastic": {"state_dtype": torch.uint8, "rounding": "stochastic", "seed": 7},
+    "8 bits, master": {"state_dtype": torch.uint8, "master_dtype": torch.float32},
+}
 each_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *IN_8_BITS])
 both_views = pytest.mark.parametrize("use_orig_params", [True, False])
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,14 +47,14 @@ def wrapped(use_orig_params: bool, **options: Any) -> Any:
 
 
 def optimizer_of(model: nn.Module, kind: str) -> FlatAdamW:
-    return FlatAdamW(model.parameters(), lr=1e-2, **KINDS[kind])
+    return FlatAdamW(model.parameters(), lr=1e-2, **(KINDS | IN_8_BITS)[kind])
 
 
-def train(model: nn.Module, optimizer: FlatAdamW, steps: int = 3, seed: int = 0) -> None:
+def train(model: nn.Module, optimizer: FlatAdamW, steps: int = 3, seed: int = 0, width: int = WIDTH) -> None:
     """On the same inputs everywhere: the mean over 2 or 4 ranks is then the gradient of one, to the bit."""
     generator = torch.Generator(device()).manual_seed(seed)
     for _ in range(steps):
-        inputs = torch.randn(3, WIDTH, generator=generator).bfloat16()
+        inputs = torch.randn(3, width, generator=generator).bfloat16()
         model(inputs).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -113,6 +121,27 @@ def test_4_ranks_step_with_the_bits_of_one_process(
 
 
 @on_ranks(2)
+def test_averages_in_8_bits_of_ranges_of_flat_parameters_go_on_to_the_bit(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model, again = wrapped(False), wrapped(False)
+    optimizer, resumed = (
+        FlatAdamW(
+            param_groups(one, lambda name, shape: {"weight_decay": 0.1 * (len(shape) > 1)}),
+            lr=1e-2,
+            **IN_8_BITS["8 bits"],
+        )
+        for one in (model, again)
+    )
+    train(model, optimizer)
+    checkpoint.save(model, optimizer, tmp_path / "saved")
+    checkpoint.load(again, resumed, tmp_path / "saved")
+    for one, other in ((model, optimizer), (again, resumed)):
+        train(one, other, steps=2, seed=1)
+    assert_same(again, resumed, model, optimizer)
+
+
+@on_ranks(2)
 def test_ranges_of_flat_parameters_draw_as_whole_ones(rank: int, world_size: int) -> None:
     strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
     models = [wrapped(False, sharding_strategy=strategy) for strategy in strategies]
@@ -125,7 +154,58 @@ def test_ranges_of_flat_parameters_draw_as_whole_ones(rank: int, world_size: int
     assert_same(models[0], optimizers[0], models[1], optimizers[1])
 
 
-@each_kind
+@pytest.mark.parametrize("kind", IN_8_BITS)
+@both_views
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@on_ranks(4)
+def test_averages_in_8_bits_have_the_bits_of_one_process_where_no_block_is_divided(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, kind: str
+) -> None:
+    """Each rank's shard of a matrix is a block, or two."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2))).to(device(), torch.bfloat16)
+    mesh = init_device_mesh(device().type, (2, 2)) if strategy == "HYBRID_SHARD" else None
+    model = FSDP(
+        copy.deepcopy(plain),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+        device_id=device(),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_mesh=mesh,
+    )
+    optimizer, alone = optimizer_of(model, kind), optimizer_of(plain, kind)
+    train(model, optimizer, width=32)
+    train(plain, alone, width=32)
+    expected = {name: alone.state_dict()["state"][index] for index, name in enumerate(plain.state_dict())}
+    states = states_of(model, optimizer)["state"]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(values_of(model)[name], value)
+        for key, one in expected[name].items():
+            assert states[name][key].dtype == one.dtype
+            assert torch.equal(states[name][key].reshape(-1).cpu(), one.reshape(-1).cpu()), (name, key)
+
+
+@both_views
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2)
+def test_averages_in_8_bits_of_divided_blocks_are_near_those_of_one_process(
+    rank: int, world_size: int, offload: bool, use_orig_params: bool
+) -> None:
+    model = wrapped(use_orig_params, cpu_offload=CPUOffload(offload))
+    plain = net()
+    optimizer, alone = optimizer_of(model, "8 bits, master"), optimizer_of(plain, "8 bits, master")
+    train(model, optimizer, steps=1)
+    train(plain, alone, steps=1)
+    states = states_of(model, optimizer)["state"]
+    exact = alone.state_dict()["state"]
+    for key, rtol in (("exp_avg", 0.45 / 64), ("exp_avg_sq", 0.45 / 128)):
+        bound = 2 * rtol * max(state[key].abs().max() for state in exact.values())  # rounded here and there
+        for index, name in enumerate(dict(plain.named_parameters())):
+            assert ((states[name][key].cpu() - exact[index][key].cpu()).abs() <= bound.cpu()).all(), name
+    assert any(state["exp_avg"].any() for state in states.values())
+
+
+@every_kind
 @both_views
 @pytest.mark.parametrize("how", ["full", "sharded", "checkpoint"])
 @on_ranks(2)
@@ -149,6 +229,7 @@ def test_what_is_saved_goes_on_to_the_bit(
     assert_same(again, resumed, model, optimizer)
     for one, other in ((model, optimizer), (again, resumed)):
         train(one, other, steps=2, seed=1)
+    assert kind in KINDS or all("exp_avg_scale" in state for state in resumed.state.values())
     assert_same(again, resumed, model, optimizer)
 
 

@@ -135,7 +135,11 @@ def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, 
     train_alike(pairs, rank)
 
 
-@pytest.mark.parametrize("options", [{"master_dtype": torch.float32}, {"rounding": "stochastic"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"master_dtype": torch.float32}, {"rounding": "stochastic"}, {"state_dtype": torch.uint8}],
+    ids=str,
+)
 @on_ranks(2)
 def test_masters_and_draws_of_bfloat16(rank: int, world_size: int, options: dict[str, Any]) -> None:
     make = partial(optim.FlatAdamW, lr=0.01, **options)

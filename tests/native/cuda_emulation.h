@@ -74,6 +74,16 @@ inline void __syncthreads() {
     swapcontext(&emulated_current->context, &emulated_scheduler);
 }
 
+/* Of the lane whose number has these other bits. All threads of the block call it, not a warp alone. */
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int lane) {
+    static unsigned values[1024];
+    values[threadIdx.x] = value;
+    __syncthreads();
+    value = values[threadIdx.x ^ (unsigned)lane];
+    __syncthreads();
+    return value;
+}
+
 inline void emulated_entry() {
     emulated_body();
     emulated_current->ended = true;

@@ -438,20 +438,22 @@ struct adam_case {
             cpu_steps[(size_t)i] = gpu_steps[(size_t)i] = (float)random_below(&random_state, 50);
             cpu.step = &cpu_steps[(size_t)i];
             gpu.step = &gpu_steps[(size_t)i];
+            cpu.first_index = gpu.first_index = ((int64_t)1 << 32) - random_below(&random_state, 5000);
             for (int of = 0; of <= (amsgrad ? ADAM_MAX_EXP_AVG_SQ : ADAM_EXP_AVG_SQ); of++) {
                 enum dtype dtype = is_mixed ? (enum dtype)random_below(&random_state, DTYPE_COUNT) : param;
                 add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype,
-                    is_aligned ? 0 : random_below(&random_state, 7));
+                    is_aligned ? 0 : random_below(&random_state, 7), cpu.numel);
+            }
+            if (param != DTYPE_FLOAT64 && random_below(&random_state, 3) == 0) {
+                add_codes(&cpu, &gpu, random_below(&random_state, 7));
             }
             if (param == DTYPE_BFLOAT16 && random_below(&random_state, 2)) {
                 add_master(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
             }
             cpu.is_stochastic = !cpu.master_low && param != DTYPE_FLOAT64 && random_below(&random_state, 2);
             cpu.stream = (uint64_t)random_below(&random_state, 1 << 30) << 20;
-            cpu.first_index = ((int64_t)1 << 32) - random_below(&random_state, 5000);
             gpu.is_stochastic = cpu.is_stochastic;
             gpu.stream = cpu.stream;
-            gpu.first_index = cpu.first_index;
             on_the_cpu.push_back(cpu);
             on_the_gpu.push_back(gpu);
         }
@@ -464,18 +466,28 @@ struct adam_case {
         cpu->master_low = (int16_t *)(void *)cpus.back()->data;
         gpu->master_low = (int16_t *)(void *)gpus.back()->data;
     }
-    void add(struct adam_tensor *cpu, struct adam_tensor *gpu, int of, enum dtype dtype, int64_t shift) {
-        cpus.push_back(new memory(dtype, cpu->numel));
-        gpus.push_back(new memory(dtype, cpu->numel, shift));
-        fill_numbers(cpus.back(), dtype, cpu->numel);
-        for (int64_t i = 0; of >= ADAM_EXP_AVG_SQ && i < cpu->numel;
-             i++) { /* averages of squares are none below zero */
-            cpus.back()->data[(i + 1) * dtype_nbytes(dtype) - 1] &= 0x7f;
+    void add(struct adam_tensor *cpu, struct adam_tensor *gpu, int of, enum dtype dtype, int64_t shift,
+             int64_t numel) {
+        cpus.push_back(new memory(dtype, numel));
+        gpus.push_back(new memory(dtype, numel, shift));
+        fill_numbers(cpus.back(), dtype, numel); /* codes stay random */
+        for (int64_t i = 0; of >= ADAM_EXP_AVG_SQ && dtype != DTYPE_OTHER_1 && i < numel; i++) {
+            cpus.back()->data[(i + 1) * dtype_nbytes(dtype) - 1] &= 0x7f; /* squares are none below zero */
         }
         gpus.back()->set(*cpus.back());
         cpu->operands[of].data = cpus.back()->data;
         gpu->operands[of].data = gpus.back()->data;
         cpu->operands[of].dtype = gpu->operands[of].dtype = dtype;
+    }
+    /* Averages in 8 bits, whatever they were. */
+    void add_codes(struct adam_tensor *cpu, struct adam_tensor *gpu, int64_t shift) {
+        int64_t num_blocks = cpu->numel > 0 ? (cpu->first_index % 256 + cpu->numel + 255) / 256 : 0;
+        for (int of = ADAM_EXP_AVG; of <= ADAM_MAX_EXP_AVG_SQ && cpu->operands[of].data; of++) {
+            add(cpu, gpu, of, DTYPE_FLOAT32, 0, num_blocks);
+            cpu->scales[of] = (float *)cpu->operands[of].data;
+            gpu->scales[of] = (float *)gpu->operands[of].data;
+            add(cpu, gpu, of, DTYPE_OTHER_1, shift, cpu->numel);
+        }
     }
     ~adam_case() {
         for (size_t i = 0; i < cpus.size(); i++) {

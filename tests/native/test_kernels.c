@@ -278,6 +278,40 @@ static void test_adamw_steps_operands_of_any_dtype(void) {
     }
 }
 
+/* Wherever threads meet in a tensor, and wherever its first block begins. */
+static void test_adamw_divides_no_block_of_averages_in_8_bits(void) {
+    enum { NUMEL = 40000, MOST_BLOCKS = NUMEL / 256 + 2, RUNS = 2 };
+    static float params[RUNS][NUMEL], grads[NUMEL], scales[RUNS][2][MOST_BLOCKS];
+    static uint8_t codes[RUNS][2][NUMEL];
+    for (int i = 0; i < NUMEL; i++) {
+        grads[i] = (float)(random_below(&random_state, 2001) - 1000) / 77.0f;
+    }
+    for (int64_t first = 0; first < 600; first += 137) {
+        for (int run = 0; run < RUNS; run++) {
+            float step = 0;
+            struct adam_tensor tensor = {.numel = NUMEL - first, .step = &step, .first_index = first};
+            const struct adamw_options options = {.lr = 1, .beta1 = 0.9, .beta2 = 0.9, .eps = 1};
+            memset(params[run], 0, sizeof params[run]);
+            memset(scales[run], 0, sizeof scales[run]);
+            memset(codes[run], 0, sizeof codes[run]);
+            tensor.operands[ADAM_PARAM].data = params[run];
+            tensor.operands[ADAM_GRAD].data = grads;
+            for (int i = 0; i < 2; i++) {
+                tensor.operands[ADAM_EXP_AVG + i].data = codes[run][i];
+                tensor.operands[ADAM_EXP_AVG + i].dtype = DTYPE_OTHER_1;
+                tensor.scales[ADAM_EXP_AVG + i] = scales[run][i];
+            }
+            for (int i = 0; i < 3; i++) {
+                CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, run ? &cutting : NULL), STATUS_OK);
+            }
+        }
+        CHECK(codes[0][0][1] != 0 && scales[0][1][0] > 0);
+        CHECK_EQUAL(memcmp(params[0], params[1], sizeof params[0]), 0);
+        CHECK_EQUAL(memcmp(scales[0], scales[1], sizeof scales[0]), 0);
+        CHECK_EQUAL(memcmp(codes[0], codes[1], sizeof codes[0]), 0);
+    }
+}
+
 static void test_adamw_refuses_what_is_no_count_and_unknown_dtypes(void) {
     float memory[4] = {1, 1, 1, 1}, step = NAN;
     struct adam_tensor tensor = {.numel = 1, .step = &step};
@@ -288,6 +322,12 @@ static void test_adamw_refuses_what_is_no_count_and_unknown_dtypes(void) {
     CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_INVALID);
     step = 0;
     tensor.operands[ADAM_EXP_AVG].dtype = DTYPE_OTHER;
+    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
+    tensor.operands[ADAM_EXP_AVG].dtype = tensor.operands[ADAM_EXP_AVG_SQ].dtype = DTYPE_OTHER_1;
+    tensor.scales[ADAM_EXP_AVG] = memory; /* alone */
+    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
+    tensor.scales[ADAM_EXP_AVG_SQ] = memory;
+    tensor.operands[ADAM_PARAM].dtype = DTYPE_FLOAT64;
     CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
     CHECK(memory[0] == 1.0f);
 }
@@ -336,6 +376,7 @@ int main(void) {
     RUN(test_cast_divide_in_place_divides);
     RUN(test_kernels_accept_nothing_to_do);
     RUN(test_adamw_steps_operands_of_any_dtype);
+    RUN(test_adamw_divides_no_block_of_averages_in_8_bits);
     RUN(test_adamw_refuses_what_is_no_count_and_unknown_dtypes);
     RUN(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut);
     RUN(test_checksum_of_every_flipped_bit_and_length_differs);

@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 PAIRS = list(itertools.product(DTYPES, DTYPES))
 # a short tail, whole blocks, and enough for several threads
 NUMELS = [0, 1, 7, 1024, 1031, 70_001]
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = [
     0.0,
     -0.0,

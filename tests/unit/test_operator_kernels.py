@@ -123,6 +123,20 @@ def test_adamw_draws_the_same_numbers(both: Any) -> None:
     assert_same_bits(*both(decayed))
 
 
+def test_averages_in_8_bits_have_the_same_codes(both: Any) -> None:
+    def stepped() -> list[Tensor]:
+        values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+        param = torch.nn.Parameter(torch.zeros(1000))
+        param.grad, param._first_index = values * 10 ** (4 * values.roll(1)), 100
+        optimizer = FlatAdamW([param], betas=(0.0, 0.0), state_dtype=torch.uint8, amsgrad=True)
+        optimizer.step()
+        return [value for name, value in optimizer.state[param].items() if name != "step"]
+
+    ours, theirs = both(stepped)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same_bits(one, other)
+
+
 def test_masters_to_their_own_rounding(both: Any) -> None:
     masters = both(lambda: trained(torch.bfloat16, {"master_dtype": torch.float32}))
     torch.testing.assert_close(*masters, rtol=1e-5, atol=1e-6)

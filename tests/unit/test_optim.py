@@ -124,6 +124,7 @@ def test_a_fused_product_is_rounded_once(capability: str) -> None:
             [unused.clone()],
             [],
             [],
+            [],
             [torch.zeros(())],
             [],
             0.0,
@@ -292,7 +293,7 @@ def test_a_master_is_both_halves_of_any_bits(capability: str) -> None:
     try:
         _C.use_cpu_capability(capability)
         torch.ops.fsdp_c.adamw_(
-            stepped[:1], [zeros], [zeros], [zeros], [], stepped[1:], [torch.zeros(())], [], *numbers
+            stepped[:1], [zeros], [zeros], [zeros], [], stepped[1:], [], [torch.zeros(())], [], *numbers
         )
     finally:
         _C.use_cpu_capability(None)
@@ -336,6 +337,216 @@ def test_resumed_masters_go_on_to_the_bit_and_torchs_state_begins_at_the_paramet
     assert not any("master_low" in state for state in plain.state.values())
 
 
+# ----------------------------------------------------------------- averages in 8 bits
+
+IN_8_BITS: dict[str, Any] = {"state_dtype": torch.uint8}
+BLOCK = 256
+# half a cell, of the largest magnitude, and the part of a cell in each further decade
+SQUARES_RTOL, SIGNED_RTOL, PER_DECADE = 0.45 / 128, 0.45 / 64, 1 / 5
+
+
+def kept(values: Tensor, first: int = 0, capability: str | None = None) -> dict[str, Tensor]:
+    """Averages in 8 bits after a step that makes them ``values`` and their squares, as a state dict has them,
+    and their codes and scales."""
+    param = nn.Parameter(torch.zeros_like(values))
+    param.grad, param._first_index = values.clone(), first  # type: ignore[attr-defined]
+    optimizer = FlatAdamW([param], betas=(0.0, 0.0), **IN_8_BITS)
+    try:
+        _C.use_cpu_capability(capability)
+        optimizer.step()
+    finally:
+        _C.use_cpu_capability(None)
+    state = optimizer.state[param]
+    codes = {f"{name}_codes": state[name] for name in ("exp_avg", "exp_avg_sq")}
+    return state | codes | optimizer.state_dict()["state"][0]
+
+
+def in_blocks(values: Tensor, first: int = 0) -> Tensor:
+    padded = nn.functional.pad(values, (first % BLOCK, -(first + values.numel()) % BLOCK))
+    return padded.view(-1, BLOCK)
+
+
+def over_decades(numel: int) -> Tensor:
+    return randn(numel, 3) * 10 ** (3 * randn(numel, 4)).clamp(-8, 8)
+
+
+@pytest.mark.parametrize("capability", _C.cpu_capabilities())
+@pytest.mark.parametrize("first", [0, 255, (1 << 40) + 77])
+def test_averages_in_8_bits_are_off_by_half_a_cell_at_most(first: int, capability: str) -> None:
+    values = over_decades(20_001)
+    found = kept(values, first, capability)
+    for name, exact, rtol in (
+        ("exp_avg", values, SIGNED_RTOL),
+        ("exp_avg_sq", values.square(), SQUARES_RTOL),
+    ):
+        assert found[f"{name}_codes"].dtype == torch.uint8 and found[name].dtype == torch.float32
+        blocks, actual = in_blocks(exact, first).double(), in_blocks(found[name], first).double()
+        largest = blocks.abs().amax(1, keepdim=True)
+        assert torch.equal(actual.abs().amax(1, keepdim=True), largest)
+        decade = (blocks.abs() / largest).clamp(min=1e-7).log10().neg().floor().clamp(0, 6)
+        error = (actual - blocks).abs() / largest
+        is_counted = (blocks.abs() >= 1e-7 * largest) & (blocks.abs() < largest)
+        bound = rtol * PER_DECADE**decade
+        assert (error <= 1.0001 * bound)[is_counted].all()
+        assert (error > 0.99 * bound)[is_counted].any()  # it is the bound
+        assert (error <= 3.3e-7).logical_or(is_counted).all()
+        assert found[f"{name}_scale"].abs().double().equal(largest[:, 0])
+        is_small = (blocks.abs() < 1e-7 * largest * (1 - 1e-6)) & (blocks != 0)
+        assert is_small.any()
+        assert (actual[is_small] == 0).all() if name == "exp_avg" else (actual[is_small] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_codes_are_those_of_the_dynamic_map(name: str) -> None:
+    """Of Dettmers et al., who take the middles of even cells in each decade, zero and 1."""
+    counts = [2**n for n in (range(1, 8) if name == "exp_avg_sq" else range(7))]
+    middles = []
+    for count, end in zip(counts, (10.0**n for n in range(-6, 1)), strict=True):
+        edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64) * end
+        middles.append((edges[1:] + edges[:-1]) / 2)
+    numbers = torch.cat((torch.zeros(1, dtype=torch.float64), *middles, torch.ones(1, dtype=torch.float64)))
+    if name == "exp_avg":
+        numbers = torch.cat((-numbers[1:-1].flip(0), numbers))
+    assert numbers.numel() == 256
+    values = torch.cat((numbers.float().sqrt() if name == "exp_avg_sq" else numbers.float(), torch.ones(256)))
+    found = kept(values)
+    assert found[f"{name}_codes"][:256].unique().numel() == 256
+    torch.testing.assert_close(found[name][:256].double(), numbers, rtol=1e-5, atol=0)
+
+
+def test_what_is_not_finite_is_its_blocks_and_the_smallest_scales_are_zero() -> None:
+    values = over_decades(5 * BLOCK)
+    values[10], values[BLOCK + 3], values[2 * BLOCK : 3 * BLOCK] = math.inf, math.nan, 1e-39
+    values[3 * BLOCK : 4 * BLOCK] = -0.0
+    for capability in _C.cpu_capabilities():
+        found = kept(values, capability=capability)
+        for name in ("exp_avg", "exp_avg_sq"):
+            blocks = found[name].view(-1, BLOCK)
+            assert blocks[:2].isnan().all()
+            assert (blocks[2:4] == 0).all()
+            assert (blocks[4] != 0).any() and blocks[4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}], ids=str)
+def test_averages_in_8_bits_are_alike_on_every_instruction_set_and_number_of_threads(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    assert_alike_everywhere(dtype, IN_8_BITS | options)
+
+
+@pytest.mark.parametrize("options", [MASTERS, {"rounding": "stochastic"}], ids=str)
+def test_averages_in_8_bits_go_with_what_bfloat16_parameters_keep(options: dict[str, Any]) -> None:
+    assert_alike_everywhere(torch.bfloat16, IN_8_BITS | options)
+    ours, exact = (
+        FlatAdamW(params_of(torch.bfloat16), lr=1e-3, **options | state)
+        for state in (IN_8_BITS, {"state_dtype": torch.float32})
+    )
+    for step in range(20):
+        for optimizer in (ours, exact):
+            train_in_bfloat16(optimizer, step)
+    whole = [optimizer.master(optimizer.param_groups[0]["params"][-1]) for optimizer in (ours, exact)]
+    start = params_of(torch.bfloat16)[-1].float()
+    assert 0 < (whole[0] - whole[1]).norm() < 0.15 * (whole[1] - start).norm()  # 0.10, on random gradients
+
+
+def test_a_tensor_in_parts_steps_as_the_whole_where_no_block_is_divided() -> None:
+    """Of more than 1 MiB, at addresses that no vector has."""
+    whole = nn.Parameter(randn(300_001, 1))
+    cuts = [0, 3 * BLOCK, 3 * BLOCK, 200 * BLOCK, whole.numel()]
+    parts = [nn.Parameter(whole.detach()[a:b].clone()) for a, b in itertools.pairwise(cuts)]
+    offset = nn.Parameter(torch.cat((torch.zeros(1), whole.detach()))[1:])  # type: ignore[arg-type]
+    for part, first in zip(parts, cuts, strict=False):
+        part._first_index = first  # type: ignore[attr-defined]
+    groups = [[whole], parts, [offset]]
+    optimizers = [FlatAdamW(params, lr=0.1, **IN_8_BITS) for params in groups]
+    for step in range(3):
+        grad = randn(whole.numel(), 10 + step)
+        for part, (a, b) in zip(parts, itertools.pairwise(cuts), strict=True):
+            part.grad = grad[a:b].clone()
+        whole.grad = offset.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        one, *others = (
+            torch.cat([optimizer.state[param][name] for param in params])
+            for optimizer, params in zip(optimizers, groups, strict=True)
+        )
+        assert all(torch.equal(one, other) for other in others)
+    assert torch.equal(torch.cat([part.detach() for part in parts]), whole)
+    assert torch.equal(offset, whole)
+
+
+def test_state_in_8_bits_is_saved_in_float32_and_comes_back_to_the_same_bits() -> None:
+    options = {"amsgrad": True, **IN_8_BITS}
+    saving, loading = (FlatAdamW(params_of(torch.bfloat16), **options) for _ in range(2))
+    train(saving, steps=3)
+    saved = copy.deepcopy(saving.state_dict())
+    theirs = torch.optim.AdamW(params_of(torch.float32), amsgrad=True)
+    train(theirs, steps=1)
+    assert {key: value.dtype for key, value in saved["state"][4].items()} == {
+        key: value.dtype for key, value in theirs.state_dict()["state"][4].items()
+    }
+    for other in (loading, theirs):
+        for param, source in zip(
+            other.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
+        ):
+            param.data.copy_(source)
+        other.load_state_dict(saved)
+    assert_same(loading, saving)
+    assert loading.param_groups[0]["state_dtype"] == torch.uint8
+    for optimizer in (saving, loading, copied := copy.deepcopy(saving)):
+        train(optimizer, steps=2, first=3)
+    assert_same(loading, saving)
+    assert_same(copied, saving)
+    train(theirs, steps=1, first=3)
+    loading.load_state_dict(theirs.state_dict())
+    state, exact = loading.state_dict()["state"][4], theirs.state_dict()["state"][4]
+    assert state["exp_avg_sq"].dtype == torch.float32
+    largest = in_blocks(exact["exp_avg_sq"]).amax(1).max()
+    assert (state["exp_avg_sq"] - exact["exp_avg_sq"]).abs().max() <= 1.01 * SQUARES_RTOL * largest
+    plain = FlatAdamW(params_of(torch.bfloat16), amsgrad=True)
+    plain.load_state_dict(saving.state_dict())
+    assert not any("exp_avg_scale" in state for state in plain.state.values())
+
+
+def test_training_with_averages_in_8_bits_is_near_that_in_float32() -> None:
+    """A regression of noisy numbers, whose features differ by an order of magnitude; to its least loss."""
+    features = randn(256 * 64, 1).view(256, 64) * 10 ** torch.linspace(-0.5, 0.5, 64)
+    wanted = features @ randn(64, 2) + randn(256, 3)
+    losses: dict[str, list[float]] = {"float32": [], "8 bits": []}
+    for found, options in zip(losses.values(), ({}, IN_8_BITS), strict=True):
+        param = nn.Parameter(torch.zeros(64))
+        optimizer = FlatAdamW([param], lr=3e-2, weight_decay=0.0, **options)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = (features @ param - wanted).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    exact, ours = losses.values()
+    assert exact[99] < exact[0] / 50 and exact[299] < exact[99] / 1.5
+    assert ours != exact
+    assert ours[99] < 1.2 * exact[99] and ours[299] < 1.001 * exact[299]
+
+
+def test_no_step_is_divided_by_eps_alone_where_a_square_is_small() -> None:
+    """The gradients of one element are small and then none, while its block's others stay large."""
+    params = [nn.Parameter(torch.zeros(BLOCK)) for _ in range(2)]
+    optimizers = [
+        FlatAdamW([param], lr=1.0, weight_decay=0.0, **options)
+        for param, options in zip(params, ({}, IN_8_BITS), strict=True)
+    ]
+    for step in range(4):
+        grad = torch.ones(BLOCK)
+        grad[0] = 0 if step else 2e-4  # whose square is 4e-8 of the others'
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = grad
+            optimizer.step()
+    exact, ours = (param[0].item() for param in params)
+    assert abs(ours) <= abs(exact) < 4
+
+
 # ----------------------------------------------------------------- stochastic rounding
 
 STOCHASTIC: dict[str, Any] = {"rounding": "stochastic"}
@@ -346,7 +557,7 @@ def decayed(start: Tensor, weight_decay: float, stream: int = 1, step: int = 0, 
     """bfloat16 parameters times 1 - weight_decay, rounded by chance."""
     param, zeros = start.clone(), torch.zeros(start.numel())
     numbers = (1.0, 0.9, 0.99, 1e-8, weight_decay, False, [stream], [first])
-    states = [zeros.clone()], [zeros.clone()], [], [], [torch.tensor(float(step))]
+    states = [zeros.clone()], [zeros.clone()], [], [], [], [torch.tensor(float(step))]
     torch.ops.fsdp_c.adamw_([param], [zeros], *states, [], *numbers)
     return param
 
@@ -545,6 +756,7 @@ def test_the_scheduler_and_the_gradient_scaler_of_torch_drive_it() -> None:
         ({"state_dtype": torch.int64}, "state_dtype must be None, float32, .*, not torch.int64"),
         ({"master_dtype": torch.float64}, "master_dtype must be None or torch.float32, not torch.float64"),
         ({"rounding": "up"}, 'rounding must be "nearest" or "stochastic", not \'up\''),
+        ({"state_dtype": torch.int8}, "state_dtype must be None, .* or uint8, not torch.int8"),
         (MASTERS | STOCHASTIC, 'give master_dtype or rounding="stochastic", not both'),
         ({"seed": -1}, r"seed must be from 0 to 2\*\*31 - 1, not -1"),
     ],
@@ -576,6 +788,11 @@ def test_masters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 def test_rounding_by_chance_of_other_dtypes_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f'rounding="stochastic" is for bfloat16, .* group 0 is {dtype}'):
         FlatAdamW(params_of(dtype), **STOCHASTIC)
+
+
+def test_averages_in_8_bits_of_float64_are_refused() -> None:
+    with pytest.raises(TypeError, match="stepped in float32 .*, but parameter 0 of group 0 is torch.float64"):
+        FlatAdamW(params_of(torch.float64), **IN_8_BITS)
 
 
 @pytest.mark.parametrize(

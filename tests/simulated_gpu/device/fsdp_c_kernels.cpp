@@ -245,6 +245,10 @@ static enum status adamw(const struct adam_tensor *tensors, int64_t count,
             }
         }
         now.changes(tensors[i].master_low, tensors[i].master_low ? tensors[i].numel * 2 : 0);
+        int64_t before = tensors[i].first_index % 256, blocks = (before + tensors[i].numel + 255) / 256;
+        for (float *scale : tensors[i].scales) {
+            now.changes(scale, scale ? blocks * (int64_t)sizeof(float) : 0);
+        }
         now.writes(tensors[i].step, sizeof(float));
     }
     return now.run(
