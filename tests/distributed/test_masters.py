@@ -18,6 +18,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import CPUOffload, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import FlatAdamW, param_groups
+from fsdp_c.sharding.tensor_parallel import local
+from tests import tensor_parallel as tp
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
 
@@ -41,9 +43,9 @@ def net() -> Net:
     return Net(2).to(device(), torch.bfloat16)
 
 
-def wrapped(use_orig_params: bool, **options: Any) -> Any:
+def wrapped(use_orig_params: bool, module: nn.Module | None = None, **options: Any) -> Any:
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block})} | options
-    return FSDP(net(), use_orig_params=use_orig_params, device_id=device(), **options)
+    return FSDP(module or net(), use_orig_params=use_orig_params, device_id=device(), **options)
 
 
 def optimizer_of(model: nn.Module, kind: str) -> FlatAdamW:
@@ -82,16 +84,17 @@ def assert_same(model: nn.Module, optimizer: FlatAdamW, expected: nn.Module, by:
     )
     assert any((value["exp_avg"] != 0).any() for value in states.values())
     for name, value in wanted.items():
-        assert torch.equal(values[name], value.to(values[name].device)), name
+        assert torch.equal(local(values[name]), local(value).to(values[name].device)), name
     for name, state in wholes.items():
         assert set(state) == set(states[name])
         for key, value in state.items():
             assert states[name][key].dtype == value.dtype
-            assert torch.equal(states[name][key].cpu(), value.cpu()), (name, key)
+            assert torch.equal(local(states[name][key]).cpu(), local(value).cpu()), (name, key)
 
 
 def steps_as_one_process(kind: str, use_orig_params: bool, strategy: str) -> None:
-    model = wrapped(use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+    mesh = init_device_mesh(device().type, (2, 2)) if "HYBRID" in strategy else None
+    model = wrapped(use_orig_params, sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh)
     # whose draws, without original parameters, are those of whole flat parameters
     is_flat = kind == "stochastic" and not use_orig_params
     plain = wrapped(False, sharding_strategy=ShardingStrategy.NO_SHARD) if is_flat else net()
@@ -113,11 +116,65 @@ def test_2_ranks_step_with_the_bits_of_one_process(
 
 @each_kind
 @both_views
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @on_ranks(4)
 def test_4_ranks_step_with_the_bits_of_one_process(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, kind: str
+) -> None:
+    steps_as_one_process(kind, use_orig_params, strategy)
+
+
+@each_kind
+@both_views
+@on_ranks(4)
+def test_shards_of_tensor_parallel_parameters_step_with_the_bits_of_whole_local_ones(
     rank: int, world_size: int, use_orig_params: bool, kind: str
 ) -> None:
-    steps_as_one_process(kind, use_orig_params, "FULL_SHARD")
+    pairs = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        torch.manual_seed(3)
+        model = wrapped(
+            use_orig_params,
+            module=tp.parallelized(tp.Language().to(device(), torch.bfloat16), "mlp"),
+            auto_wrap_policy=ModuleWrapPolicy({tp.Layer}),
+            sharding_strategy=strategy,
+            device_mesh=tp.mesh()["dp"],
+        )
+        optimizer = optimizer_of(model, kind)
+        for step in range(3):
+            model(tp.tokens(step)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs += [model, optimizer]
+    assert_same(*pairs)
+
+
+@every_kind
+@on_ranks(4)
+def test_tensor_parallel_state_goes_on_to_the_bit(
+    rank: int, world_size: int, kind: str, tmp_path: Path
+) -> None:
+    def made() -> tuple[Any, FlatAdamW]:
+        torch.manual_seed(3)
+        module = tp.parallelized(tp.Language().to(device(), torch.bfloat16), "mlp")
+        policy = ModuleWrapPolicy({tp.Layer})
+        model = wrapped(True, module=module, auto_wrap_policy=policy, device_mesh=tp.mesh()["dp"])
+        return model, optimizer_of(model, kind)
+
+    def go_on(model: Any, optimizer: FlatAdamW) -> None:
+        for step in range(2):
+            model(tp.tokens(step)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, second = made(), made()
+    go_on(*first)
+    checkpoint.save(*first, tmp_path / "saved")
+    checkpoint.load(*second, tmp_path / "saved")
+    assert_same(*second, *first)
+    for each in (first, second):
+        go_on(*each)
+    assert_same(*second, *first)
 
 
 @on_ranks(2)
@@ -231,6 +288,21 @@ def test_what_is_saved_goes_on_to_the_bit(
         train(one, other, steps=2, seed=1)
     assert kind in KINDS or all("exp_avg_scale" in state for state in resumed.state.values())
     assert_same(again, resumed, model, optimizer)
+
+
+@on_ranks(2)
+def test_how_state_is_kept_is_the_optimizers_own_whatever_a_checkpoint_says(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    saving, loading = wrapped(True), wrapped(True)
+    saved, resumed = FlatAdamW(saving.parameters(), lr=1e-3), optimizer_of(loading, "8 bits, master")
+    train(saving, saved)
+    checkpoint.save(saving, saved, tmp_path / "saved")
+    checkpoint.load(loading, resumed, tmp_path / "saved")
+    (group,) = resumed.param_groups
+    assert (group["state_dtype"], group["master_dtype"], group["lr"]) == (torch.uint8, torch.float32, 1e-3)
+    train(loading, resumed)
+    assert all(state["exp_avg"].dtype == torch.uint8 for state in resumed.state.values())
 
 
 @on_ranks(2)

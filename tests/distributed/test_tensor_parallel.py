@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.compat.standins import dtensor_extensions as standins
-from fsdp_c.optim import param_groups
+from fsdp_c.optim import WholeParameters, param_groups
 from tests import tensor_parallel as tp
 from tests.parity.engine import (
     STEPS,
@@ -760,3 +760,14 @@ def test_groups_that_divide_a_flat_parameter_with_tensor_parallelism_inside_are_
         ValueError, match="has tensor parallelism inside: wrap the model with use_orig_params=True"
     ):
         param_groups(model, lambda name, shape: {"weight_decay": float(len(shape) > 1)})
+
+
+@on_ranks(4)
+def test_owners_of_whole_parameters_are_refused_where_no_rank_of_a_unit_has_them(
+    rank: int, world_size: int
+) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"))
+    with pytest.raises(
+        ValueError, match="has tensor parallelism inside: no rank of the unit has its parameters"
+    ):
+        WholeParameters(model, torch.optim.SGD, lr=0.1)
