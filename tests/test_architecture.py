@@ -41,12 +41,12 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 158,
     "csrc/layout": 558,
     "csrc/kernels": 4_327,
-    "csrc/torch": 3_673,
-    "csrc/collective": 325,
-    "csrc/handle": 4_948,
-    "csrc/runtime": 5_660,
-    "csrc/python": 1_731,
-    "fsdp_c": 25_707,
+    "csrc/torch": 3_667,
+    "csrc/collective": 321,
+    "csrc/handle": 4_917,
+    "csrc/runtime": 5_608,
+    "csrc/python": 1_660,
+    "fsdp_c": 25_949,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
