@@ -54,10 +54,16 @@ def host_is_free() -> None:
     set_costs(**dict.fromkeys(HOST_COSTS, 0.0))
 
 
-def set_wire(between_nodes: bool, us_by_nbytes: Sequence[tuple[float, float]]) -> None:
+def set_wire(
+    between_nodes: bool,
+    us_by_nbytes: Sequence[tuple[float, float]],
+    ranks: int = 0,
+    multiprocessors: float = 0.0,
+) -> None:
     """How long an all-gather takes by the bytes that each rank has in the end; straight between the given
-    sizes."""
-    native().set_wire(between_nodes, us_by_nbytes)
+    sizes. For a group of so many ``ranks``, or with 0 for those without a table of their own. Collectives
+    occupy that part of the ``multiprocessors``."""
+    native().set_wire(between_nodes, us_by_nbytes, ranks, multiprocessors)
 
 
 @dataclass
@@ -74,6 +80,9 @@ class Span:
     stream: int  # 0: the default stream
     kind: int
     name: str
+    after: Sequence[int] = ()  # what was to be over before, but for what its stream did itself
+    memory: float = 0.0  # the part of the memory's bandwidth that it takes while it is alone
+    multiprocessors: float = 0.0  # of those that compute; a collective keeps its own from others
 
 
 # ---- intervals

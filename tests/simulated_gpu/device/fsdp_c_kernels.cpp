@@ -117,8 +117,9 @@ class kernel_launch {
     /* At once, or when the stream comes to it. */
     template <typename Kernel> enum status run(Kernel kernel) {
         simulated_gpu::host_spends(simulated_gpu::costs().launch);
-        simulated_gpu::device_spends(on, name, simulated_gpu::COMPUTE,
-                                     simulated_gpu::us_of_bytes(moved_nbytes));
+        double us = simulated_gpu::us_of_bytes(moved_nbytes);
+        simulated_gpu::device_spends(on, name, simulated_gpu::COMPUTE, us,
+                                     simulated_gpu::use_of(us, moved_nbytes));
         if (simulated_gpu::has_only_shapes()) {
             return STATUS_OK;
         }

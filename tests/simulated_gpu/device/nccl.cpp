@@ -343,12 +343,14 @@ class device_backend final : public Backend {
         host_spends((in_fsdp() ? costs().launch : costs().collective) +
                     (gathers || scatters ? costs().unit / 3 : 0));
         begins_after(on, &wire_is_free);
-        double us = getSize() == 1 ? costs().least : ways * us_on_wire(own_wire(), std::max(in, out));
+        /* A ring writes what comes and reads it to pass it on; one that reduces reads its own part too. */
+        double most = std::max(in, out), moved = (gathers ? 2 : ways == 2 ? 5 : 3) * most;
+        double us = getSize() == 1 ? costs().least : ways * us_on_wire(own_wire(), getSize(), most);
         device_spends(on, c10d::opTypeToString(type).c_str(),
                       gathers    ? GATHER
                       : scatters ? SCATTER
                                  : OTHER_COLLECTIVE,
-                      us);
+                      us, {use_of(us, moved).memory, multiprocessors_of(own_wire())});
         unpaid bookkeeping;
         event_record(&wire_is_free, on);
     }

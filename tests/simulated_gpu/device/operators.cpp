@@ -40,9 +40,9 @@ static stream *current_stream_of(const Tensor &tensor) {
 /* ---- time: timeline.h ---- */
 
 /* One operator, on the host and then on the device. */
-static void spend(stream *on, const char *name, enum span_kind kind, double us) {
+static void spend(stream *on, const char *name, enum span_kind kind, double us, device_use use) {
     host_spends(in_fsdp() ? costs().launch : costs().op);
-    device_spends(on, name, kind, us);
+    device_spends(on, name, kind, us, use);
 }
 
 static void spend_view() {
@@ -248,9 +248,11 @@ static const double SMALL_COPY = 1 << 16;
 
 static void spend_copy(stream *on, const Tensor &self, const Tensor &source) {
     if (self.is_cuda() && source.is_cuda()) {
-        spend(on, "aten::copy_", COMPUTE, us_of_bytes(nbytes_of(self) + nbytes_of(source)));
+        double nbytes = nbytes_of(self) + nbytes_of(source), us = us_of_bytes(nbytes);
+        spend(on, "aten::copy_", COMPUTE, us, use_of(us, nbytes));
     } else {
-        spend(on, name_of_copy(self, source), COPY, costs().least + nbytes_of(self) / costs().pcie);
+        double us = costs().least + nbytes_of(self) / costs().pcie;
+        spend(on, name_of_copy(self, source), COPY, us, use_of(us, nbytes_of(self)));
     }
 }
 
@@ -321,7 +323,7 @@ static at::Scalar local_scalar_dense(const Tensor &self) {
         launch launch(current_stream_of(self), "item");
         touch(launch, self, READ);
     }
-    spend(current_stream_of(self), "item", COPY, costs().least);
+    spend(current_stream_of(self), "item", COPY, costs().least, {});
     wait_as_torch(current_stream_of(self));
     return at::_local_scalar_dense(as_cpu(self));
 }
@@ -442,10 +444,11 @@ class device_call {
         }
         double share = 1.0 / (double)launches;
         double us = std::max(us_of_bytes(moved_nbytes * share), us_by_flops * share);
-        spend(on, schema.name().c_str(), COMPUTE, us);
+        device_use use = use_of(us, moved_nbytes * share, us_by_flops * share);
+        spend(on, schema.name().c_str(), COMPUTE, us, use);
         for (int64_t i = 1; i < launches; i++) {
             host_spends(costs().launch);
-            device_spends(on, schema.name().c_str(), COMPUTE, us);
+            device_spends(on, schema.name().c_str(), COMPUTE, us, use);
         }
     }
 

@@ -94,17 +94,21 @@ static void bind_timeline(py::module_ &module) {
     module.def("host_spends", &host_spends);
     module.def("cost", [](const std::string &name) { return cost(name); });
     module.def("set_cost", [](const std::string &name, double value) { cost(name) = value; });
-    module.def("set_wire", [](bool is_between_nodes, std::vector<std::pair<double, double>> us_by_nbytes) {
-        set_wire(is_between_nodes ? BETWEEN_NODES : WITHIN_NODE, std::move(us_by_nbytes));
-    });
-    module.def("us_on_wire", [](bool is_between_nodes, double nbytes) {
-        return us_on_wire(is_between_nodes ? BETWEEN_NODES : WITHIN_NODE, nbytes);
+    module.def("set_wire", [](bool is_between_nodes, std::vector<std::pair<double, double>> us_by_nbytes,
+                              int64_t ranks, double multiprocessors) {
+        set_wire(is_between_nodes ? BETWEEN_NODES : WITHIN_NODE, std::move(us_by_nbytes), ranks,
+                 multiprocessors);
     });
     module.def("take_spans", [] {
         py::list all;
         for (const span &each : take_spans()) {
+            std::vector<int64_t> after;
+            for (auto &[_, serial] : each.after) {
+                after.push_back(serial);
+            }
             all.append(py::make_tuple(each.begin, each.end, each.asked, each.ready, each.before, each.serial,
-                                      each.cause, each.stream, (int)each.kind, each.name));
+                                      each.cause, each.stream, (int)each.kind, each.name, after,
+                                      each.use.memory, each.use.multiprocessors));
         }
         return all;
     });

@@ -206,7 +206,7 @@ void host_wait(const event *until) {
         refuse_while_capturing();
     }
     run_until(until->end);
-    time_host_wait(until->time.over, until->time.last, "waits for an event");
+    time_host_wait(until->time, "waits for an event");
     merge(host_clock(), until->at);
 }
 
@@ -216,7 +216,7 @@ void host_wait_stream(stream *which) {
         refuse_while_capturing();
     }
     run_until(end_of(which));
-    time_host_wait(which->time.ready, which->time.last, "waits for a stream");
+    time_host_wait(end_in_time(which), "waits for a stream");
     merge(host_clock(), which->now);
 }
 
@@ -228,7 +228,7 @@ void host_wait_device(int device) {
     run_all_held(device);
     for (const stream &each : streams().list) {
         if (each.device == device) {
-            time_host_wait(each.time.ready, each.time.last, "waits for the device");
+            time_host_wait(end_in_time(&each), "waits for the device");
             merge(host_clock(), each.now);
         }
     }

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -26,15 +27,20 @@ enum { MOST_DEVICES = 8, HOST = 0 /* the host's agent; a stream's is from 1 */ }
 
 using clock = std::vector<uint64_t>; /* by agent; missing entries are 0 */
 
+/* The last work that must be over, by the stream's id. */
+using work_before = std::map<int64_t, int64_t>;
+
 /* By the model of timeline.h, in us. */
 struct stream_time {
     double ready = 0;              /* from when it may begin what comes next */
     double busy_until = 0;         /* the end of what it did last */
     int64_t last = -1, cause = -1; /* what it did last; what made it ready later than that */
+    work_before after{};           /* on other streams, of what comes next */
 };
 struct event_time {
     double over = 0;
     int64_t last = -1; /* what its stream did last before */
+    work_before after{};
 };
 
 struct stream { /* lives as long as the process: its address is the driver's handle */

@@ -49,22 +49,37 @@ double us_of_bytes(double nbytes) {
     return std::max(costs().least, nbytes / costs().memory);
 }
 
+device_use use_of(double us, double nbytes, double us_of_flops) {
+    return {nbytes / costs().memory / us, us_of_flops / us};
+}
+
 using points = std::vector<std::pair<double, double>>;
-static points &wire(enum wire which) {
-    static points *all = new points[NUM_WIRES];
+struct one_wire {
+    std::map<int64_t, points> by_ranks;
+    double multiprocessors;
+};
+static one_wire &wire(enum wire which) {
+    static one_wire *all = new one_wire[NUM_WIRES]();
     return all[which];
 }
 
-void set_wire(enum wire which, points us_by_nbytes) {
+void set_wire(enum wire which, points us_by_nbytes, int64_t ranks, double multiprocessors) {
     holding lock(device_lock);
     std::sort(us_by_nbytes.begin(), us_by_nbytes.end());
-    wire(which) = std::move(us_by_nbytes);
+    wire(which).by_ranks[ranks] = std::move(us_by_nbytes);
+    wire(which).multiprocessors = multiprocessors;
+}
+
+double multiprocessors_of(enum wire which) {
+    holding lock(device_lock);
+    return wire(which).multiprocessors;
 }
 
 /* Below the least size its time, above the greatest its bandwidth. */
-double us_on_wire(enum wire which, double nbytes) {
+double us_on_wire(enum wire which, int64_t ranks, double nbytes) {
     holding lock(device_lock);
-    const points &known = wire(which);
+    std::map<int64_t, points> &by_ranks = wire(which).by_ranks;
+    const points &known = by_ranks[by_ranks.count(ranks) ? ranks : 0];
     if (known.empty()) {
         return costs().least;
     }
@@ -119,29 +134,47 @@ bool in_fsdp() {
     return num_in_fsdp > 0;
 }
 
-void device_spends(stream *on, const char *name, enum span_kind kind, double us) {
+static void add(work_before &to, const work_before &more) {
+    for (auto &[stream, serial] : more) {
+        int64_t &last = to.try_emplace(stream, serial).first->second;
+        last = std::max(last, serial);
+    }
+}
+
+void device_spends(stream *on, const char *name, enum span_kind kind, double us, device_use use) {
     if (!is_timed() || on->capture) {
         return;
     }
     holding lock(device_lock);
     stream_time &of = on->time;
     double begin = std::max(host, of.ready);
-    spans.push_back(
-        {begin, begin + us, host, of.ready, of.busy_until, ++last_serial, of.cause, on->id, kind, name});
+    spans.push_back({begin, begin + us, host, of.ready, of.busy_until, ++last_serial, of.cause, on->id, kind,
+                     name, std::move(of.after), use});
     of = {begin + us, begin + us, last_serial, -1};
 }
 
 void begins_after(stream *on, const event *until) {
-    if (is_timed() && until->recorded && until->time.over > on->time.ready) {
+    if (!is_timed() || !until->recorded) {
+        return;
+    }
+    add(on->time.after, until->time.after);
+    if (until->time.over > on->time.ready) {
         on->time.ready = until->time.over;
         on->time.cause = until->time.last;
     }
 }
 
+event_time end_in_time(const stream *which) {
+    event_time end = {which->time.ready, which->time.last, which->time.after};
+    add(end.after, {{which->id, which->time.last}});
+    return end;
+}
+
 void time_record(event *which, stream *on) {
     if (is_timed()) {
         host_spends(costs().event);
-        which->time = {std::max(host, on->time.ready), on->time.last};
+        which->time = end_in_time(on);
+        which->time.over = std::max(host, which->time.over);
     }
 }
 
@@ -152,10 +185,13 @@ void time_wait(stream *which, const event *until) {
     }
 }
 
-void time_host_wait(double until, int64_t cause, const char *what) {
-    if (is_timed() && until > host) {
-        spans.push_back({host, until, host, host, host, ++last_serial, cause, -1, HOST_WAITS, what});
-        host = until;
+/* One that is over at once is kept as well: beside others, what it is for may take longer. */
+void time_host_wait(const event_time &until, const char *what) {
+    if (is_timed()) {
+        double over = std::max(host, until.over);
+        spans.push_back(
+            {host, over, host, host, host, ++last_serial, until.last, -1, HOST_WAITS, what, until.after, {}});
+        host = over;
     }
 }
 

@@ -9,8 +9,9 @@
  * is over, all in microseconds since the start. What is launched begins at the latest of the host's time, the
  * end of what its stream did before, and what that was told to wait for; it takes what the bytes, the
  * floating-point operations and the machine say. A host that waits moves on to the time for which it waited.
- * Kernels beside each other do not slow each other down, but the collectives of one group follow each other,
- * as NCCL's do.
+ * Kernels beside each other do not slow each other down here, but the collectives of one group follow each
+ * other, as NCCL's do. What each piece of work waited for, and what it needs of the device, is kept with it:
+ * ../contention.py runs the step again, with what is shared.
  *
  * SIMULATED_GPU_TIMELINE=1 switches it on. SIMULATED_GPU_SHAPES=1 does too, and nothing is computed:
  * operators run on shapes alone, the device's memory is address space that nobody touches, and one process
@@ -43,6 +44,12 @@ struct machine_costs {
     double gpus_per_node = 8;
 };
 
+/* The part of the device that a piece of work takes while it runs alone. */
+struct device_use {
+    double memory = 0;          /* of the memory's bandwidth */
+    double multiprocessors = 0; /* of those that compute */
+};
+
 /* One piece of work, or one wait of the host. */
 struct span {
     double begin, end;
@@ -55,6 +62,8 @@ struct span {
     int64_t stream; /* torch's id; -1: the host */
     enum span_kind kind;
     std::string name;
+    work_before after; /* what was to be over before, but for what its stream did itself */
+    device_use use;
 };
 
 DEVICE_API bool is_timed();
@@ -64,16 +73,20 @@ DEVICE_API bool has_only_shapes();
 DEVICE_API machine_costs &costs();
 DEVICE_API double *cost_of_name(const std::string &name); /* nullptr: there is none */
 DEVICE_API double us_of_bytes(double nbytes);             /* of the device's memory */
-/* A wire, by the us that a gather takes of so many bytes in all: straight between the sizes that are
- * given. */
+DEVICE_API device_use use_of(double us, double nbytes, double us_of_flops = 0);
+/* A wire, by the us that a gather takes of so many bytes in all: straight between the sizes that are given.
+ * A group of as many ranks as a table was given for has that, others have the one for 0. Collectives take
+ * their part of the multiprocessors. */
 enum wire { WITHIN_NODE, BETWEEN_NODES, NUM_WIRES };
-DEVICE_API void set_wire(enum wire which, std::vector<std::pair<double, double>> us_by_nbytes);
-DEVICE_API double us_on_wire(enum wire which, double nbytes);
+DEVICE_API void set_wire(enum wire which, std::vector<std::pair<double, double>> us_by_nbytes, int64_t ranks,
+                         double multiprocessors);
+DEVICE_API double us_on_wire(enum wire which, int64_t ranks, double nbytes);
+DEVICE_API double multiprocessors_of(enum wire which);
 
 /* ---- the run ---- */
 DEVICE_API double host_time();
 DEVICE_API void host_spends(double us);
-DEVICE_API void device_spends(stream *on, const char *name, enum span_kind kind, double us);
+DEVICE_API void device_spends(stream *on, const char *name, enum span_kind kind, double us, device_use use);
 /* in time alone: no order that a program may rely on */
 DEVICE_API void begins_after(stream *on, const event *until);
 DEVICE_API std::vector<span> take_spans();
@@ -95,7 +108,8 @@ DEVICE_API bool in_fsdp();
 /* For streams.cpp and memory.cpp; nothing unless it is timed. */
 void time_record(event *which, stream *on);
 void time_wait(stream *which, const event *until);
-void time_host_wait(double until, int64_t cause, const char *what);
+event_time end_in_time(const stream *which);
+void time_host_wait(const event_time &until, const char *what);
 bool is_over_in_time(const event *which);
 bool is_over_in_time(const stream *which);
 

@@ -58,7 +58,8 @@ struct device_allocator final : c10::DeviceAllocator {
         launch.access(from, nbytes, READ);
         launch.access(to, nbytes, WRITE);
         host_spends(costs().launch);
-        device_spends(on, "copy of data", COMPUTE, us_of_bytes(2.0 * (double)nbytes));
+        double moved = 2.0 * (double)nbytes, us = us_of_bytes(moved);
+        device_spends(on, "copy of data", COMPUTE, us, use_of(us, moved));
         if (!has_only_shapes()) {
             run_or_hold(on, [=] { memcpy(to, from, nbytes); });
         }
