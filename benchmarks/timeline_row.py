@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +50,25 @@ class Row:
     no_sync: bool = False  # but for the last of them
     reduce_in_bf16: bool = False
     keep_last: bool = False  # FSDP2 does not reshard the last block after its forward
+    ranks: int = 0  # 0: as many as the machine has
+    blocks: int = 0  # 0: the model's own
+    speed: float = 0.0  # of products and attention; 0: the machine's own
 
 
 @dataclass
 class Result:
-    """What came out, in ms and MiB."""
+    """What came out, in ms and MiB. Computation, communication and what is made of them are what they take
+    alone."""
 
     row: Row
-    step_ms: float
+    step_ms: float  # with what is shared, and with ranks that are late
+    plain_ms: float  # with neither
+    late_ms: float
     compute_ms: float
     communication_ms: float
     exposed_ms: float
     host_ms: float
-    at_most_ms: float
+    slowed_ms: float  # how much longer the computing stream computes than it does alone
     optimizer_ms: float
     ends_ms: float  # the first gather and the last reduction
     requested_MiB: float
@@ -87,27 +96,68 @@ def machine_of(name: str) -> dict[str, Any]:
     return json.loads(machine_path(name).read_text())
 
 
-def us_by_nbytes(wire: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
+def machine_of_row(row: Row) -> dict[str, Any]:
+    given = {"world_size": row.ranks, "speed": row.speed}
+    return machine_of(row.machine) | {name: value for name, value in given.items() if value}
+
+
+def us_by_nbytes(wire: dict[str, Any], ranks: int, nodes: int, per_node: int) -> list[tuple[float, float]]:
     """How long a gather takes by its bytes in all, given the bus bandwidth as nccl-tests has it.
 
-    That is bytes * (ranks - 1) / ranks / time: given by size, or one for all sizes beside a latency.
+    That is bytes * (ranks - 1) / ranks / time: given by size, by nodes of ``per_node`` GPUs beside NCCL's own
+    latencies, or one for all beside a latency.
     """
-    share = (world_size - 1) / world_size
+    share = (ranks - 1) / ranks
     bandwidth = wire["bus_GB_per_s"]
     if isinstance(bandwidth, list):
         return [(float(nbytes), nbytes * share / (1e3 * rate)) for nbytes, rate in bandwidth]
+    if isinstance(bandwidth, dict):
+        # A group's ring has the part of a node's wires that the node's GPUs in it have.
+        rate = at_nodes(bandwidth, nodes) * min(1.0, ranks / nodes / per_node)
+        sizes = [1.0, *(float(1 << power) for power in range(16, 41))]
+        return [(nbytes, us_of_ring(nbytes * share / (1e3 * rate), ranks, nodes)) for nbytes in sizes]
     return [(n, wire["latency_us"] + n * share / (1e3 * bandwidth)) for n in (1.0, LARGEST_TABLE_BYTES)]
+
+
+# NVIDIA/nccl, src/graph/tuning.cc: us of a ring in all, by hop within a node and between nodes; and the part of
+# the bandwidth that is reached. Of its protocols LL128 and Simple.
+PROTOCOLS = ((10.0, 1.9, 4.0, 0.92), (8.4, 3.4, 9.6, 1.0))
+
+
+def us_of_ring(us_of_bytes: float, ranks: int, nodes: int) -> float:
+    """By the faster protocol."""
+    return min(
+        base + (ranks - nodes) * within + (nodes - 1) * between + us_of_bytes / part
+        for base, within, between, part in PROTOCOLS
+    )
+
+
+def at_nodes(bandwidth: dict[str, float], nodes: int) -> float:
+    """Straight between the given numbers of nodes, by their logarithm; outside them as at the nearest."""
+    known = sorted((int(number), rate) for number, rate in bandwidth.items())
+    nodes = min(max(nodes, known[0][0]), known[-1][0])
+    fewer, fast = max(each for each in known if each[0] <= nodes)
+    more, slow = min(each for each in known if each[0] >= nodes)
+    return fast if fewer == more else fast + (slow - fast) * math.log(nodes / fewer, more / fewer)
 
 
 def set_machine(machine: dict[str, Any]) -> None:
     """In a process of the simulated GPU."""
     from tests.simulated_gpu import timeline
 
-    per_node = machine["gpus_per_node"]
+    world_size, per_node = machine["world_size"], machine["gpus_per_node"]
     timeline.set_costs(gpus_per_node=per_node, **machine["gpu"])
-    timeline.set_wire(False, us_by_nbytes(machine["within_node"], min(per_node, machine["world_size"])))
-    if "between_nodes" in machine:
-        timeline.set_wire(True, us_by_nbytes(machine["between_nodes"], machine["world_size"]))
+    for name in ("flops_16", "attention"):
+        timeline.set_costs(**{name: timeline.native().cost(name) * machine.get("speed", 1.0)})
+    within, between = machine["within_node"], machine.get("between_nodes")
+    of_node = us_by_nbytes(within, min(per_node, world_size), 1, per_node)
+    timeline.set_wire(False, of_node, multiprocessors=within.get("multiprocessors", 0.0))
+    if between:
+        nodes = math.ceil(world_size / per_node)
+        # for all others, and for a GPU of each node, over which replicas reduce
+        for key, ranks in ((0, world_size), (nodes, nodes)):
+            times = us_by_nbytes(between, ranks, nodes, per_node)
+            timeline.set_wire(True, times, key, between.get("multiprocessors", 0.0))
 
 
 # ---- one row, in a process of its own
@@ -121,9 +171,11 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
 
     from benchmarks.timeline_models import build
     from tests.simulated_gpu import timeline
+    from tests.simulated_gpu.contention import contended
 
     torch.set_num_threads(1)
-    machine, shape = machine_of(row.machine), MODELS[row.model]
+    machine, shape = machine_of_row(row), MODELS[row.model]
+    shape = replace(shape, blocks=row.blocks or shape.blocks)
     sequence = row.sequence or shape.sequence
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=machine["world_size"])
     set_machine(machine)
@@ -146,13 +198,15 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
             torch.cuda.reset_peak_memory_stats()
         with timeline.step() as taken, timeline.memory() as memory:
             train(row, model, optimizer, tokens)
+    shared = contended(taken)
     if trace:
-        taken.trace(trace)
+        shared.trace(trace)
     if spans:
         import pickle
 
-        Path(spans).write_bytes(pickle.dumps(taken))
-    return result_of(row, taken, memory, parameters, most)
+        Path(spans).write_bytes(pickle.dumps(shared))
+    late = machine.get("late", 0.0) * machine["world_size"] * shared.time
+    return result_of(row, taken, shared, late, memory, parameters, most)
 
 
 def train(row: Row, model: Any, optimizer: Any, tokens: Any) -> None:
@@ -196,7 +250,10 @@ def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
     return sorted(blocks, key=lambda each: -each[0] * each[1])
 
 
-def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> Result:
+def result_of(
+    row: Row, taken: Any, shared: Any, late: float, memory: Any, parameters: int, most: int
+) -> Result:
+    """Of the step as it is alone, and with what is shared."""
     import torch
 
     from tests.simulated_gpu import timeline
@@ -205,14 +262,19 @@ def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> 
     first_and_last = [*gathers[:1], *scatters[-1:]]
     ends = sum(span.end - span.begin for span in first_and_last)
     optimizer = sum(span.end - span.begin for span in taken.main if "fused_adam" in span.name)
+    # the same spans in the step with what is shared
+    serials = {span.serial for span in first_and_last}
+    left_out = [span for span in shared.spans if span.serial in serials]
     return Result(
         row,
+        (shared.time + late) / 1e3,
         taken.time / 1e3,
+        late / 1e3,
         taken.compute / 1e3,
         taken.communication / 1e3,
-        taken.exposed / 1e3,
-        taken.host_bound / 1e3,
-        (taken.time + taken.contended) / 1e3,
+        shared.exposed / 1e3,
+        shared.host_bound / 1e3,
+        (shared.compute - taken.compute) / 1e3,
         optimizer / 1e3,
         ends / 1e3,
         torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**20,
@@ -220,12 +282,17 @@ def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> 
         torch.cuda.max_memory_reserved() / 2**20,
         torch.cuda.memory_allocated() / 2**20,
         parameters,
-        taken.stalls()[:most],
-        taken.stalls(without=first_and_last)[:MOST_STALLS],
-        taken.wire_stalls()[:MOST_STALLS],
+        shared.stalls()[:most],
+        shared.stalls(without=left_out)[:MOST_STALLS],
+        shared.wire_stalls()[:MOST_STALLS],
         largest(memory.at_peak)[:most],
         largest(memory.idle_at_peak)[:most],
     )
+
+
+def memory_of(row: Row) -> dict[str, str]:
+    """What the simulated device is told of it."""
+    return {"SIMULATED_GPU_MEMORY": str(int(machine_of(row.machine).get("memory_GiB", 80) * 2**30))}
 
 
 def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
@@ -234,7 +301,8 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
 
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline_row"]
     command.append(json.dumps({"row": vars(row), "most": most, "trace": trace, "spans": spans}))
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | timeline.environment())
+    environment = os.environ | timeline.environment() | memory_of(row)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
@@ -243,6 +311,28 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
         name: [tuple(each) for each in value] for name, value in fields.items() if isinstance(value, list)
     }
     return Result(**fields | {"row": row} | lists)
+
+
+def in_processes(rows: Sequence[Row], workers: int = 2) -> Iterator[Result]:
+    """The results in the rows' order, each from a process that is forked from one that has imported torch."""
+    from tests.simulated_gpu import timeline
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.timeline_models", "torch._meta_registrations"])
+    before = dict(os.environ)
+    os.environ.update(timeline.environment())
+    try:
+        with context.Pool(workers, maxtasksperchild=1) as pool:
+            yield from pool.imap(run_forked, rows, chunksize=1)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_forked(row: Row) -> Result:
+    os.environ.update(memory_of(row))
+    warnings.simplefilter("ignore")
+    return run_row(row, 0, None, None)
 
 
 if __name__ == "__main__":

@@ -204,6 +204,9 @@ def test_collectives_take_what_the_wire_says() -> None:
         across = dist.new_group([0, 4])
         with step() as s: dist.all_gather_into_tensor(whole[:2000], part, group=across)
         times["across"] = s.time
+        timeline.set_wire(True, [(1.0, 51.0), (1e9, 50.0 + 1e9)], ranks=2)
+        with step() as s: dist.all_gather_into_tensor(whole[:2000], part, group=across)
+        times["by a table for two ranks"] = s.time
     """)
     assert times == pytest.approx(
         {
@@ -213,6 +216,7 @@ def test_collectives_take_what_the_wire_says() -> None:
             "two nodes": 1000 + 32_000,
             "a node": 170,
             "across": 1000 + 8_000,
+            "by a table for two ranks": 50 + 8_000,
         },
         abs=0.02,
     )

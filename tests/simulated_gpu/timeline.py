@@ -200,17 +200,6 @@ class Step:
         late = union([(max(s.ready, s.before, self.begin), s.begin) for s in self.main])
         return total(late) - total(common(late, busy(self.of(HOST_WAITS))))
 
-    @property
-    def contended(self) -> float:
-        """Side streams use the memory while the default stream does what is bound by it: they do not slow
-        down here."""
-        products = ("mm", "attention")
-        by_memory = [
-            s for s in self.main if s.kind == COMPUTE and not any(name in s.name for name in products)
-        ]
-        beside = [s for s in self.spans if s.stream > 0 and s.kind == COMPUTE]
-        return total(common(busy(by_memory), busy(beside)))
-
     def stalls(self, least: float = 1.0, without: Sequence[Span] = ()) -> list[Stall]:
         """How long the default stream was held up, but for the time in which the spans of ``without`` ran."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
