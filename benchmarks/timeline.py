@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.model_shapes import MODELS, SMALL_TO_LARGE
+from benchmarks.published import ROWS, compare, report
 from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, MACHINES, Result, Row, in_a_process, machine_of
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
@@ -272,6 +273,11 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="a fixed choice of rows, one line each, with what holds fsdp_c up",
     )
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help="steps that others measured, beside the model's (benchmarks/published.py)",
+    )
     parser.add_argument("--free-host", action="store_true", help="the host costs nothing")
     parser.add_argument(
         "--most", type=int, default=0, metavar="N", help="say the N longest waits, and most memory"
@@ -288,8 +294,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    if given.standard:
-        written = lines_of_standard()
+    if given.standard or given.published:
+        if given.standard:
+            written = lines_of_standard()
+        else:
+            written = [report(compare(ROWS))]
+            print(written[0])
         if given.markdown:
             Path(given.markdown).write_text("\n".join(written) + "\n")
         return

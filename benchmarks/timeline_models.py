@@ -165,7 +165,7 @@ class Mpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # as under autocast
 
 
 def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tuple[nn.Module, int]:
