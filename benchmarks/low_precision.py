@@ -30,14 +30,18 @@ bf16 but for "fp32". "bytes" are those that the optimizer's state takes of an el
 """
 BF16, FP32 = torch.bfloat16, torch.float32
 # name: dtype of the parameters, mixed precision, options of FlatAdamW, bytes
-KINDS: dict[str, tuple[torch.dtype, str, dict[str, Any], int]] = {
+IN_8_BITS = {"state_dtype": torch.uint8}
+KINDS: dict[str, tuple[torch.dtype, str, dict[str, Any], float]] = {
     "fp32": (FP32, "none", {}, 8),
+    "fp32, 8-bit state": (FP32, "none", IN_8_BITS, 2.03),
     "fp32, computed in bf16": (FP32, "bf16", {}, 8),
     "bf16": (BF16, "none", {}, 4),
     "bf16, fp32 state": (BF16, "none", {"state_dtype": FP32}, 8),
     "bf16 with masters": (BF16, "none", {"master_dtype": FP32}, 10),
     "bf16 stochastic, fp32 state": (BF16, "none", {"rounding": "stochastic", "state_dtype": FP32}, 8),
     "bf16 stochastic, bf16 state": (BF16, "none", {"rounding": "stochastic"}, 4),
+    "bf16 with masters, 8-bit state": (BF16, "none", {"master_dtype": FP32} | IN_8_BITS, 4.03),
+    "bf16 stochastic, 8-bit state": (BF16, "none", {"rounding": "stochastic"} | IN_8_BITS, 2.03),
 }
 
 
@@ -75,6 +79,7 @@ def main() -> None:
     parser.add_argument("--lr", nargs="+", default=["3e-3", "1e-4"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--markdown", type=Path)
     own = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -85,7 +90,7 @@ def main() -> None:
     lines = [f"# Training in bf16, {time.strftime('%Y-%m-%d')}", "", *counted.splitlines(), "", about]
     for lr in own.lr:
         lines += ["", f"## --lr {lr}", ""]
-        for index, (kind, (*_, nbytes)) in enumerate(KINDS.items()):
+        for index, kind in enumerate(own.kinds):
             found = losses(kind, [*shared, "--lr", lr], own.seeds)
             if not index:
                 lines.append("| parameters | bytes | " + " | ".join(f"step {step}" for step in found) + " |")
@@ -94,7 +99,7 @@ def main() -> None:
                 f"{sum(each) / len(each):.4f} +/- {(max(each) - min(each)) / 2:.4f}"
                 for each in found.values()
             ]
-            lines.append(f"| {kind} | {nbytes} | " + " | ".join(cells) + " |")
+            lines.append(f"| {kind} | {KINDS[kind][-1]} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
             if own.markdown:
                 own.markdown.write_text("\n".join(lines) + "\n")

@@ -35,7 +35,8 @@ COUNTED = """\
 The time of one `step()` in microseconds, the least of many in turn with each other: torch's AdamW with `foreach=True`
 and with `fused=True`, FlatAdamW, and memcpy on one thread for the bytes that a step has to read and write, once each
 (half read, half written). 'MB' is the size of all parameters. "bf16, fp32 state" is `state_dtype=torch.float32`,
-"masters" `master_dtype=torch.float32`, "stochastic" `rounding="stochastic"`, none of which torch has.
+"8-bit state" `state_dtype=torch.uint8`, "masters" `master_dtype=torch.float32`, "stochastic"
+`rounding="stochastic"`, none of which torch has.
 """
 HEADINGS = [
     "parameters",
@@ -101,6 +102,8 @@ def settings(mb: list[float]) -> Iterator[Setting]:
         yield Setting("bf16 with masters", torch.bfloat16, torch.float32, 1, size, masters, 2)
         yield Setting("bf16 stochastic", torch.bfloat16, torch.bfloat16, 1, size, stochastic)
         yield Setting("bf16 stochastic, fp32 state", torch.bfloat16, torch.float32, 1, size, stochastic)
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            yield Setting(f"{name}, 8-bit state", dtype, torch.uint8, 1, size)
     for count in (100, 1000):
         yield Setting("fp32", torch.float32, torch.float32, count, 4)
 
