@@ -1,9 +1,10 @@
 """Test bodies on ranks: processes that stay alive between tests, one gloo group per world size.
 
-``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test. The body is
-shipped by import path with its pickled arguments and runs on every rank. An exception on a rank fails the
-test with that rank's traceback; a rank that dies or outlives the timeout is named, with its stack. After any
-failure the processes are replaced, since nobody knows what their group still holds.
+``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test; a body that
+asks for neither gets neither. It is shipped by import path with its pickled arguments and runs on every rank.
+An exception on a rank fails the test with that rank's traceback; a rank that dies or outlives the timeout is
+named, with its stack. After any failure the processes are replaced, since nobody knows what their group still
+holds.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
     torch.set_default_device(device() if device_type() == "cuda" else None)
     try:
         with races.none_found(), _nothing_unraisable():
-            return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
+            body, own = _body(module, name), {"rank": rank, "world_size": world_size}
+            asked = inspect.signature(body).parameters
+            return Outcome(value=body(**kwargs, **{one: own[one] for one in own if one in asked}))
     except pytest.skip.Exception as skip:
         return Outcome(skipped=str(skip.msg))
     except BaseException as error:
@@ -340,21 +343,20 @@ def close_pools(label: str | None = None) -> None:
 def on_ranks(
     world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of ``body(rank, world_size, **arguments)``; pytest supplies the picklable arguments.
-
-    Bodies under one label share processes.
+    """Make a test of ``body``: what it asks for besides ``rank`` and ``world_size``, pytest supplies, and is
+    pickled. Bodies under one label share processes.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        parameters = list(inspect.signature(body).parameters.values())
-        if [parameter.name for parameter in parameters[:2]] != ["rank", "world_size"]:
-            raise TypeError(f"{body.__qualname__} must take rank and world_size first")
+        asked = inspect.signature(body).parameters.values()
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             pool(world_size, label).run(body.__module__, body.__name__, arguments, timeout_s * PATIENCE)
 
-        test.__signature__ = inspect.Signature(parameters[2:])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [one for one in asked if one.name not in ("rank", "world_size")]
+        )
         test.rank_body = body  # type: ignore[attr-defined]
         return pytest.mark.timeout(timeout_s * PATIENCE + START_TIMEOUT_S)(test)
 

@@ -69,9 +69,7 @@ def same_values(model: Any, plain: nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["SOAP", "Shampoo"])
 @both_views
 @on_ranks(2)
-def test_factors_are_those_of_the_plain_model_and_resume(
-    rank: int, world_size: int, kind: str, use_orig_params: bool
-) -> None:
+def test_factors_are_those_of_the_plain_model_and_resume(kind: str, use_orig_params: bool) -> None:
     from fsdp_c import FullyShardedDataParallel as FSDP
     from fsdp_c import checkpoint
     from fsdp_c.optim import WholeParameters

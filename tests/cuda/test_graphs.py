@@ -66,9 +66,7 @@ def losses_and_gradients(model: Any, graphed: bool) -> list[Tensor]:
     "strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP], ids=lambda one: one.name
 )
 @on_ranks(1, TIMEOUT_S)
-def test_a_graph_of_forward_and_backward(
-    rank: int, world_size: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_a_graph_of_forward_and_backward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     torch.cuda.set_device(0)
     expected = losses_and_gradients(wrapped(strategy, use_orig_params), graphed=False)
     actual = losses_and_gradients(wrapped(strategy, use_orig_params), graphed=True)

@@ -143,17 +143,17 @@ def assert_trains_as_upstream(rank: int, layer: str, optimizer: str, **options: 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_models_train_as_with_torchs_fsdp(rank: int, world_size: int, layer: str) -> None:
+def test_models_train_as_with_torchs_fsdp(rank: int, layer: str) -> None:
     assert_trains_as_upstream(rank, layer, "foreach")
 
 
 @pytest.mark.parametrize("layer", ["encoder", "own attention", "fused attention"])
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_models_train_as_with_torchs_fsdp_in_bfloat16(rank: int, world_size: int, layer: str) -> None:
+def test_models_train_as_with_torchs_fsdp_in_bfloat16(rank: int, layer: str) -> None:
     assert_trains_as_upstream(rank, layer, "foreach", mixed_precision=BF16)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_optimizers_step_on_shards_as_with_torchs_fsdp(rank: int, world_size: int, optimizer: str) -> None:
+def test_optimizers_step_on_shards_as_with_torchs_fsdp(rank: int, optimizer: str) -> None:
     assert_trains_as_upstream(rank, "encoder", optimizer)

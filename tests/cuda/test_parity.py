@@ -127,21 +127,21 @@ def over(backend: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(1, TIMEOUT_S)
-def test_one_rank_trains_as_torch_does(rank: int, world_size: int, name: str) -> None:
+def test_one_rank_trains_as_torch_does(rank: int, name: str) -> None:
     with over("gloo"):
         assert_parity(rank, name, no_sync=False, checkpoint=False)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2, TIMEOUT_S)
-def test_two_ranks_on_one_gpu_train_as_torch_does(rank: int, world_size: int, name: str) -> None:
+def test_two_ranks_on_one_gpu_train_as_torch_does(rank: int, name: str) -> None:
     with over("gloo"):
         assert_parity(rank, name, no_sync=False, checkpoint=False)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_two_ranks_train_as_torch_does_over_nccl(rank: int, world_size: int, name: str) -> None:
+def test_two_ranks_train_as_torch_does_over_nccl(rank: int, name: str) -> None:
     """The collectives run beside the computation, as they do on several GPUs."""
     with over("nccl") as options:
         assert_parity(rank, name, no_sync=False, checkpoint=False, options=options)
@@ -149,14 +149,14 @@ def test_two_ranks_train_as_torch_does_over_nccl(rank: int, world_size: int, nam
 
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "bf16, reduced in fp32"])
 @on_ranks(4, TIMEOUT_S)
-def test_four_ranks_accumulate_and_checkpoint_as_torch_does(rank: int, world_size: int, name: str) -> None:
+def test_four_ranks_accumulate_and_checkpoint_as_torch_does(rank: int, name: str) -> None:
     with over("gloo"):
         assert_parity(rank, name, no_sync=True, checkpoint=True)
 
 
 @pytest.mark.parametrize("name", ["FULL_SHARD", "bf16, reduced in fp32"])
 @on_ranks(4, TIMEOUT_S)
-def test_four_ranks_shard_and_replicate_as_torch_does(rank: int, world_size: int, name: str) -> None:
+def test_four_ranks_shard_and_replicate_as_torch_does(rank: int, name: str) -> None:
     rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     (shard, _), (replicate, _) = (dist.new_subgroups_by_enumeration(ranks) for ranks in (rows, columns))
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (shard, replicate)}

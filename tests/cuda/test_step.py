@@ -265,14 +265,14 @@ def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S)
-def test_results_do_not_depend_on_timing(rank: int, world_size: int, name: str) -> None:
+def test_results_do_not_depend_on_timing(name: str) -> None:
     with over("gloo"):
         assert_alike(results(large(**TRANSFERS[name]), 0), results(large(**TRANSFERS[name]), 3_000_000))
 
 
 @pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_results_do_not_depend_on_timing_over_nccl(rank: int, world_size: int, name: str) -> None:
+def test_results_do_not_depend_on_timing_over_nccl(name: str) -> None:
     """Nothing makes the host wait here, as the gathers through the CPU do."""
     with over("nccl") as group:
         options = TRANSFERS[name] | group
@@ -280,7 +280,7 @@ def test_results_do_not_depend_on_timing_over_nccl(rank: int, world_size: int, n
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_steps_under_streams_of_the_user_give_the_same(rank: int, world_size: int) -> None:
+def test_steps_under_streams_of_the_user_give_the_same() -> None:
     with over("nccl") as group:
         expected = results(large(**group), 0)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -297,9 +297,7 @@ SHARDED = (
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_s(
-    rank: int, world_size: int
-) -> None:
+def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_s() -> None:
     def taken(fsdp: Any) -> tuple[int, list[Tensor]]:
         model = large(fsdp, use_orig_params=False, **group)
         step(model)
@@ -322,9 +320,7 @@ def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])
 @pytest.mark.parametrize("name", ["plain", "offload"])
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_state_dicts_bring_back_what_was_saved_over_nccl(
-    rank: int, world_size: int, name: str, kind: Any
-) -> None:
+def test_state_dicts_bring_back_what_was_saved_over_nccl(name: str, kind: Any) -> None:
     """NCCL sends from the GPU alone, wherever shards and state dicts lie."""
     with over("nccl") as group:
         model = large(**TRANSFERS[name] | group)
@@ -356,7 +352,7 @@ def state_of(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_full_parameters_are_shown_and_written_back_over_nccl(rank: int, world_size: int) -> None:
+def test_full_parameters_are_shown_and_written_back_over_nccl() -> None:
     with over("nccl") as group:
         for options in TRANSFERS.values():
             model = large(**options | group)
@@ -395,7 +391,7 @@ HOST = torch.device("cpu")
 @pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
-    rank: int, world_size: int, name: str, use_orig_params: bool
+    name: str, use_orig_params: bool
 ) -> None:
     seen = []
     with over("nccl") as group:
@@ -464,7 +460,7 @@ def accumulate(model: Any, rank: int, step: int, sync: bool) -> None:
 @both_views
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_gradients_leave_the_device_with_the_parameters(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, sync: bool
+    rank: int, use_orig_params: bool, strategy: str, sync: bool
 ) -> None:
     seen = []
     with over("nccl") as group:
@@ -489,7 +485,7 @@ def test_gradients_leave_the_device_with_the_parameters(
 @both_views
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
-    rank: int, world_size: int, use_orig_params: bool, after: str
+    rank: int, use_orig_params: bool, after: str
 ) -> None:
     """As torch does after a step, with use_orig_params; where something must be gathered, X-062 says what to
     do."""
@@ -520,7 +516,7 @@ def refusal(module: nn.Module, **options: Any) -> str:
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int, world_size: int) -> None:
+def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int) -> None:
     """X-025, and parity 7: a group with gloo sends them."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with over("nccl") as group:

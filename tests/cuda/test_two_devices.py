@@ -67,7 +67,7 @@ def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_a_model_trains_alike_on_a_device_that_is_not_the_current_one(
-    rank: int, world_size: int, name: str, inputs_on: torch.device
+    rank: int, name: str, inputs_on: torch.device
 ) -> None:
     torch.cuda.set_device(FIRST)
     expected = train(wrapped(FIRST, **OPTIONS[name]), rank, FIRST)
@@ -80,9 +80,7 @@ def test_a_model_trains_alike_on_a_device_that_is_not_the_current_one(
 
 @pytest.mark.parametrize("current", [FIRST, SECOND], ids=str)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_device_without_an_index_is_the_current_one(
-    rank: int, world_size: int, current: torch.device
-) -> None:
+def test_a_device_without_an_index_is_the_current_one(current: torch.device) -> None:
     torch.cuda.set_device(current)
     try:
         for device_id in (torch.device("cuda"), "cuda", torch.cuda.current_device(), current):
@@ -96,7 +94,7 @@ def test_a_device_without_an_index_is_the_current_one(
 
 @pytest.mark.parametrize("device_id", [1, "cuda:1", SECOND], ids=repr)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_device_is_named_by_its_index_too(rank: int, world_size: int, device_id: Any) -> None:
+def test_a_device_is_named_by_its_index_too(device_id: Any) -> None:
     torch.cuda.set_device(FIRST)
     model = wrapped(device_id)
     assert {param.device for param in model.parameters()} == {SECOND}
@@ -104,7 +102,7 @@ def test_a_device_is_named_by_its_index_too(rank: int, world_size: int, device_i
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_two_models_on_two_devices_train_in_turn(rank: int, world_size: int) -> None:
+def test_two_models_on_two_devices_train_in_turn(rank: int) -> None:
     torch.cuda.set_device(FIRST)
     expected = train(wrapped(FIRST), rank, CPU)
     models = [wrapped(FIRST), wrapped(SECOND)]
@@ -113,6 +111,6 @@ def test_two_models_on_two_devices_train_in_turn(rank: int, world_size: int) -> 
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_module_on_another_device_than_device_id_is_refused(rank: int, world_size: int) -> None:
+def test_a_module_on_another_device_than_device_id_is_refused() -> None:
     with pytest.raises(ValueError, match="Inconsistent compute device.*cuda:1 vs cuda:0"):
         FSDP(nn.Linear(3, 3).to(SECOND), device_id=FIRST, process_group=nccl_group())

@@ -70,9 +70,7 @@ def test_a_unit_skipped_by_the_synchronised_backward_is_reduced_all_the_same(
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @both_views
 @on_ranks(2)
-def test_what_no_sync_left_goes_as_units_are_reduced(
-    rank: int, world_size: int, use_orig_params: bool, low: bool
-) -> None:
+def test_what_no_sync_left_goes_as_units_are_reduced(rank: int, use_orig_params: bool, low: bool) -> None:
     """Amid the backward already. What the user has kept of it stays."""
     from fsdp_c import FullyShardedDataParallel
     from fsdp_c.wrap import ModuleWrapPolicy

@@ -98,7 +98,7 @@ DIFFERENT: dict[str, tuple[Callable[[], FSDP], str]] = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 @on_ranks(2)
-def test_every_rank_is_told_the_first_difference(rank: int, world_size: int, what: str) -> None:
+def test_every_rank_is_told_the_first_difference(rank: int, what: str) -> None:
     build, message = DIFFERENT[what]
     model = per_block() if rank == 0 else build()
     with pytest.raises(RuntimeError, match="^ranks wrap different models") as found:
@@ -109,7 +109,7 @@ def test_every_rank_is_told_the_first_difference(rank: int, world_size: int, wha
 
 
 @on_ranks(4)
-def test_one_replica_among_four_ranks_is_named_by_all(rank: int, world_size: int) -> None:
+def test_one_replica_among_four_ranks_is_named_by_all(rank: int) -> None:
     """Over a shard group and its replicas each rank hears of a difference in a group that it is not in."""
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     arguments = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
@@ -176,7 +176,7 @@ def test_ranks_that_ignore_different_modules_train(
 
 
 @on_ranks(2)
-def test_optimizer_state_under_names_that_differ_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
+def test_optimizer_state_under_names_that_differ_is_refused_on_all_ranks(rank: int) -> None:
     inner, ignored = with_experts(rank, "ignored_modules")
     model = wrap(inner, **ignored)
     optimizer = torch.optim.Adam(model.parameters())
@@ -188,7 +188,7 @@ def test_optimizer_state_under_names_that_differ_is_refused_on_all_ranks(rank: i
 
 
 @on_ranks(2)
-def test_error_of_one_rank_is_told_to_the_others(rank: int, world_size: int) -> None:  # parity 27
+def test_error_of_one_rank_is_told_to_the_others(rank: int) -> None:  # parity 27
     model = per_block()
     if rank == 1:
         model.blocks[1].limit_all_gathers = False
@@ -204,7 +204,7 @@ def test_error_of_one_rank_is_told_to_the_others(rank: int, world_size: int) -> 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
 def test_ranks_of_which_only_some_send_their_values_are_named_by_all(
-    rank: int, world_size: int, strategy: str, with_it: tuple[int, ...]
+    rank: int, strategy: str, with_it: tuple[int, ...]
 ) -> None:
     mesh = init_device_mesh(device().type, (2, 2)) if strategy == "HYBRID_SHARD" else None
     torch.manual_seed(1)  # what differs is the argument alone
@@ -222,7 +222,7 @@ def test_ranks_of_which_only_some_send_their_values_are_named_by_all(
 
 
 @on_ranks(2)
-def test_ranks_that_send_their_values_compare_that_once_per_tree(rank: int, world_size: int) -> None:
+def test_ranks_that_send_their_values_compare_that_once_per_tree() -> None:
     with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gathered:
         per_block(sync_module_states=True)
         assert gathered.call_count == 1
@@ -254,9 +254,7 @@ def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_plans_are_compared_once_and_again_when_they_have_changed(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_plans_are_compared_once_and_again_when_they_have_changed(strategy: str) -> None:
     with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gather:
         model = per_block(sharding_strategy=ShardingStrategy[strategy])
         assert gather.call_count == 0
@@ -271,7 +269,7 @@ def test_plans_are_compared_once_and_again_when_they_have_changed(
 
 
 @on_ranks(2)
-def test_looking_at_parameters_compares_nothing(rank: int, world_size: int) -> None:
+def test_looking_at_parameters_compares_nothing(rank: int) -> None:
     """Where nothing is sharded one rank alone may save; it must not wait for the others."""
     model = per_block(sharding_strategy=ShardingStrategy.NO_SHARD)
     if rank == 0:
@@ -282,7 +280,7 @@ def test_looking_at_parameters_compares_nothing(rank: int, world_size: int) -> N
 
 
 @on_ranks(1)
-def test_one_rank_compares_nothing(rank: int, world_size: int) -> None:
+def test_one_rank_compares_nothing() -> None:
     net = Net()
     expected = net(X)
     with mock.patch.object(agreement, "_gather") as gather:

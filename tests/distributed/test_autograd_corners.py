@@ -402,7 +402,7 @@ class Whole(nn.Module):
 
 
 @on_ranks(2)
-def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: int, world_size: int) -> None:
+def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: int) -> None:
     """From the first backward on: a model of such units must not be gathered as a whole."""
     model = wrap(
         seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3))))
@@ -424,9 +424,7 @@ def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: i
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_inputs_get_the_gradients_of_the_plain_model(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
-) -> None:
+def test_inputs_get_the_gradients_of_the_plain_model(rank: int, use_orig_params: bool, strategy: str) -> None:
     model, reference = sharded(strategy, use_orig_params=use_orig_params), plain()
     found = []
     for one in (model, reference):
@@ -440,9 +438,7 @@ def test_inputs_get_the_gradients_of_the_plain_model(
 
 @all_strategies
 @on_ranks(2)
-def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(rank: int, strategy: str) -> None:
     before = settled_nbytes()
     model = sharded(strategy)
     x = batch(rank).requires_grad_()
@@ -584,7 +580,7 @@ def test_gradient_penalties_have_the_bits_of_the_plain_model(
 
 
 @on_ranks(2)
-def test_a_gradient_penalty_whose_backward_raises_leaves_nothing_gathered(rank: int, world_size: int) -> None:
+def test_a_gradient_penalty_whose_backward_raises_leaves_nothing_gathered(rank: int) -> None:
     before = settled_nbytes()
     model = sharded()
     x = batch(rank).requires_grad_()
@@ -601,7 +597,7 @@ def test_a_gradient_penalty_whose_backward_raises_leaves_nothing_gathered(rank: 
 
 @all_strategies
 @on_ranks(2)
-def test_frozen_units_free_their_storage_during_backward(rank: int, world_size: int, strategy: str) -> None:
+def test_frozen_units_free_their_storage_during_backward(rank: int, strategy: str) -> None:
     before = settled_nbytes()
     model = plain()
     model.blocks[2].requires_grad_(False)
@@ -762,7 +758,7 @@ def test_unused_outputs_need_no_backward(rank: int, world_size: int, strategy: s
 
 
 @on_ranks(2)
-def test_outputs_can_be_pickled_and_detached_ones_copied(rank: int, world_size: int) -> None:
+def test_outputs_can_be_pickled_and_detached_ones_copied(rank: int) -> None:
     output = sharded()(batch(rank))
     assert torch.equal(pickle.loads(pickle.dumps(output)), output)
     assert torch.equal(copy.deepcopy(output.detach()), output)
@@ -819,7 +815,7 @@ def test_recurrent_modules_train_like_the_plain_model(
 
 
 @on_ranks(2)
-def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int, world_size: int) -> None:
+def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int) -> None:
     def hooked(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
         block = model.blocks[1]
@@ -852,7 +848,7 @@ def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int, world_siz
 @both_views
 @on_ranks(2)
 def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, around: str
+    rank: int, use_orig_params: bool, strategy: str, around: str
 ) -> None:
     """Bit for bit as without checkpoints. Units get fp32 of each other."""
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
@@ -889,7 +885,7 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
 @both_views
 @on_ranks(2)
 def test_inference_mode_gives_the_plain_output_and_holds_nothing(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
+    rank: int, use_orig_params: bool, strategy: str
 ) -> None:
     before = settled_nbytes()
     model = sharded(strategy, use_orig_params=use_orig_params)
@@ -922,7 +918,7 @@ def test_mixed_precision_graphs_are_nearly_the_plain_ones_and_leave_nothing(
 @both_views
 @on_ranks(2)
 def test_a_model_that_goes_before_its_backward_leaves_the_gradients(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, net: dict[str, Any]
+    rank: int, use_orig_params: bool, strategy: str, net: dict[str, Any]
 ) -> None:
     """A function returns the loss; the parameters are the optimizer's. Everything else goes with the
     graph."""

@@ -78,9 +78,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 @own_ranks
-def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(
-    rank: int, world_size: int, name: str
-) -> None:
+def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(rank: int, name: str) -> None:
     named, usual = wrapped(**OPTIONS[name]), wrapped(**OPTIONS[name])
     for step, (sync, forwards, retain) in enumerate([(True, 1, False), (False, 2, False), (True, 1, True)]):
         for model in (named, usual):
@@ -96,9 +94,7 @@ def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 @own_ranks
-def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(
-    rank: int, world_size: int, name: str
-) -> None:
+def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(rank: int, name: str) -> None:
     model, usual = wrapped(**OPTIONS[name]), wrapped(**OPTIONS[name])
     for each in (model, usual):
         loss_of(each, rank).backward()
@@ -115,7 +111,7 @@ def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(
 
 
 @own_ranks
-def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int, world_size: int) -> None:
+def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int) -> None:
     def build() -> FullyShardedDataParallel:
         torch.manual_seed(0)
         halves = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64)])
@@ -140,9 +136,7 @@ def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int, world_
 
 @pytest.mark.parametrize("orig_hooks", [False, True])
 @own_ranks
-def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
-    rank: int, world_size: int, orig_hooks: bool
-) -> None:
+def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(rank: int, orig_hooks: bool) -> None:
     model, expected = wrapped(alone=True), plain()
     if orig_hooks:  # as autograd calls them
         for param in model.parameters():
@@ -161,7 +155,7 @@ def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
 
 
 @own_ranks
-def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: int) -> None:
+def test_autograd_is_refused_gradients_of_shards_by_name(rank: int) -> None:
     """parity 47"""
     model, usual = wrapped(), wrapped()
     with pytest.raises(
@@ -174,9 +168,7 @@ def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: 
 
 
 @own_ranks
-def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(
-    rank: int, world_size: int
-) -> None:
+def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(rank: int) -> None:
     """Zero-bubble schedules begin so, and find no weights after it. A backward to everything says nothing."""
     for use_orig_params, said in ((True, {"0", "2", "4"}), (False, set())):
         model = wrapped(use_orig_params=use_orig_params)
@@ -195,7 +187,7 @@ def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(
 
 
 @own_ranks
-def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int, world_size: int) -> None:
+def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int) -> None:
     """As zero-bubble schedules of torch.distributed.pipelining have them, for two microbatches."""
     backward = pytest.importorskip("torch.distributed.pipelining._backward")
     model, expected = wrapped(alone=True, units=False), plain()
@@ -255,7 +247,7 @@ def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: 
 @pytest.mark.parametrize("kind", ["alone", "NO_SHARD"])
 @own_ranks
 def test_data_parallelism_around_units_averages_as_around_the_plain_module(
-    rank: int, world_size: int, kind: str, bucket_view: bool
+    rank: int, kind: str, bucket_view: bool
 ) -> None:
     model = wrapped(alone=True) if kind == "alone" else wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     expected = plain()
@@ -272,7 +264,7 @@ def test_data_parallelism_around_units_averages_as_around_the_plain_module(
 
 
 @own_ranks
-def test_data_parallelism_around_shards_is_refused_by_name(rank: int, world_size: int) -> None:
+def test_data_parallelism_around_shards_is_refused_by_name(rank: int) -> None:
     model = DistributedDataParallel(wrapped())
     for _ in range(2):
         with pytest.raises(
@@ -286,7 +278,7 @@ def test_data_parallelism_around_shards_is_refused_by_name(rank: int, world_size
 )
 @own_ranks
 def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
-    rank: int, world_size: int, options: dict[str, Any]
+    rank: int, options: dict[str, Any]
 ) -> None:
     """parity 48: torch is silent."""
     model = DistributedDataParallel(wrapped(alone=True, **options))
@@ -297,7 +289,7 @@ def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
 
 
 @own_ranks
-def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: int, world_size: int) -> None:
+def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: int) -> None:
     """Its own parameters are averaged, those of the units sharded."""
     inner = wrapped(units=False)
     model = nn.Sequential(inner, nn.Linear(4, 2).to(device()))
@@ -311,9 +303,7 @@ def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: in
 
 
 @own_ranks
-def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(
-    rank: int, world_size: int
-) -> None:
+def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(rank: int) -> None:
     model, expected = wrapped(alone=True, units=False), plain()
     (param,) = model.parameters()
     node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -112,7 +112,7 @@ def held_back() -> Iterator[threading.Event]:
 
 @both_views
 @on_ranks(2)
-def test_what_is_saved_is_what_was_there_whatever_training_does_meanwhile(rank, world_size, use_orig_params):
+def test_what_is_saved_is_what_was_there_whatever_training_does_meanwhile(use_orig_params):
     path = folder_of_ranks() / "ckpt"
     model, optimizer = made(1, use_orig_params)
     extra = {"losses": [step(model, optimizer, 0)]}
@@ -137,7 +137,7 @@ def test_what_is_saved_is_what_was_there_whatever_training_does_meanwhile(rank, 
 
 
 @on_ranks(2)
-def test_files_are_those_of_a_save_in_the_foreground(rank, world_size):
+def test_files_are_those_of_a_save_in_the_foreground():
     folder = folder_of_ranks()
     model, optimizer = made()
     step(model, optimizer, 0)
@@ -150,7 +150,7 @@ def test_files_are_those_of_a_save_in_the_foreground(rank, world_size):
 
 
 @on_ranks(2)
-def test_losses_and_parameters_are_those_of_training_without_saves(rank, world_size):
+def test_losses_and_parameters_are_those_of_training_without_saves():
     path = folder_of_ranks() / "ckpt"
     runs = []
     for saves in (False, True):
@@ -169,7 +169,7 @@ def test_losses_and_parameters_are_those_of_training_without_saves(rank, world_s
 
 
 @on_ranks(2)
-def test_the_memory_of_the_copies_is_used_again(rank, world_size):
+def test_the_memory_of_the_copies_is_used_again():
     from fsdp_c.checkpoint.saving import _host_copies
 
     folder = folder_of_ranks()
@@ -204,7 +204,7 @@ def fails_on(bad: int, error: BaseException) -> Any:
 
 @pytest.mark.parametrize("bad", [0, 1])
 @on_ranks(2)
-def test_a_full_disk_of_one_rank_is_an_error_of_all_and_leaves_the_old_checkpoint(rank, world_size, bad):
+def test_a_full_disk_of_one_rank_is_an_error_of_all_and_leaves_the_old_checkpoint(bad):
     path = folder_of_ranks() / "ckpt"
     model, optimizer = made()
     step(model, optimizer, 0)
@@ -229,7 +229,7 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_leaves_the_old_checkpoin
 
 @pytest.mark.parametrize("background", [False, True])
 @on_ranks(2)
-def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save_alone(rank, world_size, background):
+def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save_alone(rank, background):
     path = folder_of_ranks() / "ckpt"
     model, optimizer = made()
     own = object() if rank == 0 else None
@@ -245,9 +245,7 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save_alone(rank, 
 
 
 @on_ranks(2)
-def test_a_mistake_of_one_rank_before_the_copy_is_told_by_all_and_a_mistake_of_all_is_theirs(
-    rank, world_size
-):
+def test_a_mistake_of_one_rank_before_the_copy_is_told_by_all_and_a_mistake_of_all_is_theirs(rank):
     path = folder_of_ranks() / "ckpt"
     model, optimizer = made()
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
@@ -263,7 +261,7 @@ def test_a_mistake_of_one_rank_before_the_copy_is_told_by_all_and_a_mistake_of_a
 
 
 @on_ranks(2)
-def test_a_folder_that_is_taken_away_meanwhile_is_an_error_and_the_next_save_makes_it(rank, world_size):
+def test_a_folder_that_is_taken_away_meanwhile_is_an_error_and_the_next_save_makes_it(rank):
     path = folder_of_ranks() / "run" / "ckpt"
     model, optimizer = made()
     dist.barrier()
@@ -283,7 +281,7 @@ def test_a_folder_that_is_taken_away_meanwhile_is_an_error_and_the_next_save_mak
 
 
 @on_ranks(4)
-def test_ranks_of_a_group_save_beside_each_other(rank, world_size):
+def test_ranks_of_a_group_save_beside_each_other(rank):
     folder = folder_of_ranks()
     groups = [dist.new_group([0, 1]), dist.new_group([3, 2])]
     own = groups[rank // 2]
@@ -406,7 +404,7 @@ def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, 
 
 
 @on_ranks(2)
-def test_the_flight_record_says_that_a_save_is_under_way_beside_the_phase(rank, world_size):
+def test_the_flight_record_says_that_a_save_is_under_way_beside_the_phase(rank):
     folder = folder_of_ranks()
     model, optimizer = made()
     with (
@@ -428,7 +426,7 @@ def test_the_flight_record_says_that_a_save_is_under_way_beside_the_phase(rank, 
 
 
 @on_ranks(2)
-def test_where_dcp_cannot_save_asynchronously_the_error_says_what_to_pass(rank, world_size):
+def test_where_dcp_cannot_save_asynchronously_the_error_says_what_to_pass():
     own = dist.new_group(backend="gloo")
     model = fsdp_c.FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())
     with fsdp_c.FullyShardedDataParallel.state_dict_type(model, fsdp_c.StateDictType.SHARDED_STATE_DICT):
@@ -441,7 +439,7 @@ def test_where_dcp_cannot_save_asynchronously_the_error_says_what_to_pass(rank, 
 
 @pytest.mark.parametrize("form", ["model_state", "device mesh"])
 @on_ranks(2)
-def test_what_dcp_can_save_asynchronously_is_a_copy(rank, world_size, form):
+def test_what_dcp_can_save_asynchronously_is_a_copy(world_size, form):
     path = folder_of_ranks() / "ckpt"
     own = dist.new_group(backend="gloo")
     options = (

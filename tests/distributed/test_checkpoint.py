@@ -255,7 +255,7 @@ class Counted:
 
 
 @on_ranks(2)
-def test_saving_and_loading_send_objects_only_and_few(rank, world_size):
+def test_saving_and_loading_send_objects_only_and_few():
     model, optimizer = trained()
     path = folder_of_ranks() / "ckpt"
     with Counted() as calls, torch.autograd.profiler.profile() as profile:
@@ -336,7 +336,7 @@ def ours(seed: int, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1 with mesh", "fsdp2"])
 @on_ranks(2)
-def test_what_torch_saved_loads_here(rank, world_size, kind, flatten):
+def test_what_torch_saved_loads_here(kind, flatten):
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     theirs = torch_model(kind)
@@ -361,7 +361,7 @@ def test_what_torch_saved_loads_here(rank, world_size, kind, flatten):
 @both_views
 @pytest.mark.parametrize("kind", ["fsdp1 with mesh", "fsdp2"])
 @on_ranks(2)
-def test_what_is_saved_here_loads_in_torch(rank, world_size, kind, use_orig_params):
+def test_what_is_saved_here_loads_in_torch(kind, use_orig_params):
     model, optimizer = ours(0, use_orig_params)
     train(model, optimizer)
     path = folder_of_ranks() / "ours"
@@ -377,7 +377,7 @@ def test_what_is_saved_here_loads_in_torch(rank, world_size, kind, use_orig_para
 
 
 @on_ranks(2)
-def test_the_values_work_with_plain_dcp(rank, world_size):
+def test_the_values_work_with_plain_dcp():
     model, optimizer = trained()
     folder = folder_of_ranks()
     write_full(folder, model, optimizer)
@@ -430,7 +430,7 @@ def with_state(seed: int) -> Any:
 
 
 @on_ranks(2)
-def test_buffers_ignored_parameters_and_extra_state_come_back(rank, world_size):
+def test_buffers_ignored_parameters_and_extra_state_come_back():
     source, target = with_state(1), with_state(2)
     source(torch.ones(2, WIDTH)).sum().backward()  # lazily initialised: buffers are in low precision now
     path = folder_of_ranks() / "ckpt"
@@ -447,7 +447,7 @@ def full_without_extra(model: Any) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-def test_names_are_those_of_state_dict_and_shared_memory_is_written_once(rank, world_size):
+def test_names_are_those_of_state_dict_and_shared_memory_is_written_once():
     model = made()
     assert sorted(checkpoint.model_state(model)) == sorted(full_model(model))
     path = folder_of_ranks() / "ckpt"
@@ -495,7 +495,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", ["orig", "flat", "unsharded", "alone"])
 @on_ranks(4)
-def test_tensor_parallel_parameters_are_those_of_the_plain_model(rank, world_size, kind):
+def test_tensor_parallel_parameters_are_those_of_the_plain_model(kind):
     """Saved here and loaded without tensor parallelism, and the other way round: trained on, they are the
     same."""
     with warnings.catch_warnings():
@@ -530,7 +530,7 @@ def assert_close_params(model: Any, plain: nn.Module) -> None:
 
 @both_views
 @on_ranks(4)
-def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(rank, world_size, use_orig_params):
+def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(use_orig_params):
     """Tensor parallel ranks then have flat parameters of several sizes, which end in other places."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 7))
@@ -551,7 +551,7 @@ def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(rank, wo
 
 
 @on_ranks(2)
-def test_a_dtensor_that_is_a_sum_is_refused(rank, world_size):
+def test_a_dtensor_that_is_a_sum_is_refused():
     model = nn.Linear(4, 4)
     mesh = init_device_mesh(device().type, (2,))
     partial = DTensor.from_local(model.weight.detach(), mesh, [dist.tensor.Partial()])
@@ -567,7 +567,7 @@ def test_a_dtensor_that_is_a_sum_is_refused(rank, world_size):
 
 @pytest.mark.parametrize("where", ["write", "plan", "state", "finish"])
 @on_ranks(2)
-def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(rank, world_size, where):
+def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(rank, where):
     model, optimizer = trained()
     folder = folder_of_ranks()
     write_full(folder, model, optimizer)
@@ -598,7 +598,7 @@ def flipped(path: Path, position: int) -> None:
 
 
 @on_ranks(2)
-def test_what_does_not_fit_is_found_before_anything_is_changed(rank, world_size):
+def test_what_does_not_fit_is_found_before_anything_is_changed():
     source, target = made(), made(seed=1)
     before = full_model(target)
     path = folder_of_ranks() / "ckpt"
@@ -623,7 +623,7 @@ def test_what_does_not_fit_is_found_before_anything_is_changed(rank, world_size)
 
 
 @on_ranks(2)
-def test_state_is_made_without_a_step(rank, world_size):
+def test_state_is_made_without_a_step():
     model, optimizer = trained(groups=1)
     path = folder_of_ranks() / "ckpt"
     checkpoint.save(model, optimizer, path)
@@ -648,7 +648,7 @@ class WithEmpty(nn.Linear):
 @pytest.mark.parametrize("saving", [True, False])
 @pytest.mark.parametrize("loading", [True, False])
 @on_ranks(2)
-def test_a_parameter_without_elements_needs_no_state(rank, world_size, saving, loading):
+def test_a_parameter_without_elements_needs_no_state(rank, saving, loading):
     def with_empty(use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
         model = wrap(WithEmpty(), use_orig_params, auto_wrap_policy=None)
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -668,7 +668,7 @@ def test_a_parameter_without_elements_needs_no_state(rank, world_size, saving, l
 
 
 @on_ranks(2)
-def test_gathered_parameters_do_not_outlive_a_load(rank, world_size):
+def test_gathered_parameters_do_not_outlive_a_load():
     source = made(strategy="SHARD_GRAD_OP")
     target = made(seed=1, strategy="SHARD_GRAD_OP")
     path = folder_of_ranks() / "ckpt"

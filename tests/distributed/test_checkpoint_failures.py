@@ -98,7 +98,7 @@ def saved(model: Any, optimizer: Any, **options: Any) -> Any:
 
 
 @on_ranks(2)
-def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_is_changed(rank, world_size):
+def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_is_changed():
     without, with_state = saved(*made(1, nn.Linear)[:2]), saved(*made(1, Own)[:2])
     for path, kind, what in (
         (without, Own, "model.1._extra_state is missing"),
@@ -120,7 +120,7 @@ def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_i
 
 
 @on_ranks(2)
-def test_extra_state_comes_back_whatever_it_is(rank, world_size):
+def test_extra_state_comes_back_whatever_it_is():
     for value in (None, {}, {"a": {}}, [], 0, {"amax": torch.ones(2, device="cpu"), "l": [1, {}]}):
         model, optimizer, layer = made(1)
         layer.own = value
@@ -132,7 +132,7 @@ def test_extra_state_comes_back_whatever_it_is(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_parameter_whose_name_ends_like_extra_state_is_one(rank, world_size):
+def test_a_parameter_whose_name_ends_like_extra_state_is_one():
     def with_param(seed: int) -> Any:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(2, 2))
@@ -146,7 +146,7 @@ def test_a_parameter_whose_name_ends_like_extra_state_is_one(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_module_called_extra_is_not_passed_over(rank, world_size):
+def test_a_module_called_extra_is_not_passed_over():
     model = wrap(nn.ModuleDict({"a": nn.Linear(2, 2), "extra": nn.Linear(2, 2)}), True)
     path = saved(model, None)
     with pytest.raises(CheckpointError, match="model.extra.weight is unexpected"):
@@ -154,7 +154,7 @@ def test_a_module_called_extra_is_not_passed_over(rank, world_size):
 
 
 @on_ranks(2)
-def test_steps_that_differ_within_a_flat_parameter_are_found_before_anything_is_changed(rank, world_size):
+def test_steps_that_differ_within_a_flat_parameter_are_found_before_anything_is_changed():
     model, optimizer, _ = made(1)
     for index, param in enumerate(optimizer.param_groups[0]["params"]):
         if index % 2 and optimizer.state[param]:
@@ -175,7 +175,7 @@ def last_of_rank(path: Any, rank: int) -> Any:
 
 
 @on_ranks(2)
-def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank, world_size):
+def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank):
     model, optimizer, layer = made(1)
     layer.own = "saved"
     path = saved(model, optimizer)
@@ -203,7 +203,7 @@ def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank, w
     "key", ["extra.note", "model.1._extra_state", "optim.param_groups.0.lr", "optim.state.0.bias.step"]
 )
 @on_ranks(2)
-def test_damage_to_what_is_read_first_leaves_everything(rank, world_size, key):
+def test_damage_to_what_is_read_first_leaves_everything(rank, key):
     path = saved(*made(1)[:2], extra={"note": "text"})
     entry = read_checkpoint(path).entries[key]
     part = entry.chunks[0] if hasattr(entry, "chunks") else entry
@@ -219,7 +219,7 @@ def test_damage_to_what_is_read_first_leaves_everything(rank, world_size, key):
 
 
 @on_ranks(2)
-def test_damaged_metadata_are_an_error_on_all_ranks_of_which_one_has_read_them(rank, world_size):
+def test_damaged_metadata_are_an_error_on_all_ranks_of_which_one_has_read_them(rank):
     path = saved(*made(1)[:2])
     if rank == 0:
         flipped(path / METADATA, (path / METADATA).stat().st_size // 2)
@@ -234,7 +234,7 @@ def test_damaged_metadata_are_an_error_on_all_ranks_of_which_one_has_read_them(r
 
 
 @on_ranks(2)
-def test_all_ranks_read_metadata_where_one_finds_that_the_layout_is_damaged(rank, world_size):
+def test_all_ranks_read_metadata_where_one_finds_that_the_layout_is_damaged(rank):
     saved_model, saved_optimizer, _ = made(1)
     path = saved(saved_model, saved_optimizer)
     if rank == 0:
@@ -252,7 +252,7 @@ def test_all_ranks_read_metadata_where_one_finds_that_the_layout_is_damaged(rank
 
 
 @on_ranks(2)
-def test_a_rank_that_cannot_read_keeps_all_ranks_from_changing_anything(rank, world_size):
+def test_a_rank_that_cannot_read_keeps_all_ranks_from_changing_anything(rank):
     path = saved(*made(1)[:2])
     model, optimizer, _ = made(2)
     before = snapshot(model, optimizer)
@@ -264,7 +264,7 @@ def test_a_rank_that_cannot_read_keeps_all_ranks_from_changing_anything(rank, wo
 
 
 @on_ranks(2)
-def test_extra_state_that_one_rank_does_not_take_is_an_error_on_all(rank, world_size):
+def test_extra_state_that_one_rank_does_not_take_is_an_error_on_all():
     path = saved(*made(1)[:2])
     model, optimizer, layer = made(2)
     before = snapshot(model, optimizer)
@@ -278,7 +278,7 @@ def test_extra_state_that_one_rank_does_not_take_is_an_error_on_all(rank, world_
 
 
 @on_ranks(2)
-def test_a_value_that_cannot_be_read_is_an_error_on_all_ranks_and_the_old_checkpoint_stays(rank, world_size):
+def test_a_value_that_cannot_be_read_is_an_error_on_all_ranks_and_the_old_checkpoint_stays(rank):
     model, optimizer, layer = made(1)
     path = saved(model, optimizer, extra={"n": 1})
     layer.own = {"config": object() if rank == 1 else object()}
@@ -295,7 +295,7 @@ def test_a_value_that_cannot_be_read_is_an_error_on_all_ranks_and_the_old_checkp
 
 
 @on_ranks(2)
-def test_state_that_is_not_a_parameters_own_is_refused_by_name(rank, world_size):
+def test_state_that_is_not_a_parameters_own_is_refused_by_name():
     folder = folder_of_ranks()
     plain = nn.Linear(3, 3)
     lbfgs = torch.optim.LBFGS(plain.parameters())

@@ -77,7 +77,7 @@ def assert_holds(path: Path, expected: dict[str, Any], *flags: str) -> None:
 @both
 @both_views
 @on_ranks(3)
-def test_files_of_all_ranks_become_one(rank, world_size, which, use_orig_params):
+def test_files_of_all_ranks_become_one(rank, which, use_orig_params):
     """F-034, F-040 to F-043: SHARDED with either type of value, LOCAL with flat parameters; nothing else is
     loaded."""
     folder = folder_of_ranks()
@@ -106,7 +106,7 @@ def test_files_of_all_ranks_become_one(rank, world_size, which, use_orig_params)
 
 
 @on_ranks(2)
-def test_a_model_on_the_meta_device_tells_where_parameters_are(rank, world_size):
+def test_a_model_on_the_meta_device_tells_where_parameters_are(rank):
     folder = folder_of_ranks()
     plain = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     model = wrap(plain, True, auto_wrap_policy=None)
@@ -121,7 +121,7 @@ def test_a_model_on_the_meta_device_tells_where_parameters_are(rank, world_size)
 
 
 @on_ranks(2)
-def test_what_does_not_make_a_whole_is_refused(rank, world_size):
+def test_what_does_not_make_a_whole_is_refused(rank):
     folder = folder_of_ranks()
     model = wrap(contiguous(0), False)
     sharded = save_by_rank(state_of(model, "SHARDED"), folder / "sharded")
@@ -146,7 +146,7 @@ def test_what_does_not_make_a_whole_is_refused(rank, world_size):
     "options", [{"dedup_save_to_lowest_rank": True}, {"flatten_state_dict": False}], ids=str
 )
 @on_ranks(2)
-def test_the_values_work_with_planners(rank, world_size, options):
+def test_the_values_work_with_planners(options):
     model = wrap(odd(0), True)
     folder = folder_of_ranks()
     expected = full_model(model)
@@ -161,7 +161,7 @@ def test_the_values_work_with_planners(rank, world_size, options):
 
 
 @on_ranks(2)
-def test_a_partial_load_leaves_what_the_checkpoint_lacks(rank, world_size):
+def test_a_partial_load_leaves_what_the_checkpoint_lacks():
     model, other = wrap(odd(0), True), wrap(odd(1), True)
     folder = folder_of_ranks()
     expected = full_model(other) | {"vector": full_model(model)["vector"]}
@@ -175,7 +175,7 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks(rank, world_size):
 
 @pytest.mark.parametrize("consolidated", [False, True])
 @on_ranks(2)
-def test_safetensors_through_dcps_writer_and_reader(rank, world_size, consolidated):
+def test_safetensors_through_dcps_writer_and_reader(consolidated):
     pytest.importorskip("safetensors")
     folder = folder_of_ranks()
     model = wrap(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), True, auto_wrap_policy=None)
@@ -200,7 +200,7 @@ def test_safetensors_through_dcps_writer_and_reader(rank, world_size, consolidat
 
 @pytest.mark.parametrize("full", [True, False])
 @on_ranks(2, label="installs")
-def test_state_dicts_of_fsdp2_go_both_ways(rank, world_size, full):
+def test_state_dicts_of_fsdp2_go_both_ways(full):
     """get_model_state_dict and set_model_state_dict, whole tensors or DTensors, without a file (H-001)."""
     options = StateDictOptions(full_state_dict=full)
     with installed():

@@ -140,7 +140,7 @@ def replace(path: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("reader", ["read_layout", "read_checkpoint"])
 @on_ranks(2)
-def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size: int, reader: str) -> None:
+def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, reader: str) -> None:
     folder = folder_of_ranks()
     path, other = folder / "ckpt", folder / "other"
     original, reads = getattr(saving, reader), []

@@ -114,9 +114,7 @@ HOW = ["not", "whole", "block inside its unit", "block around its unit", "layer 
 
 @both_views
 @on_ranks(2, timeout_s=180)
-def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(
-    rank, world_size, use_orig_params
-):
+def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(use_orig_params):
     folder = folder_of_ranks()
     keys = None
     for number, how in enumerate(HOW):
@@ -152,7 +150,7 @@ def write_as_before(model: Any, optimizer: Any, path: Path, extra: Any) -> None:
 
 @pytest.mark.parametrize("how", HOW[1:])
 @on_ranks(2, timeout_s=180)
-def test_checkpoints_of_before_load_with_what_torch_compile_added(rank, world_size, how):
+def test_checkpoints_of_before_load_with_what_torch_compile_added(how):
     folder = folder_of_ranks()
     model = build(how, 1)
     optimizer = stepped(model)
@@ -172,7 +170,7 @@ def test_checkpoints_of_before_load_with_what_torch_compile_added(rank, world_si
 
 @pytest.mark.parametrize("how", ["whole", "block around its unit", "block inside its unit", "not"])
 @on_ranks(2, timeout_s=180)
-def test_names_are_those_of_torchs_get_state_dict_and_both_load(rank, world_size, how):
+def test_names_are_those_of_torchs_get_state_dict_and_both_load(how):
     folder = folder_of_ranks()
     theirs = build(how, 1, "torch", kind=Inner)
     optimizer = stepped(theirs)
@@ -226,7 +224,7 @@ class Holder(nn.Module):
 
 
 @on_ranks(2, timeout_s=180)
-def test_an_orig_mod_of_the_users_stays(rank, world_size):
+def test_an_orig_mod_of_the_users_stays():
     """As in torch's get_model_state_dict, which strips it where torch.compile has put it alone."""
     folder = folder_of_ranks()
 

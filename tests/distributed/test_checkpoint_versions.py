@@ -159,7 +159,7 @@ def wrapped(rank: int, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
 
 
 @on_ranks(2)
-def test_parts_are_saved_and_loaded_as_parts(rank, world_size, tmp_path):
+def test_parts_are_saved_and_loaded_as_parts(rank, tmp_path):
     model, optimizer = wrapped(rank, filled=True)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -187,7 +187,7 @@ def test_parts_are_saved_and_loaded_as_parts(rank, world_size, tmp_path):
 
 
 @on_ranks(2)
-def test_parts_are_loaded_where_they_lie_otherwise(rank, world_size, tmp_path):
+def test_parts_are_loaded_where_they_lie_otherwise(rank, tmp_path):
     model, _ = wrapped(rank, filled=True)
     checkpoint.save(model, None, tmp_path / "saved")
     other, _ = wrapped(rank, filled=False)
@@ -199,7 +199,7 @@ def test_parts_are_loaded_where_they_lie_otherwise(rank, world_size, tmp_path):
 
 
 @on_ranks(2)
-def test_part_that_rank_0_alone_would_save_is_refused_by_name(rank, world_size, tmp_path):
+def test_part_that_rank_0_alone_would_save_is_refused_by_name(rank, tmp_path):
     model, _ = wrapped(rank, filled=True)
     with pytest.raises(Exception, match=r"extra\.deep\.0: rank 0 holds 6 of the 12 elements"):
         checkpoint.save(model, None, tmp_path / "saved", extra={"deep": [half(rank, torch.zeros(3, 3))]})
@@ -210,14 +210,14 @@ def test_part_that_rank_0_alone_would_save_is_refused_by_name(rank, world_size, 
 
 
 @on_ranks(2)
-def test_part_that_a_unit_divides_besides_is_refused_by_name(rank, world_size, tmp_path):
+def test_part_that_a_unit_divides_besides_is_refused_by_name(rank, tmp_path):
     model = FSDP(Expert(rank, filled=True), device_id=device(), use_orig_params=True)
     with pytest.raises(NotImplementedError, match=r"weight is part of a tensor of shape \(4, 3\)"):
         checkpoint.save(model, None, tmp_path / "saved")
 
 
 @on_ranks(2)
-def test_attributes_that_do_not_fit_are_refused_by_name(rank, world_size, tmp_path):
+def test_attributes_that_do_not_fit_are_refused_by_name(rank, tmp_path):
     model, _ = wrapped(rank, filled=True)
     for attribute, value, text in (
         ("local_sizes", ((1, 3),), "different lengths"),

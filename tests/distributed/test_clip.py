@@ -47,7 +47,7 @@ def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
 @both_views
 @on_ranks(2)
 def test_norm_and_clipped_gradients_equal_torchs(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, norm_type: float
+    rank: int, strategy: str, use_orig_params: bool, norm_type: float
 ) -> None:  # C-113
     clip_with_both(
         lambda which: wrap(plain(), use_orig_params, which, sharding_strategy=strategy), rank, 0.5, norm_type
@@ -84,9 +84,7 @@ def test_clipping_asks_for_no_order_in_which_torch_adds_up() -> None:
 
 @both_views
 @on_ranks(2)
-def test_coefficient_of_small_gradients_is_one_as_torchs(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_coefficient_of_small_gradients_is_one_as_torchs(rank: int, use_orig_params: bool) -> None:
     clip_with_both(lambda which: wrap(plain(), use_orig_params, which), rank, 1e6)
 
 
@@ -94,7 +92,7 @@ def test_coefficient_of_small_gradients_is_one_as_torchs(
 @both_views
 @on_ranks(2)
 def test_unmanaged_gradients_count_once_as_torchs(
-    rank: int, world_size: int, use_orig_params: bool, norm_type: float
+    rank: int, use_orig_params: bool, norm_type: float
 ) -> None:
     def build(which: str) -> nn.Module:
         module = plain()
@@ -107,7 +105,7 @@ def test_unmanaged_gradients_count_once_as_torchs(
 
 @both_views
 @on_ranks(2)
-def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_units_of_several_strategies_equal_torchs(rank: int, use_orig_params: bool) -> None:
     #
     def build(which: str) -> nn.Module:
         module = plain()
@@ -124,7 +122,7 @@ def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, us
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strategy: str) -> None:
+def test_low_precision_gradients_equal_torchs(rank: int, strategy: str) -> None:
     precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 
     def build(which: str) -> nn.Module:
@@ -139,9 +137,7 @@ def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strate
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @on_ranks(2)
-def test_rank_without_gradients_warns_and_returns_fp32(
-    rank: int, world_size: int, dtype: torch.dtype
-) -> None:
+def test_rank_without_gradients_warns_and_returns_fp32(rank: int, dtype: torch.dtype) -> None:
     model = wrap(plain().to(dtype))
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
         norm = model.clip_grad_norm_(1.0)
@@ -149,7 +145,7 @@ def test_rank_without_gradients_warns_and_returns_fp32(
 
 
 @on_ranks(2)
-def test_clip_inside_summon_is_refused(rank: int, world_size: int) -> None:
+def test_clip_inside_summon_is_refused() -> None:
     model = wrap(plain())
     with type(model).summon_full_params(model), pytest.raises(ValueError, match="IDLE|summon"):
         model.clip_grad_norm_(1.0)

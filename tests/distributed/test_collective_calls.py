@@ -114,7 +114,7 @@ EVALUATION_AGAIN = {
 @all_strategies
 @on_ranks(2)
 def test_forward_gathers_each_unit_once_e012(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+    rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:  # C-056, E-002
     model = build(which, strategy, use_orig_params=use_orig_params)
     with calls() as seen:
@@ -127,7 +127,7 @@ def test_forward_gathers_each_unit_once_e012(
 @all_strategies
 @on_ranks(2)
 def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+    rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:  # E-007, E-010
     model = build(which, strategy, use_orig_params=use_orig_params)
     for _ in range(3):
@@ -142,7 +142,7 @@ def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
 @all_strategies
 @on_ranks(2)
 def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+    rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:  # E-011
     model = build(which, strategy, use_orig_params=use_orig_params)
     with calls() as seen, model.no_sync():
@@ -158,7 +158,7 @@ def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
 @all_strategies
 @on_ranks(2)
 def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale_e016(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+    rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:
     """Parity 4: torch saves these gathers with copies that an optimizer step in between would not reach."""
     model = build(which, strategy, use_orig_params=use_orig_params).eval()
@@ -174,7 +174,7 @@ def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale_e01
 
 @pytest.mark.parametrize("name", ALL_GATHERS)
 @on_ranks(2)
-def test_replaced_all_gather_fills_the_parameters(rank: int, world_size: int, name: str) -> None:
+def test_replaced_all_gather_fills_the_parameters(rank: int, name: str) -> None:
     model = build("fsdp_c")
     before = model(batch(rank)).detach()
     original = dist.all_gather_into_tensor
@@ -209,7 +209,7 @@ def test_replaced_reduce_scatter_makes_the_gradients(rank: int, world_size: int,
 
 
 @on_ranks(2)
-def test_replaced_all_reduce_makes_the_gradients_of_no_shard(rank: int, world_size: int) -> None:
+def test_replaced_all_reduce_makes_the_gradients_of_no_shard(rank: int) -> None:
     model = build("fsdp_c", "NO_SHARD", use_orig_params=False)
 
     def fill(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> None:
@@ -225,7 +225,7 @@ def test_replaced_all_reduce_makes_the_gradients_of_no_shard(rank: int, world_si
 
 @all_strategies
 @on_ranks(2)
-def test_replacements_that_pass_through_change_no_bit(rank: int, world_size: int, strategy: str) -> None:
+def test_replacements_that_pass_through_change_no_bit(rank: int, strategy: str) -> None:
     native, logged = build("fsdp_c", strategy), build("fsdp_c", strategy)
     step(native, rank)
     with calls() as seen:
@@ -236,7 +236,7 @@ def test_replacements_that_pass_through_change_no_bit(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_native_path_returns_when_the_replacement_is_taken_away(rank: int, world_size: int) -> None:
+def test_native_path_returns_when_the_replacement_is_taken_away(rank: int) -> None:
     model = build("fsdp_c")
     with calls() as seen:
         step(model, rank)
@@ -285,7 +285,7 @@ PREFETCH: dict[str, dict[str, Any]] = {
 @all_strategies
 @on_ranks(2)
 def test_collectives_and_computation_are_in_the_order_of_torch(
-    rank: int, world_size: int, strategy: str, mode: str
+    rank: int, strategy: str, mode: str
 ) -> None:  # D-020, D-032, D-033, D-052, D-114
     found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
     # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
@@ -296,7 +296,7 @@ def test_collectives_and_computation_are_in_the_order_of_torch(
 
 
 @on_ranks(2)
-def test_each_prefetch_mode_changes_the_order_and_nothing_else(rank: int, world_size: int) -> None:
+def test_each_prefetch_mode_changes_the_order_and_nothing_else(rank: int) -> None:
     # A-044, D-062, D-113
     found = {mode: orders("fsdp_c", rank, **options)[-1] for mode, options in PREFETCH.items()}
     for mode, order in found.items():
@@ -306,7 +306,7 @@ def test_each_prefetch_mode_changes_the_order_and_nothing_else(rank: int, world_
 
 
 @on_ranks(2)
-def test_backward_pre_gathers_the_next_unit_before_a_unit_computes(rank: int, world_size: int) -> None:
+def test_backward_pre_gathers_the_next_unit_before_a_unit_computes(rank: int) -> None:
     def gathered_before_layer_2(**options: Any) -> int:
         order = orders("fsdp_c", rank, **options)[-1]
         backward = order[order.index(("forward", UNITS - 1)) + 1 :]
@@ -319,7 +319,7 @@ def test_backward_pre_gathers_the_next_unit_before_a_unit_computes(rank: int, wo
 
 @pytest.mark.parametrize("mode", PREFETCH)
 @on_ranks(2)
-def test_prefetch_changes_no_bit_of_the_gradients(rank: int, world_size: int, mode: str) -> None:
+def test_prefetch_changes_no_bit_of_the_gradients(rank: int, mode: str) -> None:
     plain, prefetching = build("fsdp_c", backward_prefetch=None), build("fsdp_c", **PREFETCH[mode])
     for model in (plain, prefetching):
         for _ in range(3):
@@ -350,9 +350,7 @@ class Telling(NoopGroup):
 
 @pytest.mark.parametrize("strategy, kinds", [("FULL_SHARD", {"AG", "RS"}), ("NO_SHARD", {"AR"})])
 @on_ranks(1)
-def test_nccl_is_told_to_run_on_the_current_stream(
-    rank: int, world_size: int, strategy: str, kinds: set[str]
-) -> None:
+def test_nccl_is_told_to_run_on_the_current_stream(rank: int, strategy: str, kinds: set[str]) -> None:
     group = Telling()
     model = build("fsdp_c", strategy, process_group=group)
     group.options.clear()

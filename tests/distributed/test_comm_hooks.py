@@ -193,9 +193,7 @@ def backward(model: nn.Module) -> None:
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_a_hook_gets_what_torch_gives_it(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
-) -> None:
+def test_a_hook_gets_what_torch_gives_it(use_orig_params: bool, strategy: str) -> None:
     seen: dict[str, list[Any]] = {"torch": [], "fsdp_c": []}
 
     def record(calls: list[Any], grad: Tensor, shard: Tensor | None = None) -> None:
@@ -214,7 +212,7 @@ def test_a_hook_gets_what_torch_gives_it(
 
 
 @on_ranks(2)
-def test_torch_cannot_run_a_low_precision_hook_on_the_cpu_and_fsdp_c_can(rank: int, world_size: int) -> None:
+def test_torch_cannot_run_a_low_precision_hook_on_the_cpu_and_fsdp_c_can() -> None:
     refused: AbstractContextManager[Any] = pytest.raises(RuntimeError, match="unknown parameter type")
     for name, expectation in (
         ("torch", refused if device_type() == "cpu" else nullcontext()),
@@ -228,7 +226,7 @@ def test_torch_cannot_run_a_low_precision_hook_on_the_cpu_and_fsdp_c_can(rank: i
 
 
 @on_ranks(2)
-def test_low_precision_hooks_are_known_by_identity(rank: int, world_size: int) -> None:
+def test_low_precision_hooks_are_known_by_identity() -> None:
     for hook, known in (
         (fp16_compress_hook, True),
         (bf16_compress_hook, True),
@@ -242,7 +240,7 @@ def test_low_precision_hooks_are_known_by_identity(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-def test_a_hook_that_raises_is_followed_by_a_clean_step(rank: int, world_size: int) -> None:
+def test_a_hook_that_raises_is_followed_by_a_clean_step() -> None:
     fail = [True]
 
     def hook(state: object, grad: Tensor, shard: Tensor) -> None:
@@ -261,7 +259,7 @@ def test_a_hook_that_raises_is_followed_by_a_clean_step(rank: int, world_size: i
 
 
 @on_ranks(2)
-def test_a_hook_that_leaves_another_size_is_refused_by_name(rank: int, world_size: int) -> None:
+def test_a_hook_that_leaves_another_size_is_refused_by_name(rank: int) -> None:
     def hook(state: object, grad: Tensor, shard: Tensor) -> None:
         shard.data = shard.new_zeros(3)
 
@@ -275,7 +273,7 @@ def test_a_hook_that_leaves_another_size_is_refused_by_name(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_a_hook_is_not_registered_inside_a_backward(rank: int, world_size: int) -> None:
+def test_a_hook_is_not_registered_inside_a_backward() -> None:
     model = wrapped()
     output = model(torch.ones(1, WIDTH))
     output.register_hook(lambda grad: model.register_comm_hook([], sum_hook))

@@ -60,7 +60,7 @@ def losses(where, rank):
 
 @pytest.mark.parametrize("where", ["outside", "inside", "in place"])
 @on_ranks(2)
-def test_compiled_training_equals_eager_and_compiles_once(rank, world_size, where):
+def test_compiled_training_equals_eager_and_compiles_once(rank, where):
     eager = losses("eager", rank)
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
@@ -70,7 +70,7 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, world_size, wher
 
 
 @on_ranks(2)
-def test_what_is_compiled_is_the_users(rank, world_size):
+def test_what_is_compiled_is_the_users(rank):
     from torch._dynamo import utils
 
     losses("outside", rank)
@@ -81,7 +81,7 @@ def test_what_is_compiled_is_the_users(rank, world_size):
 
 
 @on_ranks(2)
-def test_our_frames_are_skipped_by_dynamo(rank, world_size):
+def test_our_frames_are_skipped_by_dynamo():
     from torch._dynamo.trace_rules import check_file
 
     FSDP(nn.Linear(2, 2))

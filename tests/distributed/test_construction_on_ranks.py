@@ -36,13 +36,13 @@ def assert_values_of_rank_0(model: FSDP) -> None:
 
 
 @on_ranks(2)
-def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, world_size: int) -> None:  # A-043
+def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int) -> None:  # A-043
     policy = ModuleWrapPolicy({nn.Sequential})
     assert_values_of_rank_0(FSDP(own_model(rank), auto_wrap_policy=policy, sync_module_states=True))
 
 
 @on_ranks(4)
-def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int, world_size: int) -> None:
+def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int) -> None:
     # G-036
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
     model = FSDP(
@@ -56,7 +56,7 @@ def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int,
 
 
 @on_ranks(4)
-def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int, world_size: int) -> None:  # G-024
+def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int) -> None:  # G-024
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
         model = FSDP(
@@ -79,7 +79,7 @@ def step(model: nn.Module, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_model_cast_between_steps_trains_on_in_its_new_dtype(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:  # A-069, C-078, C-079
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
@@ -98,7 +98,7 @@ def test_model_cast_between_steps_trains_on_in_its_new_dtype(
 
 
 @on_ranks(2)
-def test_apply_sees_and_keeps_full_parameters(rank: int, world_size: int) -> None:  # A-068
+def test_apply_sees_and_keeps_full_parameters(rank: int) -> None:  # A-068
     seen = []
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class Sliced(nn.Module):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_parameters_with_gaps_in_memory_keep_their_values(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, width: int
+    use_orig_params: bool, strategy: str, width: int
 ) -> None:
     """torch refuses them, with an error about the size of a storage (parity 46)."""
     plain = Sliced(width).to(device())
@@ -165,7 +165,7 @@ def test_parameters_with_gaps_in_memory_keep_their_values(
 
 
 @on_ranks(2)
-def test_shapes_that_lead_out_of_a_parameter_are_refused(rank: int, world_size: int) -> None:
+def test_shapes_that_lead_out_of_a_parameter_are_refused(rank: int) -> None:
     """Views are made of them in C."""
     with mock.patch.object(flat_param, "_without_gaps", lambda tensor: tensor):
         with pytest.raises(ValueError, match=rf"rank {rank}, unit .* does not lie in its 25 elements"):

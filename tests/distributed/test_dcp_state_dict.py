@@ -90,9 +90,7 @@ def frozen_where(options: dict[str, Any]) -> bool:
 @both_views
 @pytest.mark.parametrize("mesh", [False, True], ids=["sharded tensors", "dtensors"])
 @on_ranks(2)
-def test_what_is_got_equals_torchs_and_what_is_set_comes_back(
-    rank, world_size, mesh, use_orig_params, options
-):
+def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, mesh, use_orig_params, options):
     got = []
     for which in ("torch", "fsdp_c"):
         model, optimizer = built(which, use_orig_params, mesh=mesh, frozen=frozen_where(options))
@@ -118,7 +116,7 @@ def test_what_is_got_equals_torchs_and_what_is_set_comes_back(
 
 @both_views
 @on_ranks(2)
-def test_rank_0_alone_loads_and_the_others_receive(rank, world_size, use_orig_params):
+def test_rank_0_alone_loads_and_the_others_receive(rank, use_orig_params):
     """broadcast_from_rank0. With cpu_offload rank 0 alone has full state; on a CPU device torch dies of
     that."""
     model, optimizer = built("fsdp_c", use_orig_params)
@@ -140,7 +138,7 @@ def test_rank_0_alone_loads_and_the_others_receive(rank, world_size, use_orig_pa
 
 
 @on_ranks(2)
-def test_state_of_a_submodule_keeps_its_prefix_on_request(rank, world_size):
+def test_state_of_a_submodule_keeps_its_prefix_on_request():
     got = []
     for which in ("torch", "fsdp_c"):
         model, _ = built(which, True)
@@ -156,7 +154,7 @@ def test_state_of_a_submodule_keeps_its_prefix_on_request(rank, world_size):
 
 
 @on_ranks(2)
-def test_strict_names_what_is_unexpected(rank, world_size):
+def test_strict_names_what_is_unexpected():
     """What is missing stays as it is, as in torch: DCP passes the model's own parameters for it."""
     model, _ = built("fsdp_c", True)
     with seen_as_fsdp("fsdp_c"):

@@ -51,7 +51,7 @@ def held(model: nn.Module) -> list[nn.Parameter]:
 
 
 @on_ranks(2)
-def test_parameters_and_gradients_taken_over_are_warned_of(rank: int, world_size: int) -> None:
+def test_parameters_and_gradients_taken_over_are_warned_of(rank: int) -> None:
     """X-077, C-136: one warning per parameter or gradient, and none without the level."""
     counts = {}
     for which in BOTH:
@@ -94,9 +94,7 @@ def logged(name: str) -> Iterator[list[str]]:
 
 @both_views
 @on_ranks(2)
-def test_units_whose_gradients_have_come_are_logged(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_units_whose_gradients_have_come_are_logged(use_orig_params: bool) -> None:
     """X-085, D-065: by the names of their parameters from the root, in the order of the backward."""
     found = {}
     for which, logger in (("torch", "torch.distributed.fsdp"), ("fsdp_c", "fsdp_c")):

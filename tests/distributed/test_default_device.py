@@ -89,7 +89,7 @@ def converted(path: Path) -> dict[str, Any]:
 
 @both_views
 @on_ranks(2)
-def test_training_saving_and_loading_are_the_same(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_training_saving_and_loading_are_the_same(rank: int, use_orig_params: bool) -> None:
     folder = folder_of_ranks()
     (model, optimizer), as_usual, into = (trained(seed, use_orig_params) for seed in (0, 0, 1))
     train(*as_usual)

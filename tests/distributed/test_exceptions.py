@@ -155,7 +155,7 @@ def uninterrupted(rank: int, *arguments: Any, **options: Any) -> Trained:
 @both_views
 @on_ranks(2)
 def test_steps_after_an_exception_in_the_first_step_are_as_if_it_never_happened(
-    rank: int, world_size: int, use_orig_params: bool, place: str
+    rank: int, use_orig_params: bool, place: str
 ) -> None:  # X-072
     expected = uninterrupted(rank, "FULL_SHARD", use_orig_params)
     run = Trained(rank, "FULL_SHARD", use_orig_params)
@@ -180,7 +180,7 @@ def recursion_limit(limit: int) -> Iterator[None]:
 @both_views
 @on_ranks(2)
 def test_units_that_call_each_other_without_end_raise_as_the_plain_module(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, limit: int
+    rank: int, use_orig_params: bool, strategy: str, limit: int
 ) -> None:
     """RecursionError, also where the stack is deep; nothing stays gathered, and the next steps are clean."""
     expected = uninterrupted(rank, strategy, use_orig_params)
@@ -199,9 +199,7 @@ def test_units_that_call_each_other_without_end_raise_as_the_plain_module(
 
 @all_strategies
 @on_ranks(2)
-def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(rank: int, strategy: str) -> None:
     """On a GPU autograd's thread lets go of a backward some time after it raised: what was queued is held
     till then."""
     expected, run = uninterrupted(rank, strategy), Trained(rank, strategy)
@@ -224,7 +222,7 @@ def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(
 @both_views
 @on_ranks(2)
 def test_gradients_of_an_earlier_backward_survive_an_exception_in_forward(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, place: str
+    rank: int, use_orig_params: bool, strategy: str, place: str
 ) -> None:
     """The optimizer step that follows must not be hidden by a copy gathered before it."""
     expected = uninterrupted(rank, strategy, use_orig_params)
@@ -244,7 +242,7 @@ def test_gradients_of_an_earlier_backward_survive_an_exception_in_forward(
 @pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
 @on_ranks(2)
 def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(
-    rank: int, world_size: int, place: str, use_orig_params: bool
+    rank: int, place: str, use_orig_params: bool
 ) -> None:
     """Gradients of units that were reduced already are gone: none is shown that was handed to a reduction."""
     expected = uninterrupted(rank, use_orig_params=use_orig_params)
@@ -260,9 +258,7 @@ def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(
 
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
-def test_state_dict_and_evaluation_work_right_after_an_exception(
-    rank: int, world_size: int, place: str
-) -> None:
+def test_state_dict_and_evaluation_work_right_after_an_exception(rank: int, place: str) -> None:
     expected, run = Trained(rank), Trained(rank)
     for one in (expected, run):
         one.steps(STEPS_BEFORE)
@@ -275,7 +271,7 @@ def test_state_dict_and_evaluation_work_right_after_an_exception(
 
 
 @on_ranks(2)
-def test_summon_works_right_after_an_exception(rank: int, world_size: int) -> None:
+def test_summon_works_right_after_an_exception(rank: int) -> None:
     for place in PLACES:
         run = Trained(rank)
         run.failing_step(place)
@@ -298,7 +294,7 @@ class BrokenWork:
 
 
 @on_ranks(2)
-def test_all_units_are_reset_where_one_that_was_gathered_ahead_fails(rank: int, world_size: int) -> None:
+def test_all_units_are_reset_where_one_that_was_gathered_ahead_fails() -> None:
     """Two units are gathered ahead when the first layer raises; the gather of the first of them has
     failed."""
     from fsdp_c import FullyShardedDataParallel
@@ -345,7 +341,7 @@ def replace_data(run: Trained) -> None:
 
 
 @on_ranks(2)
-def test_error_of_replaced_data_names_rank_and_unit(rank: int, world_size: int) -> None:
+def test_error_of_replaced_data_names_rank_and_unit(rank: int) -> None:
     run = Trained(rank)
     run.steps(1)
     with pytest.raises(RuntimeError, match=rf"Block.*rank {rank}"):
@@ -353,7 +349,7 @@ def test_error_of_replaced_data_names_rank_and_unit(rank: int, world_size: int) 
 
 
 @on_ranks(2)
-def test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy(rank: int, world_size: int) -> None:
+def test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy(rank: int) -> None:
     from fsdp_c import FullyShardedDataParallel
 
     embedding = nn.Embedding(7, WIDTH, sparse=True)

@@ -86,7 +86,7 @@ def recorded_gathers() -> Iterator[list[int]]:
 
 
 @on_ranks(2)
-def test_another_order_on_another_rank_is_an_error_that_names_both(rank: int, world_size: int) -> None:
+def test_another_order_on_another_rank_is_an_error_that_names_both(rank: int) -> None:
     model = checked()
     with pytest.raises(
         RuntimeError,
@@ -99,7 +99,7 @@ def test_another_order_on_another_rank_is_an_error_that_names_both(rank: int, wo
 
 
 @on_ranks(2)
-def test_evaluation_is_not_checked(rank: int, world_size: int) -> None:
+def test_evaluation_is_not_checked() -> None:
     model = checked().eval()
     with recorded_gathers() as sizes, torch.no_grad():
         model(torch.ones(1, WIDTH))
@@ -108,7 +108,7 @@ def test_evaluation_is_not_checked(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
 @on_ranks(2)
-def test_nothing_is_checked_below_detail(rank: int, world_size: int, level: dist.DebugLevel) -> None:
+def test_nothing_is_checked_below_detail(level: dist.DebugLevel) -> None:
     with debug_level(level):
         model = choice(use_orig_params=True)
     with recorded_gathers() as sizes, warnings.catch_warnings():
@@ -119,7 +119,7 @@ def test_nothing_is_checked_below_detail(rank: int, world_size: int, level: dist
 
 
 @on_ranks(2)
-def test_the_first_iteration_compares_each_unit_before_its_gather(rank: int, world_size: int) -> None:
+def test_the_first_iteration_compares_each_unit_before_its_gather(world_size: int) -> None:
     model = checked()
     with recorded_gathers() as sizes:
         step(model, "left", "right")
@@ -130,7 +130,7 @@ def test_the_first_iteration_compares_each_unit_before_its_gather(rank: int, wor
 
 
 @on_ranks(2)
-def test_an_all_gather_that_was_replaced_and_fills_nothing_accuses_nobody(rank: int, world_size: int) -> None:
+def test_an_all_gather_that_was_replaced_and_fills_nothing_accuses_nobody() -> None:
     model = checked()
 
     def send_nothing(output: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +156,7 @@ def warnings_of(model: Any, *order: str) -> list[str]:
 
 
 @on_ranks(2)
-def test_a_later_deviation_is_warned_of_once(rank: int, world_size: int) -> None:
+def test_a_later_deviation_is_warned_of_once(rank: int) -> None:
     model = checked()
     assert warnings_of(model, "left", "right") == []
     assert warnings_of(model, "left", "right") == []
@@ -167,7 +167,7 @@ def test_a_later_deviation_is_warned_of_once(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
-def test_one_forward_more_is_a_deviation(rank: int, world_size: int) -> None:
+def test_one_forward_more_is_a_deviation() -> None:
     model = checked()
     assert warnings_of(model, "left") == []
     (text,) = warnings_of(model, "left", "right")
@@ -175,7 +175,7 @@ def test_one_forward_more_is_a_deviation(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_unit_that_runs_twice_in_every_iteration_is_no_deviation(rank: int, world_size: int) -> None:
+def test_a_unit_that_runs_twice_in_every_iteration_is_no_deviation() -> None:
     """Upstream records first uses only, and takes each further one for a deviation."""
     model = checked()
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_unit_that_runs_twice_in_every_iteration_is_no_deviation(rank: int, wo
 
 
 @on_ranks(2)
-def test_a_warning_that_is_an_error_stops_the_forward(rank: int, world_size: int) -> None:
+def test_a_warning_that_is_an_error_stops_the_forward() -> None:
     model = checked()
     step(model, "left", "right")
     with warnings.catch_warnings():
@@ -267,7 +267,7 @@ def traced_backward(model: Any) -> list[str]:
 @pytest.mark.parametrize("late", [False, True], ids=["before_lazy_init", "after_lazy_init"])
 @on_ranks(2)
 def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
-    rank: int, world_size: int, late: bool, limit: int, expected: str
+    late: bool, limit: int, expected: str
 ) -> None:
     model = chain(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
     if late:
@@ -280,9 +280,7 @@ def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 9])
 @on_ranks(2)
-def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(
-    rank: int, world_size: int, limit: int
-) -> None:
+def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(limit: int) -> None:
     model = chain(forward_prefetch=True)
     model._exec_order_data._forward_prefetch_limit = limit
     traced_backward(model)  # the order is that of the first iteration
@@ -296,7 +294,7 @@ def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(
 
 
 @on_ranks(2)
-def test_a_limit_is_a_count(rank: int, world_size: int) -> None:
+def test_a_limit_is_a_count() -> None:
     model = chain()
     traced_backward(model)
     with pytest.raises(ValueError, match="0 or more"):
@@ -306,7 +304,7 @@ def test_a_limit_is_a_count(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_limits_survive_a_second_lazy_init(rank: int, world_size: int) -> None:
+def test_limits_survive_a_second_lazy_init() -> None:
     model = chain()
     model._exec_order_data._backward_prefetch_limit = 3
     traced_backward(model)
@@ -343,7 +341,7 @@ def test_training_with_unshard_equals_torch(
 
 
 @on_ranks(2)
-def test_unshard_gathers_once_and_before_lazy_init_too(rank: int, world_size: int) -> None:
+def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
     model = chain()
     inner = model.module.layers[2]
     with recorded_gathers() as sizes:
@@ -356,7 +354,7 @@ def test_unshard_gathers_once_and_before_lazy_init_too(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_unshard_inside_summon_is_refused(rank: int, world_size: int) -> None:
+def test_unshard_inside_summon_is_refused() -> None:
     model = chain()
     inner = model.module.layers[2]
     with model.summon_full_params(model), pytest.raises((RuntimeError, ValueError), match="summon|SUMMON"):
@@ -450,7 +448,7 @@ def test_the_final_callback_changes_nothing_around_a_step(
 
 
 @on_ranks(2)
-def test_the_final_callback_inside_summon_leaves_the_full_parameters(rank: int, world_size: int) -> None:
+def test_the_final_callback_inside_summon_leaves_the_full_parameters() -> None:
     model = chain()
     traced_backward(model)
     with model.summon_full_params(model):

@@ -56,7 +56,7 @@ def fakes(run: Callable[[], None]) -> dict[str, list[bool]]:
 @pytest.mark.parametrize("gather", ["1", "0"])
 @pytest.mark.parametrize("reduce", ["1", "true"])
 @on_ranks(2)
-def test_only_the_value_one_fakes_a_collective(rank: int, world_size: int, gather: str, reduce: str) -> None:
+def test_only_the_value_one_fakes_a_collective(gather: str, reduce: str) -> None:
     with mock.patch.dict("os.environ", {GATHER: gather, REDUCE: reduce}):
         model = wrap()
     calls = fakes(lambda: backward(model))
@@ -66,7 +66,7 @@ def test_only_the_value_one_fakes_a_collective(rank: int, world_size: int, gathe
 
 
 @on_ranks(2)
-def test_all_reduces_stay_real(rank: int, world_size: int) -> None:
+def test_all_reduces_stay_real() -> None:
     mesh = DeviceMesh(device().type, torch.arange(2, device="cpu").view(2, 1))
     with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
         models = wrap("NO_SHARD"), wrap("HYBRID_SHARD", device_mesh=mesh)
@@ -75,7 +75,7 @@ def test_all_reduces_stay_real(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_fake_gather_repeats_the_own_shard(rank: int, world_size: int) -> None:
+def test_a_fake_gather_repeats_the_own_shard() -> None:
     with mock.patch.dict("os.environ", {GATHER: "1"}):
         model = wrap()
     with model.summon_full_params(model):
@@ -85,14 +85,14 @@ def test_a_fake_gather_repeats_the_own_shard(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
-def test_the_environment_is_read_at_construction(rank: int, world_size: int) -> None:
+def test_the_environment_is_read_at_construction() -> None:
     model = wrap()
     with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
         assert fakes(lambda: backward(model)) == {"gather": [False], "scatter": [False]}
 
 
 @on_ranks(2)
-def test_each_switch_is_logged_once_per_process(rank: int, world_size: int) -> None:  # C-003
+def test_each_switch_is_logged_once_per_process() -> None:  # C-003
     from fsdp_c.sharding import flat_param
 
     flat_param._warn_once.cache_clear()

@@ -63,9 +63,9 @@ def batch(rank: int) -> Tensor:
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_registered_method_computes_what_the_plain_module_does(  # parity 17
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, registered: str
-) -> None:
+def test_registered_method_computes_what_the_plain_module_does(
+    rank: int, strategy: str, use_orig_params: bool, registered: str
+) -> None:  # parity 17
     model, reference = build(strategy, use_orig_params), plain()
     register_forward_method(model if registered == "unit" else model.module, "encode")
     assert torch.equal(model.encode(batch(rank), scale=2.0), reference.encode(batch(rank), scale=2.0))
@@ -75,9 +75,9 @@ def test_registered_method_computes_what_the_plain_module_does(  # parity 17
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_method_that_calls_forward_and_another_method_gathers_once(  # parity 17
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_method_that_calls_forward_and_another_method_gathers_once(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:  # parity 17
     model, reference = build(strategy, use_orig_params), plain()
     register_forward_method(model, "encode")
     register_forward_method(model, "generate")
@@ -106,9 +106,7 @@ def test_gradients_flow_through_a_registered_method(
 
 
 @on_ranks(2)
-def test_parameters_are_resharded_after_the_method_and_after_its_exception(
-    rank: int, world_size: int
-) -> None:
+def test_parameters_are_resharded_after_the_method_and_after_its_exception(rank: int) -> None:
     model = build()
     register_forward_method(model, "generate")
     register_forward_method(model, "fail")
@@ -121,7 +119,7 @@ def test_parameters_are_resharded_after_the_method_and_after_its_exception(
 
 
 @on_ranks(2)
-def test_registered_method_runs_in_the_compute_dtype(rank: int, world_size: int) -> None:
+def test_registered_method_runs_in_the_compute_dtype(rank: int) -> None:
     model = build(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     register_forward_method(model, "encode")
     assert model.encode(batch(rank)).dtype is torch.bfloat16
@@ -129,9 +127,7 @@ def test_registered_method_runs_in_the_compute_dtype(rank: int, world_size: int)
 
 @both_views
 @on_ranks(2)
-def test_registered_method_runs_inside_summon_full_params(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_registered_method_runs_inside_summon_full_params(rank: int, use_orig_params: bool) -> None:
     model = FSDP(plain(), use_orig_params=use_orig_params)
     register_forward_method(model, "generate")
     with FSDP.summon_full_params(model):
@@ -141,9 +137,9 @@ def test_registered_method_runs_inside_summon_full_params(
 
 @both_views
 @on_ranks(2)
-def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(  # D-128, parity 17
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(
+    rank: int, use_orig_params: bool
+) -> None:  # D-128, parity 17
     model = build(use_orig_params=use_orig_params)
     with pytest.raises((RuntimeError, IndexError)) as found:
         model.encode(batch(rank))
@@ -159,7 +155,7 @@ def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(  # D-128
 
 
 @on_ranks(2)
-def test_error_of_a_method_with_gathered_parameters_stays_as_it_is(rank: int, world_size: int) -> None:
+def test_error_of_a_method_with_gathered_parameters_stays_as_it_is(rank: int) -> None:
     """Its own errors, those inside a forward, and those inside summon_full_params."""
     model = build()
     model(batch(rank))
@@ -174,7 +170,7 @@ def test_error_of_a_method_with_gathered_parameters_stays_as_it_is(rank: int, wo
 
 
 @on_ranks(1)
-def test_method_of_the_wrapped_module_is_still_a_bound_method(rank: int, world_size: int) -> None:
+def test_method_of_the_wrapped_module_is_still_a_bound_method() -> None:
     model = build()
     assert inspect.ismethod(model.generate) and model.generate.__self__ is model.module
     assert inspect.signature(model.generate) == inspect.signature(model.module.generate)
@@ -182,7 +178,7 @@ def test_method_of_the_wrapped_module_is_still_a_bound_method(rank: int, world_s
 
 
 @on_ranks(2)
-def test_registering_twice_is_registering_once(rank: int, world_size: int) -> None:
+def test_registering_twice_is_registering_once() -> None:
     model = build()
     register_forward_method(model, "encode")
     first = model.module.encode
@@ -191,7 +187,7 @@ def test_registering_twice_is_registering_once(rank: int, world_size: int) -> No
 
 
 @on_ranks(1)
-def test_what_cannot_be_registered_is_refused(rank: int, world_size: int) -> None:
+def test_what_cannot_be_registered_is_refused() -> None:
     with pytest.raises(ValueError, match="wrap it first"):
         register_forward_method(nn.Linear(2, 2), "extra_repr")
     model = FSDP(plain())
@@ -220,7 +216,7 @@ class Past(nn.Module):
 @both_views
 @on_ranks(2)
 def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
-    rank: int, world_size: int, use_orig_params: bool, layer: str
+    rank: int, use_orig_params: bool, layer: str
 ) -> None:
     made = {
         "Linear": nn.Linear(WIDTH, 3),
@@ -238,7 +234,7 @@ def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
 
 
 @on_ranks(2)
-def test_error_of_a_layer_in_its_own_units_forward_stays_as_it_is(rank: int, world_size: int) -> None:
+def test_error_of_a_layer_in_its_own_units_forward_stays_as_it_is() -> None:
     model = FSDP(Past(True, nn.Linear(WIDTH, 3)), use_orig_params=True, device_id=device())
     model.module.fails = True
     for x in (torch.ones(3, WIDTH), torch.ones(WIDTH)):

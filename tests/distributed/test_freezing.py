@@ -167,7 +167,7 @@ def assert_as_plain(program: str, strategy: str, use_orig_params: bool) -> None:
 @both_views
 @on_ranks(2)
 def test_what_was_frozen_before_inference_is_not_trained(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, program: str
+    use_orig_params: bool, strategy: str, program: str
 ) -> None:
     assert_as_plain(program, strategy, use_orig_params)
 
@@ -184,16 +184,14 @@ def test_what_was_frozen_before_inference_is_not_trained(
 )
 @all_strategies
 @on_ranks(2)
-def test_a_frozen_weight_is_not_trained(rank: int, world_size: int, strategy: str, program: str) -> None:
+def test_a_frozen_weight_is_not_trained(strategy: str, program: str) -> None:
     assert_as_plain(program, strategy, True)
 
 
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_a_model_that_goes_in_inference_mode_leaves_nothing(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
-) -> None:
+def test_a_model_that_goes_in_inference_mode_leaves_nothing(use_orig_params: bool, strategy: str) -> None:
     """The views let go of their history there as well."""
     before = settled_nbytes()
     run = Run(sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params)
@@ -207,9 +205,7 @@ def test_a_model_that_goes_in_inference_mode_leaves_nothing(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_gradients_that_inference_mode_has_found_can_be_written_outside_of_it(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_gradients_that_inference_mode_has_found_can_be_written_outside_of_it(strategy: str) -> None:
     """Those that the user has put there: zeros for the others are made amid the forward."""
     run = Run(sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
     run.do("sync step to_none")
@@ -224,7 +220,7 @@ def test_gradients_that_inference_mode_has_found_can_be_written_outside_of_it(
 
 
 @on_ranks(2)
-def test_new_data_that_inference_mode_has_found_trains_outside_of_it(rank: int, world_size: int) -> None:
+def test_new_data_that_inference_mode_has_found_trains_outside_of_it() -> None:
     """The flat parameter's views are made anew amid the forward."""
     run = Run(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=False)
     plain = Run()
@@ -255,9 +251,9 @@ def test_new_data_that_inference_mode_has_found_trains_outside_of_it(rank: int, 
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_zeroed_gradients_do_not_come_back(  # parity 41
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, program: str
-) -> None:
+def test_zeroed_gradients_do_not_come_back(
+    use_orig_params: bool, strategy: str, program: str
+) -> None:  # parity 41
     assert_as_plain(program, strategy, use_orig_params)
 
 
@@ -274,9 +270,7 @@ def test_zeroed_gradients_do_not_come_back(  # parity 41
 )
 @all_strategies
 @on_ranks(2)
-def test_only_gradients_that_were_zeroed_go(  # parity 41
-    rank: int, world_size: int, strategy: str, program: str
-) -> None:
+def test_only_gradients_that_were_zeroed_go(strategy: str, program: str) -> None:  # parity 41
     assert_as_plain(program, strategy, True)
 
 
@@ -293,7 +287,7 @@ class OneOfTwo(nn.Module):
 @both_views
 @on_ranks(2)
 def test_a_gradient_that_is_zero_by_itself_is_not_taken_for_one_that_was_zeroed(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:
     from fsdp_c import FullyShardedDataParallel
 
@@ -332,9 +326,9 @@ def test_a_gradient_that_is_zero_by_itself_is_not_taken_for_one_that_was_zeroed(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_a_gradient_stays_where_its_unit_is_frozen(  # parity 42
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, program: str
-) -> None:
+def test_a_gradient_stays_where_its_unit_is_frozen(
+    use_orig_params: bool, strategy: str, program: str
+) -> None:  # parity 42
     assert_as_plain(program, strategy, use_orig_params)
 
 
@@ -355,7 +349,5 @@ def test_a_gradient_stays_where_its_unit_is_frozen(  # parity 42
 )
 @all_strategies
 @on_ranks(2)
-def test_a_gradient_stays_where_its_parameter_is_frozen(  # parity 42
-    rank: int, world_size: int, strategy: str, program: str
-) -> None:
+def test_a_gradient_stays_where_its_parameter_is_frozen(strategy: str, program: str) -> None:  # parity 42
     assert_as_plain(program, strategy, True)

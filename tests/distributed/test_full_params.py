@@ -42,7 +42,7 @@ def watched_gathers() -> Iterator[list[tuple[int, int, int]]]:
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_names_and_values_are_those_of_the_full_state_dict(rank, world_size, use_orig_params, strategy):
+def test_names_and_values_are_those_of_the_full_state_dict(rank, use_orig_params, strategy):
     model = wrap(odd(), use_orig_params, sharding_strategy=ShardingStrategy[strategy])
     train(model, rank)
     expected = saved(model, FULL)
@@ -55,7 +55,7 @@ def test_names_and_values_are_those_of_the_full_state_dict(rank, world_size, use
 
 @both_views
 @on_ranks(2)
-def test_other_ranks_get_nothing_with_rank0_only(rank, world_size, use_orig_params):
+def test_other_ranks_get_nothing_with_rank0_only(rank, use_orig_params):
     model = wrap(odd(), use_orig_params)
     found = dict(iter_full_params(model, rank0_only=True, offload_to_cpu=True))
     assert len(found) == (0 if rank else len(dict(iter_full_params(odd()))))
@@ -71,14 +71,14 @@ def test_plain_model_gives_its_parameters():
 
 
 @on_ranks(2)
-def test_parameters_outside_units_come_too(rank, world_size):
+def test_parameters_outside_units_come_too():
     module = nn.Sequential(nn.Linear(2, 3), wrap(nn.Linear(3, 1), True, auto_wrap_policy=None))
     found = dict(iter_full_params(module))
     assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 @on_ranks(2)
-def test_one_unit_is_gathered_at_a_time(rank, world_size):
+def test_one_unit_is_gathered_at_a_time(rank):
     model = wrap(odd(), True)
     train(model, rank)
     largest = max(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model))
@@ -93,7 +93,7 @@ def test_one_unit_is_gathered_at_a_time(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_summoned_model_is_refused(rank, world_size):
+def test_a_summoned_model_is_refused():
     model = wrap(odd(), True)
     with (
         type(model).summon_full_params(model),
@@ -103,7 +103,7 @@ def test_a_summoned_model_is_refused(rank, world_size):
 
 
 @on_ranks(2)
-def test_edits_between_steps_are_seen(rank, world_size):
+def test_edits_between_steps_are_seen():
     model = wrap(nn.Linear(3, 4), True, auto_wrap_policy=None)
     with torch.no_grad():
         for param in model.parameters():
@@ -130,7 +130,7 @@ def stack(**options):
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @both_views
 @on_ranks(2)
-def test_next_units_are_gathered_beside_this_one(rank, world_size, use_orig_params, prefetch):
+def test_next_units_are_gathered_beside_this_one(use_orig_params, prefetch):
     torch.manual_seed(0)
     model = stack(use_orig_params=use_orig_params)
     expected, seen = saved(model, FULL), {}
@@ -148,7 +148,7 @@ def test_next_units_are_gathered_beside_this_one(rank, world_size, use_orig_para
 
 
 @on_ranks(2)
-def test_what_is_sent_has_the_dtype_that_is_asked_for(rank, world_size):
+def test_what_is_sent_has_the_dtype_that_is_asked_for():
     model = stack(use_orig_params=True)
     found, seen = gathers(model, dtype=torch.bfloat16)
     for name, value in saved(model, FULL).items():
@@ -158,7 +158,7 @@ def test_what_is_sent_has_the_dtype_that_is_asked_for(rank, world_size):
 
 
 @on_ranks(2)
-def test_only_units_with_a_name_that_is_wanted_are_gathered(rank, world_size):
+def test_only_units_with_a_name_that_is_wanted_are_gathered():
     model = stack(use_orig_params=False)
     expected = saved(model, FULL)
     found = dict(iter_full_params(model, only="[13].weight"))
@@ -170,7 +170,7 @@ def test_only_units_with_a_name_that_is_wanted_are_gathered(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_loop_may_be_left_and_training_goes_on(rank, world_size):
+def test_a_loop_may_be_left_and_training_goes_on():
     model = stack(use_orig_params=True)
     for name, _ in iter_full_params(model, prefetch=2):
         if name == "1.weight":
@@ -197,7 +197,7 @@ def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("buckets", [1, "0.2KB", "1 KiB", "1GB"])
 @on_ranks(4)
-def test_buckets_of_any_size_give_the_full_state_dict(rank, world_size, buckets, dtype, strategy):
+def test_buckets_of_any_size_give_the_full_state_dict(rank, buckets, dtype, strategy):
     options = {"process_group": groups(2, 2)} if strategy == "HYBRID_SHARD" else {}
     model = wrap(odd(), True, sharding_strategy=ShardingStrategy[strategy], **options)
     train(model, rank)
@@ -209,7 +209,7 @@ def test_buckets_of_any_size_give_the_full_state_dict(rank, world_size, buckets,
 
 
 @on_ranks(2)
-def test_units_go_in_few_collectives_and_a_large_one_in_parts(rank, world_size):
+def test_units_go_in_few_collectives_and_a_large_one_in_parts(world_size):
     model = stack(use_orig_params=True)
     unit = (600 * 600 + 600) * 4
     each = world_size if device().type == "cpu" else 1  # without gloo's copies large units are broadcast
@@ -226,7 +226,7 @@ def test_units_go_in_few_collectives_and_a_large_one_in_parts(rank, world_size):
 
 
 @on_ranks(2)
-def test_gloo_copies_few_small_units_at_a_time(rank, world_size):
+def test_gloo_copies_few_small_units_at_a_time():
     options = {"use_orig_params": True, "device_id": device()}
     model = FSDP(nn.Sequential(*(FSDP(nn.Linear(64, 64), **options) for _ in range(9))), **options)
     expected = dict(iter_full_params(model))
@@ -238,7 +238,7 @@ def test_gloo_copies_few_small_units_at_a_time(rank, world_size):
 
 
 @on_ranks(2)
-def test_memory_that_was_let_go_of_is_used_again_and_no_other(rank, world_size):
+def test_memory_that_was_let_go_of_is_used_again_and_no_other():
     if device().type != "cpu":
         pytest.skip("a GPU's allocator does it")
     model, places = stack(use_orig_params=True), set()
@@ -272,7 +272,7 @@ def test_sizes_and_receivers_that_make_no_sense_are_refused():
 @pytest.mark.parametrize("buckets", [None, 200, "1MB"])
 @pytest.mark.parametrize("receivers", [{"ranks": [1, 3]}, {"ranks": [0]}, {"rank0_only": True}], ids=str)
 @on_ranks(4)
-def test_only_receivers_get_tensors_and_take_memory(rank, world_size, receivers, buckets, strategy):
+def test_only_receivers_get_tensors_and_take_memory(rank, receivers, buckets, strategy):
     options = {"process_group": groups(2, 2)} if strategy == "HYBRID_SHARD" else {}
     inner = wrap(odd(), True, sharding_strategy=ShardingStrategy[strategy], **options)
     model = nn.ModuleDict({"inner": inner, "apart": nn.Linear(2, 2).to(device())})
@@ -295,7 +295,7 @@ def test_only_receivers_get_tensors_and_take_memory(rank, world_size, receivers,
 @pytest.mark.parametrize("buckets", [None, 300, "1MB"])
 @pytest.mark.parametrize("plan", ["mlp", "sequence"])
 @on_ranks(4)
-def test_tensors_are_whole_under_tensor_parallelism(rank, world_size, plan, buckets, receivers):
+def test_tensors_are_whole_under_tensor_parallelism(rank, plan, buckets, receivers):
     torch.manual_seed(3)
     plain = tp.Language()
     expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
@@ -315,7 +315,7 @@ def test_tensors_are_whole_under_tensor_parallelism(rank, world_size, plan, buck
 
 
 @on_ranks(4)
-def test_parameters_outside_units_are_whole_under_tensor_parallelism(rank, world_size):
+def test_parameters_outside_units_are_whole_under_tensor_parallelism(rank):
     torch.manual_seed(3)
     plain = tp.Language()
     expected = {name: param.detach().clone() for name, param in plain.named_parameters()}

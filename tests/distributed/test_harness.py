@@ -151,8 +151,3 @@ def test_skip_on_all_ranks_skips_the_test(own_pool: RankPool) -> None:
 def test_result_that_cannot_be_pickled_is_a_failure(own_pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="failed on rank 0 of 2: the body's result cannot be pickled"):
         own_pool.run(HERE, "returns_a_lambda")
-
-
-def test_body_without_rank_is_refused() -> None:
-    with pytest.raises(TypeError, match="must take rank and world_size first"):
-        on_ranks(2)(lambda value: None)

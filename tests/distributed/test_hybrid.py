@@ -224,7 +224,7 @@ def replica_gradient(name: str, rank: int, **changes: Any) -> float:
 
 
 @on_ranks(2)
-def test_replicas_of_one_shard_are_reduced(rank: int, world_size: int) -> None:
+def test_replicas_of_one_shard_are_reduced(rank: int) -> None:
     # upstream: its own gradient over the world size
     assert replica_gradient("torch", rank) == [0.5, 1.0][rank]
     assert replica_gradient("fsdp_c", rank) == 1.5

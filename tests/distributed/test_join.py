@@ -116,7 +116,7 @@ def check(
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
 @on_ranks(2)
 def test_the_values_are_those_of_the_ranks_that_had_data(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, average: str, every: int
+    rank: int, strategy: str, use_orig_params: bool, average: str, every: int
 ) -> None:
     check(rank, (2, 6), strategy, use_orig_params, average, every)
 
@@ -125,7 +125,7 @@ def test_the_values_are_those_of_the_ranks_that_had_data(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
 def test_the_values_are_those_of_the_ranks_that_had_data_of_four(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     check(rank, (3, 1, 6, 2), strategy, use_orig_params, "there", 1)
     check(rank, (3, 1, 6, 2), strategy, use_orig_params, "all", 2)
@@ -148,7 +148,7 @@ class Spoilt(nn.Module):
 @both_views
 @on_ranks(2)
 def test_what_a_repeated_batch_brings_is_left_out_even_where_it_is_nan_and_comes_past_the_outputs(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     model = FSDP(Spoilt(), use_orig_params=use_orig_params, device_id=device())
     batches = fsdp_c.join(model, batches_of(rank, (1, 2)))
@@ -166,7 +166,7 @@ def test_what_a_repeated_batch_brings_is_left_out_even_where_it_is_nan_and_comes
 
 
 @on_ranks(2)
-def test_ignored_parameters_get_zeros_too(rank: int, world_size: int) -> None:
+def test_ignored_parameters_get_zeros_too(rank: int) -> None:
     net = plain()
     model = FSDP(net, ignored_states=[net.head], device_id=device(), use_orig_params=True)
     batches = fsdp_c.join(model, batches_of(rank, (1, 2)))
@@ -179,7 +179,7 @@ def test_ignored_parameters_get_zeros_too(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_bodies_may_take_entries_from_a_batch(rank: int, world_size: int) -> None:
+def test_bodies_may_take_entries_from_a_batch(rank: int) -> None:
     model = wrapped(plain())
     mine = [{"x": [x], "rank": rank} for x in batches_of(rank, (1, 3))]
     seen = 0
@@ -191,7 +191,7 @@ def test_bodies_may_take_entries_from_a_batch(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_evaluation_and_an_early_end_work_as_well(rank: int, world_size: int) -> None:
+def test_evaluation_and_an_early_end_work_as_well(rank: int) -> None:
     model = wrapped(plain())
     with torch.no_grad():
         assert sum(1 for x in fsdp_c.join(model, batches_of(rank, (4, 1))) if model(x) is not None) == 4
@@ -219,7 +219,7 @@ def test_two_models_of_one_loop_are_joined_together(rank: int, world_size: int) 
 
 
 @on_ranks(4)
-def test_ranks_without_any_batch_are_named_on_every_rank(rank: int, world_size: int) -> None:
+def test_ranks_without_any_batch_are_named_on_every_rank(rank: int) -> None:
     model = wrapped(plain(), "HYBRID_SHARD")
     with pytest.raises(ValueError, match=rf"rank {rank}: ranks 1, 3 of join\(\) have no batch at all"):
         list(fsdp_c.join(model, batches_of(rank, (1, 0, 2, 0))))

@@ -54,9 +54,7 @@ def assert_explained(layer: nn.Module, rank: int, name: str = "first") -> None:
 
 @both_views
 @on_ranks(2)
-def test_layer_called_past_its_unit_names_unit_and_remedy(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_layer_called_past_its_unit_names_unit_and_remedy(rank: int, use_orig_params: bool) -> None:
     plain, unit = wrapped(use_orig_params)
     model = FSDP(
         nn.Sequential(unit, nn.Linear(WIDTH, WIDTH)), use_orig_params=use_orig_params, device_id=device()
@@ -77,7 +75,7 @@ def test_layer_called_past_its_unit_names_unit_and_remedy(
 
 @both_views
 @on_ranks(2)
-def test_steps_of_a_long_training_place_no_calls(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_steps_of_a_long_training_place_no_calls(rank: int, use_orig_params: bool) -> None:
     plain, model = wrapped(use_orig_params)
     for _ in range(5):
         model(batch()).sum().backward()
@@ -94,9 +92,7 @@ def test_steps_of_a_long_training_place_no_calls(rank: int, world_size: int, use
 
 @both_views
 @on_ranks(2)
-def test_layers_run_as_ever_where_their_parameters_are_whole(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_layers_run_as_ever_where_their_parameters_are_whole(use_orig_params: bool) -> None:
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
         plain, model = wrapped(use_orig_params, sharding_strategy=strategy)
         output = model(batch())
@@ -115,9 +111,7 @@ def _raise(*args: object) -> None:
 
 @both_views
 @on_ranks(2)
-def test_nothing_stands_between_the_layers_in_a_forward(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_nothing_stands_between_the_layers_in_a_forward(use_orig_params: bool) -> None:
     plain, model = wrapped(use_orig_params)
     seen = []
     plain.first.register_forward_hook(lambda layer, *_: seen.append(vars(layer)[CALL]))
@@ -129,7 +123,7 @@ def test_nothing_stands_between_the_layers_in_a_forward(
 
 @both_views
 @on_ranks(2)
-def test_recomputation_steps_past_the_calls(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_recomputation_steps_past_the_calls(rank: int, use_orig_params: bool) -> None:
     plain, model = wrapped(use_orig_params)
     expected = model(batch()).sum()
     expected.backward()
@@ -150,7 +144,7 @@ def test_recomputation_steps_past_the_calls(rank: int, world_size: int, use_orig
 
 @both_views
 @on_ranks(2)
-def test_layer_that_is_compiled_keeps_its_call(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_layer_that_is_compiled_keeps_its_call(rank: int, use_orig_params: bool) -> None:
     plain, model = wrapped(use_orig_params)
     calls = []
 
@@ -170,7 +164,7 @@ def test_layer_that_is_compiled_keeps_its_call(rank: int, world_size: int, use_o
 
 @both_views
 @on_ranks(2)
-def test_copies_and_pickles_leave_the_calls_behind(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_copies_and_pickles_leave_the_calls_behind(use_orig_params: bool) -> None:
     plain, model = wrapped(use_orig_params)
     assert vars(plain.second)[CALL] is not None
     with FSDP.summon_full_params(model):
@@ -187,9 +181,7 @@ def test_copies_and_pickles_leave_the_calls_behind(rank: int, world_size: int, u
 
 @both_views
 @on_ranks(2)
-def test_layer_of_a_shared_parameter_is_explained_too(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_layer_of_a_shared_parameter_is_explained_too(rank: int, use_orig_params: bool) -> None:
     plain = Block()
     plain.second.weight = plain.first.weight
     model = FSDP(plain, use_orig_params=use_orig_params, device_id=device())

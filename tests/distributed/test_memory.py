@@ -71,7 +71,7 @@ both = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "f
 
 @both
 @on_ranks(2)
-def test_construction_leaves_no_unsharded_storage(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_construction_leaves_no_unsharded_storage(world_size: int, use_orig_params: bool) -> None:
     # C-059, E-001
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
@@ -82,7 +82,7 @@ def test_construction_leaves_no_unsharded_storage(rank: int, world_size: int, us
 @both
 @on_ranks(2)
 def test_full_shard_forward_holds_the_root_and_one_unit(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:  # C-090, D-041, E-003, E-004
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
@@ -95,9 +95,7 @@ def test_full_shard_forward_holds_the_root_and_one_unit(
 
 @both
 @on_ranks(2)
-def test_full_shard_forward_prefetch_holds_one_unit_more(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params, forward_prefetch=True)
     peaks = []
@@ -117,7 +115,7 @@ def test_full_shard_forward_prefetch_holds_one_unit_more(
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @on_ranks(2)
 def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
-    rank: int, world_size: int, prefetch: BackwardPrefetch | None, use_orig_params: bool
+    prefetch: BackwardPrefetch | None, use_orig_params: bool
 ) -> None:  # E-008
     meter = Meter()
     model = build(use_orig_params=use_orig_params, backward_prefetch=prefetch)
@@ -132,9 +130,7 @@ def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
 
 @both
 @on_ranks(2)
-def test_shard_grad_op_keeps_every_unit_until_its_backward(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # E-003
+def test_shard_grad_op_keeps_every_unit_until_its_backward(use_orig_params: bool) -> None:  # E-003
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
     for _ in range(3):
@@ -147,7 +143,7 @@ def test_shard_grad_op_keeps_every_unit_until_its_backward(
 
 @both
 @on_ranks(2)
-def test_no_shard_gathers_nothing(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_no_shard_gathers_nothing(use_orig_params: bool) -> None:
     meter = Meter()
     model = build("NO_SHARD", use_orig_params=use_orig_params)
     model(batch()).sum().backward()
@@ -158,7 +154,7 @@ def test_no_shard_gathers_nothing(rank: int, world_size: int, use_orig_params: b
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_mixed_precision_holds_units_of_half_the_bytes(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    strategy: str, use_orig_params: bool
 ) -> None:  # C-051, C-058
     meter = Meter(BF16_NBYTES)
     model = build(
@@ -173,7 +169,7 @@ def test_mixed_precision_holds_units_of_half_the_bytes(
 @both
 @on_ranks(2)
 def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:  # D-070, E-009
     for strategy, kept in (("FULL_SHARD", 0), ("SHARD_GRAD_OP", ALL)):
         meter = Meter()
@@ -189,7 +185,7 @@ def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_forward_without_gradients_leaves_nothing_gathered(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    strategy: str, use_orig_params: bool
 ) -> None:  # D-042, D-045, E-006
     meter = Meter()
     model = build(strategy, use_orig_params=use_orig_params)
@@ -200,9 +196,7 @@ def test_forward_without_gradients_leaves_nothing_gathered(
 
 @both
 @on_ranks(2)
-def test_summon_full_params_holds_everything_and_gives_it_back(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_summon_full_params_holds_everything_and_gives_it_back(use_orig_params: bool) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     for _ in range(2):
@@ -213,7 +207,7 @@ def test_summon_full_params_holds_everything_and_gives_it_back(
 
 
 @on_ranks(2)
-def test_a_dropped_model_gives_its_storage_back(rank: int, world_size: int) -> None:
+def test_a_dropped_model_gives_its_storage_back() -> None:
     meter = Meter()
     model = build("SHARD_GRAD_OP")
     output = model(batch())
@@ -225,9 +219,7 @@ def test_a_dropped_model_gives_its_storage_back(rank: int, world_size: int) -> N
 
 @both
 @on_ranks(2)
-def test_a_dropped_model_that_knows_itself_gives_its_storage_back(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_params: bool) -> None:
     """As a registered forward method does, or a library that keeps the wrapped model with a module inside."""
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
@@ -241,9 +233,7 @@ def test_a_dropped_model_that_knows_itself_gives_its_storage_back(
 
 @both
 @on_ranks(2)
-def test_an_output_keeps_its_model_for_the_backward(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_an_output_keeps_its_model_for_the_backward(use_orig_params: bool) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     output, params = model(batch()), list(model.parameters())
@@ -257,7 +247,7 @@ def test_an_output_keeps_its_model_for_the_backward(
 
 
 @on_ranks(2)
-def test_backward_of_a_model_that_is_gone_is_refused(rank: int, world_size: int) -> None:
+def test_backward_of_a_model_that_is_gone_is_refused() -> None:
     from fsdp_c import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())

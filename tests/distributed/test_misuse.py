@@ -85,9 +85,7 @@ def test_torch_trains_a_head_that_was_replaced_apart(rank: int, world_size: int)
 
 @both_views
 @on_ranks(2)
-def test_a_head_that_was_replaced_before_the_first_step_is_refused(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_head_that_was_replaced_before_the_first_step_is_refused(rank: int, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     replace_head(model, rank)
     with pytest.raises(
@@ -98,9 +96,7 @@ def test_a_head_that_was_replaced_before_the_first_step_is_refused(
 
 @both_views
 @on_ranks(2)
-def test_a_parameter_that_is_registered_between_steps_is_refused(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_parameter_that_is_registered_between_steps_is_refused(rank: int, use_orig_params: bool) -> None:
     model = wrapped(net=Scaled(), use_orig_params=use_orig_params)
     backward(model, rank)
     model.module.scale = nn.Parameter(torch.ones(1, device=device()))
@@ -112,9 +108,7 @@ def test_a_parameter_that_is_registered_between_steps_is_refused(
 
 @both_views
 @on_ranks(2)
-def test_a_head_that_was_replaced_between_steps_is_refused(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_head_that_was_replaced_between_steps_is_refused(rank: int, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     backward(model, rank)
     backward(model, rank)
@@ -125,7 +119,7 @@ def test_a_head_that_was_replaced_between_steps_is_refused(
 
 
 @on_ranks(2)
-def test_what_is_done_about_parameters_outside_can_be_chosen(rank: int, world_size: int) -> None:
+def test_what_is_done_about_parameters_outside_can_be_chosen(rank: int) -> None:
     with mode("warn"):
         model = wrapped()
         replace_head(model, rank)
@@ -161,7 +155,7 @@ def put_ddp_around(model: Any, rank: int) -> None:
 @pytest.mark.parametrize("done", [freeze, reduce_by_hook, wrap_again, put_ddp_around])
 @on_ranks(2)
 def test_a_head_that_is_frozen_or_reduced_may_be_replaced(
-    rank: int, world_size: int, done: Callable[[Any, int], None]
+    rank: int, done: Callable[[Any, int], None]
 ) -> None:
     model = wrapped()
     done(model, rank)
@@ -171,7 +165,7 @@ def test_a_head_that_is_frozen_or_reduced_may_be_replaced(
 
 @pytest.mark.parametrize("by_module", [True, False], ids=["module", "parameters"])
 @on_ranks(2)
-def test_what_is_ignored_may_train_outside_of_units(rank: int, world_size: int, by_module: bool) -> None:
+def test_what_is_ignored_may_train_outside_of_units(rank: int, by_module: bool) -> None:
     net = Net().to(device())
     model = wrapped(net=net, ignored_states=[net.head] if by_module else list(net.head.parameters()))
     with nothing_told():
@@ -196,9 +190,7 @@ def test_units_of_one_rank_have_nobody_to_drift_from(rank: int, world_size: int)
 
 @pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
 @on_ranks(2)
-def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(
-    rank: int, world_size: int, kind: Any
-) -> None:
+def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(rank: int, kind: Any) -> None:
     net = Net().to(device())
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     model = wrapped(kind, net)
@@ -213,7 +205,7 @@ def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(
 
 
 @on_ranks(2)
-def test_an_optimizer_of_the_meta_device_is_told(rank: int, world_size: int) -> None:
+def test_an_optimizer_of_the_meta_device_is_told(rank: int) -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -242,7 +234,7 @@ def of_original_parameters(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
 @pytest.mark.parametrize("way", [made_after, swapped, of_original_parameters])
 @on_ranks(2)
 def test_an_optimizer_that_holds_what_is_trained_is_no_mistake(
-    rank: int, world_size: int, way: Callable[[nn.Module, torch.optim.Optimizer], Any]
+    rank: int, way: Callable[[nn.Module, torch.optim.Optimizer], Any]
 ) -> None:
     net = Net().to(device())
     stale = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -281,7 +273,7 @@ def test_torchs_clipping_clips_each_rank_by_its_own_norm(
 
 
 @on_ranks(2)
-def test_clipping_of_whole_gradients_by_torch_is_right(rank: int, world_size: int) -> None:
+def test_clipping_of_whole_gradients_by_torch_is_right(rank: int) -> None:
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     backward(model, rank)
     with nothing_told():
@@ -306,7 +298,7 @@ def installed() -> Iterator[None]:
 @both_views
 @on_ranks(2)
 def test_torchs_clipping_is_that_of_all_ranks_where_fsdp_c_is_installed(
-    rank: int, world_size: int, use_orig_params: bool, norm_type: float, strategy: str
+    rank: int, use_orig_params: bool, norm_type: float, strategy: str
 ) -> None:
     grads, norms = [], []
     for clip in (
@@ -328,7 +320,7 @@ def test_torchs_clipping_is_that_of_all_ranks_where_fsdp_c_is_installed(
 @both_views
 @on_ranks(2)
 def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:
     """Parameters of one unit, of another model, and of none, beside the same of plain models."""
     plain = [Net().to(device()) for _ in range(2)] + [nn.Linear(WIDTH, WIDTH, device=device())]
@@ -365,7 +357,7 @@ def encoder(kind: type[nn.Module], use_orig_params: bool) -> FSDP:
 @both_views
 @on_ranks(2)
 def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     """Torch's FSDP1 says "expected 2-D `qkv_weight`, got 1-D tensor", or that a storage is of size 0."""
     if device_type() == "cuda":
@@ -396,7 +388,7 @@ class Failing(nn.Sequential):
 
 
 @on_ranks(2)
-def test_other_errors_of_a_module_around_units_are_left_alone(rank: int, world_size: int) -> None:
+def test_other_errors_of_a_module_around_units_are_left_alone() -> None:
     with pytest.raises(RuntimeError, match="^a shape is wrong$"):
         wrapped(net=Failing(Block()))(torch.ones(1, WIDTH))
 
@@ -413,7 +405,7 @@ class Waiting(nn.Linear):
 
 @both_views
 @on_ranks(2)
-def test_two_threads_in_one_forward_are_told(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_two_threads_in_one_forward_are_told(rank: int, use_orig_params: bool) -> None:
     net = Waiting(WIDTH, WIDTH)
     model = wrapped(net=net, use_orig_params=use_orig_params)
     errors: list[BaseException] = []
@@ -438,9 +430,7 @@ def test_two_threads_in_one_forward_are_told(rank: int, world_size: int, use_ori
 
 @both_views
 @on_ranks(2)
-def test_a_copy_is_refused_and_an_average_needs_none(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_copy_is_refused_and_an_average_needs_none(rank: int, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     with pytest.raises(
         TypeError,
@@ -476,7 +466,7 @@ class Rotary(nn.Linear):
 
 
 @on_ranks(2)
-def test_frequencies_that_are_rounded_are_told(rank: int, world_size: int) -> None:
+def test_frequencies_that_are_rounded_are_told(rank: int) -> None:
     precision = MixedPrecision(buffer_dtype=torch.bfloat16)
     model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)
     for _ in range(2):
@@ -502,9 +492,7 @@ def test_frequencies_that_are_rounded_are_told(rank: int, world_size: int) -> No
     ids=["not cast", "as they are", "of a class that is ignored"],
 )
 @on_ranks(2)
-def test_frequencies_that_stay_exact_are_no_mistake(
-    rank: int, world_size: int, precision: MixedPrecision
-) -> None:
+def test_frequencies_that_stay_exact_are_no_mistake(precision: MixedPrecision) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what _module_classes_to_ignore does
         model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)

@@ -103,7 +103,7 @@ def refused(what: str, use_orig_params: bool, stepped: bool) -> None:
 
 @both_views
 @on_ranks(2)
-def test_what_cannot_work_names_the_remedy(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_what_cannot_work_names_the_remedy(use_orig_params: bool) -> None:
     for what in REFUSED:
         refused(what, use_orig_params, stepped=True)
     for what in BEFORE_A_STEP:
@@ -111,7 +111,7 @@ def test_what_cannot_work_names_the_remedy(rank: int, world_size: int, use_orig_
 
 
 @on_ranks(2)
-def test_settings_work(rank: int, world_size: int) -> None:
+def test_settings_work() -> None:
     trained = Trained(use_orig_params=True, stepped=True)
     model = trained.model
     assert TorchFSDP.fsdp_modules(model) == FSDP.fsdp_modules(model)
@@ -123,7 +123,7 @@ def test_settings_work(rank: int, world_size: int) -> None:
 
 @both_views
 @on_ranks(2)
-def test_torchs_optimizer_state_is_ours(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_torchs_optimizer_state_is_ours(use_orig_params: bool) -> None:
     trained = Trained(use_orig_params, stepped=True)
     # with it torch mixes up states (parity 6)
     settings = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
@@ -153,7 +153,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
-def test_all_of_it_works_once_installed(rank: int, world_size: int) -> None:
+def test_all_of_it_works_once_installed() -> None:
     fsdp_c.install()
     try:
         for what, call in REFUSED.items():

@@ -58,7 +58,7 @@ def move(model: Any) -> None:
 @both_views
 @on_ranks(2)
 def test_model_that_moves_trains_as_one_that_stays(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, mixed: bool
+    rank: int, use_orig_params: bool, strategy: str, mixed: bool
 ) -> None:
     """C-079: before the first step, between steps, between a forward and its backward, and after an
     evaluation."""
@@ -86,9 +86,7 @@ def test_model_that_moves_trains_as_one_that_stays(
 
 @both_views
 @on_ranks(2)
-def test_what_is_written_into_a_moved_flat_parameter_is_what_is_gathered(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_what_is_written_into_a_moved_flat_parameter_is_what_is_gathered(use_orig_params: bool) -> None:
     model = build(use_orig_params)
     for handle in model._all_handles:
         handle.flat_param_to(device(), copy=True)
@@ -98,7 +96,7 @@ def test_what_is_written_into_a_moved_flat_parameter_is_what_is_gathered(
 
 
 @on_ranks(2)
-def test_original_parameters_follow_and_keep_their_edits(rank: int, world_size: int) -> None:
+def test_original_parameters_follow_and_keep_their_edits(rank: int) -> None:
     model = build()
     loss_of(model, rank, 0).backward()
     model.zero_grad()
@@ -113,7 +111,7 @@ def test_original_parameters_follow_and_keep_their_edits(rank: int, world_size: 
 
 
 @on_ranks(2)
-def test_dtype_can_be_moved_to_as_well(rank: int, world_size: int) -> None:
+def test_dtype_can_be_moved_to_as_well() -> None:
     model = build()
     for handle in model._all_handles:
         handle.flat_param_to(torch.float64)
@@ -122,7 +120,7 @@ def test_dtype_can_be_moved_to_as_well(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_moving_is_refused_while_parameters_are_in_use(rank: int, world_size: int) -> None:
+def test_moving_is_refused_while_parameters_are_in_use(rank: int) -> None:
     model = build()
     refused = r"rank \d.*cannot be moved in state SUMMON"
     with FSDP.summon_full_params(model), pytest.raises(AssertionError, match=refused):
@@ -134,9 +132,7 @@ def test_moving_is_refused_while_parameters_are_in_use(rank: int, world_size: in
 
 @both_views
 @on_ranks(2)
-def test_move_that_fails_leaves_everything_where_it_was(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_move_that_fails_leaves_everything_where_it_was(rank: int, use_orig_params: bool) -> None:
     model = build(use_orig_params)
     expected = loss_of(model, rank, 0).detach()
     narrow, failures = Tensor.narrow, iter([True])
@@ -177,7 +173,7 @@ def backward(model: Any, rank: int, step: int, sync: bool = True) -> None:
 @both_views
 @on_ranks(2)
 def test_gradients_go_to_another_dtype_with_the_parameters(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, sync: bool
+    rank: int, use_orig_params: bool, strategy: str, sync: bool
 ) -> None:
     """As nn.Module does it; what comes later is added to them."""
     model = build(use_orig_params, strategy)
@@ -206,9 +202,7 @@ def test_gradients_go_to_another_dtype_with_the_parameters(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_gradients_that_the_user_has_replaced_or_cleared_go_along(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, strategy: str) -> None:
     model = build(strategy=strategy)
     backward(model, rank, 0)
     cleared, replaced, *_ = [param for param in model.parameters() if param.grad is not None]
@@ -234,9 +228,7 @@ def test_gradients_that_the_user_has_replaced_or_cleared_go_along(
 
 @both_views
 @on_ranks(2)
-def test_parameters_that_a_forward_has_left_whole_move_as_well(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_parameters_that_a_forward_has_left_whole_move_as_well(rank: int, use_orig_params: bool) -> None:
     """SHARD_GRAD_OP keeps them until a backward; what is shown later is what was moved."""
     model = build(use_orig_params, "SHARD_GRAD_OP")
     loss_of(model, rank, 0)
@@ -249,7 +241,7 @@ def test_parameters_that_a_forward_has_left_whole_move_as_well(
 @both_views
 @on_ranks(2)
 def test_move_to_where_the_model_is_changes_no_backward(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str
+    rank: int, use_orig_params: bool, strategy: str
 ) -> None:
     found = []
     for moves in (False, True):
@@ -269,7 +261,7 @@ def test_move_to_where_the_model_is_changes_no_backward(
 @pytest.mark.parametrize("after", [False, None])
 @on_ranks(2)
 def test_units_summoned_one_by_one_before_the_first_step_do_not_become_roots(
-    rank: int, world_size: int, after: bool | None
+    rank: int, after: bool | None
 ) -> None:
     """As LoRA weights are collected: each inner unit by itself, which is said not to be a root then."""
     model, whole = build(), {}
@@ -289,9 +281,7 @@ def test_units_summoned_one_by_one_before_the_first_step_do_not_become_roots(
 
 
 @on_ranks(2)
-def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(
-    rank: int, world_size: int
-) -> None:
+def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(rank: int) -> None:
     model = build()
     inner = FSDP.fsdp_modules(model)[1]
     inner(torch.ones(2, WIDTH))
@@ -305,7 +295,7 @@ def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(
 
 
 @on_ranks(2)
-def test_root_that_is_set_to_none_is_decided_anew(rank: int, world_size: int) -> None:
+def test_root_that_is_set_to_none_is_decided_anew(rank: int) -> None:
     model = build()
     expected = loss_of(model, rank, 0).detach()
     model._is_root = None

@@ -128,9 +128,7 @@ def test_backwards_gather_within_the_node(
 
 
 @on_ranks(4)
-def test_memory_that_runs_out_for_what_a_node_keeps_is_told_and_nothing_is_kept(
-    rank: int, world_size: int
-) -> None:
+def test_memory_that_runs_out_for_what_a_node_keeps_is_told_and_nothing_is_kept(rank: int) -> None:
     part_nbytes, resize, refused = (
         4 * (WIDTH * WIDTH + WIDTH) // NODE,
         torch.UntypedStorage.resize_,
@@ -170,7 +168,7 @@ def test_so_they_do_when_several_are_gathered_ahead(rank: int, world_size: int, 
 
 
 @on_ranks(4)
-def test_the_dimension_of_a_mesh_may_say_what_a_node_is(rank: int, world_size: int) -> None:
+def test_the_dimension_of_a_mesh_may_say_what_a_node_is(rank: int) -> None:
     mesh = init_device_mesh(device().type, (NODE, 2), mesh_dim_names=("place", "node"))
     across = init_device_mesh(device().type, (2, NODE), mesh_dim_names=("node", "place"))
     expected = step(build(None), rank)
@@ -182,7 +180,7 @@ def test_the_dimension_of_a_mesh_may_say_what_a_node_is(rank: int, world_size: i
 
 
 @on_ranks(4)
-def test_the_environment_says_it_to_unmodified_scripts(rank: int, world_size: int) -> None:
+def test_the_environment_says_it_to_unmodified_scripts(rank: int) -> None:
     with mock.patch.dict("os.environ", {"FSDP_C_RESHARD_AFTER_FORWARD": "2"}):
         model = build(None)
     with recorded_gathers() as sizes:
@@ -199,7 +197,7 @@ def test_the_environment_says_it_to_unmodified_scripts(rank: int, world_size: in
 
 
 @on_ranks(4)
-def test_groups_are_made_once(rank: int, world_size: int) -> None:
+def test_groups_are_made_once(rank: int) -> None:
     node_groups._groups_by_size.clear()
     first, second = build(), build()
     assert first._node_group.size() == NODE and first._node_group.rank() == rank % NODE
@@ -213,7 +211,7 @@ def test_groups_are_made_once(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD`")
 @on_ranks(4)
-def test_units_that_stay_gathered_are_as_ever(rank: int, world_size: int, strategy: str) -> None:
+def test_units_that_stay_gathered_are_as_ever(rank: int, strategy: str) -> None:
     model = build(sharding_strategy=ShardingStrategy[strategy])
     with recorded_gathers() as sizes:
         step(model, rank)
@@ -221,7 +219,7 @@ def test_units_that_stay_gathered_are_as_ever(rank: int, world_size: int, strate
 
 
 @on_ranks(4)
-def test_hybrid_units_that_shard_over_a_node_are_as_ever(rank: int, world_size: int) -> None:
+def test_hybrid_units_that_shard_over_a_node_are_as_ever() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = build(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     assert model._node_group is None
@@ -245,7 +243,7 @@ def loss_of(model: FSDP, rank: int) -> Tensor:
 
 
 @on_ranks(4)
-def test_a_forward_that_no_backward_follows_leaves_nothing_to_the_next(rank: int, world_size: int) -> None:
+def test_a_forward_that_no_backward_follows_leaves_nothing_to_the_next(rank: int) -> None:
     """The parameters change in between, so that what was kept of the first forward would be wrong."""
     models = build(), build(None)
     found = []
@@ -259,7 +257,7 @@ def test_a_forward_that_no_backward_follows_leaves_nothing_to_the_next(rank: int
 
 
 @on_ranks(4)
-def test_parameters_written_in_between_are_seen(rank: int, world_size: int) -> None:
+def test_parameters_written_in_between_are_seen(rank: int) -> None:
     """By a writeback of summon_full_params, or by loading: as under torch, the backward computes with the new
     ones."""
     found = []
@@ -275,7 +273,7 @@ def test_parameters_written_in_between_are_seen(rank: int, world_size: int) -> N
 
 @pytest.mark.parametrize("how", ["full", "sharded", "checkpoint"])
 @on_ranks(4)
-def test_parameters_loaded_in_between_are_seen(rank: int, world_size: int, how: str) -> None:
+def test_parameters_loaded_in_between_are_seen(rank: int, how: str) -> None:
     found = []
     for ranks in (NODE, None):
         model, other = build(ranks), build(ranks)
@@ -297,7 +295,7 @@ def test_parameters_loaded_in_between_are_seen(rank: int, world_size: int, how: 
 
 
 @on_ranks(4)
-def test_a_second_backward_of_one_graph_gathers_over_all(rank: int, world_size: int) -> None:
+def test_a_second_backward_of_one_graph_gathers_over_all(rank: int) -> None:
     found, sizes_of = [], []
     for model in (build(), build(None)):
         loss = loss_of(model, rank)
@@ -311,7 +309,7 @@ def test_a_second_backward_of_one_graph_gathers_over_all(rank: int, world_size: 
 
 
 @on_ranks(4)
-def test_an_edit_inside_a_forward_is_lost_as_ever(rank: int, world_size: int) -> None:
+def test_an_edit_inside_a_forward_is_lost_as_ever(rank: int) -> None:
     """What a module does to its gathered parameters is gone when they are freed, and the backward does not
     see it."""
 
@@ -337,7 +335,7 @@ def test_an_edit_inside_a_forward_is_lost_as_ever(rank: int, world_size: int) ->
 
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @on_ranks(4)
-def test_an_exception_leaves_nothing_behind(rank: int, world_size: int, moment: str) -> None:
+def test_an_exception_leaves_nothing_behind(rank: int, moment: str) -> None:
     before = settled_nbytes()
     model, plain = build(), build(None)
     step(model, rank), step(plain, rank)
@@ -359,9 +357,7 @@ def test_an_exception_leaves_nothing_behind(rank: int, world_size: int, moment: 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @on_ranks(4)
-def test_parts_are_kept_from_forward_to_backward_alone(
-    rank: int, world_size: int, precision: MixedPrecision | None
-) -> None:
+def test_parts_are_kept_from_forward_to_backward_alone(rank: int, precision: MixedPrecision | None) -> None:
     nbytes = 2 if precision else 4
     block = (WIDTH * WIDTH + WIDTH) * nbytes
     base = settled_nbytes()
@@ -429,7 +425,7 @@ class Mixed(nn.Module):
 
 
 @on_ranks(4)
-def test_all_parts_of_a_unit_are_kept(rank: int, world_size: int) -> None:
+def test_all_parts_of_a_unit_are_kept(rank: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Mixed() for _ in range(3))).to(device())
     found = []
@@ -459,7 +455,7 @@ class Chosen(nn.Module):
 
 
 @on_ranks(4)
-def test_optional_units_are_gathered_over_all(rank: int, world_size: int) -> None:
+def test_optional_units_are_gathered_over_all(rank: int) -> None:
     found = []
     for ranks in (NODE, None):
         torch.manual_seed(0)
@@ -493,15 +489,13 @@ def test_optional_units_are_gathered_over_all(rank: int, world_size: int) -> Non
     ],
 )
 @on_ranks(4)
-def test_what_is_no_node_is_refused(
-    rank: int, world_size: int, ranks: Any, error: type[Exception], message: str
-) -> None:
+def test_what_is_no_node_is_refused(ranks: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build(ranks)
 
 
 @on_ranks(4)
-def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
+def test_meshes_that_do_not_fit_are_refused(rank: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("nodes", "node"))
     with pytest.raises(
         ValueError, match=r"takes a mesh of one dimension.* pass for instance mesh\[\"node\"\]"
@@ -514,7 +508,7 @@ def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
+def test_ranks_that_disagree_are_told(rank: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("nodes", "node"))
     model = build(mesh["node"] if rank else None)
     with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1, 2, 3"):
@@ -522,7 +516,7 @@ def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_ranks_that_build_without_the_context_are_told(rank: int, world_size: int) -> None:
+def test_ranks_that_build_without_the_context_are_told(rank: int) -> None:
     """Groups are made once all ranks agree: those that made theirs while they wrap would wait for the
     others."""
     node_groups._groups_by_size.clear()

@@ -96,9 +96,9 @@ BODIES = {
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_training_is_bitwise_that_without_offload(  # A-037, D-088, D-126, parity 3
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, body: str, precision: str
-) -> None:  # C-093, C-112
+def test_training_is_bitwise_that_without_offload(
+    rank: int, strategy: str, use_orig_params: bool, body: str, precision: str
+) -> None:  # A-037, D-088, D-126, parity 3, C-093, C-112
     models = [
         build(offload, strategy, use_orig_params, mixed_precision=PRECISIONS[precision])
         for offload in (False, True)
@@ -119,9 +119,9 @@ def test_training_is_bitwise_that_without_offload(  # A-037, D-088, D-126, parit
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(  # A-037
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:  # G-039
+def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:  # A-037, G-039
     model = build(True, strategy, use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backward(model, 0, rank)
@@ -136,9 +136,9 @@ def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(  # A-037
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_zero_grad_clears_what_the_next_backward_would_add_to(  # parity 22
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, set_to_none: bool
-) -> None:
+def test_zero_grad_clears_what_the_next_backward_would_add_to(
+    rank: int, strategy: str, use_orig_params: bool, set_to_none: bool
+) -> None:  # parity 22
     model = build(True, strategy, use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, 0, rank)
@@ -156,9 +156,9 @@ def test_zero_grad_clears_what_the_next_backward_would_add_to(  # parity 22
 
 @both_views
 @on_ranks(2)
-def test_full_state_dict_of_an_offloaded_model_loads_into_the_plain_one(  # parity 5
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_full_state_dict_of_an_offloaded_model_loads_into_the_plain_one(
+    rank: int, use_orig_params: bool
+) -> None:  # parity 5
     model = build(True, use_orig_params=use_orig_params)
     backward(model, 0, rank)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -171,9 +171,9 @@ def test_full_state_dict_of_an_offloaded_model_loads_into_the_plain_one(  # pari
 
 @both_views
 @on_ranks(2)
-def test_clipping_an_offloaded_model_is_bitwise_that_without_offload(  # A-114
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_clipping_an_offloaded_model_is_bitwise_that_without_offload(
+    rank: int, use_orig_params: bool
+) -> None:  # A-114
     models = [build(offload, use_orig_params=use_orig_params) for offload in (False, True)]
     for model in models:
         backward(model, 0, rank)
@@ -183,7 +183,7 @@ def test_clipping_an_offloaded_model_is_bitwise_that_without_offload(  # A-114
 
 
 @on_ranks(2)
-def test_sync_module_states_and_no_device_work_with_offload(rank: int, world_size: int) -> None:  # parity 7
+def test_sync_module_states_and_no_device_work_with_offload(rank: int) -> None:  # parity 7
     torch.manual_seed(rank)
     model = FSDP(Net(), cpu_offload=CPUOffload(True), sync_module_states=True)
     torch.manual_seed(0)
@@ -193,9 +193,7 @@ def test_sync_module_states_and_no_device_work_with_offload(rank: int, world_siz
 
 @both_views
 @on_ranks(2)
-def test_flat_adamw_trains_offloaded_shards_as_torchs_fused_adamw(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_flat_adamw_trains_offloaded_shards_as_torchs_fused_adamw(rank: int, use_orig_params: bool) -> None:
     """Shards of a few elements, which torch's vectors leave over: not bitwise here."""
     trained = []
     for kind, arguments in ((FlatAdamW, {}), (torch.optim.AdamW, {"fused": True})):
@@ -214,7 +212,7 @@ def test_flat_adamw_trains_offloaded_shards_as_torchs_fused_adamw(
 @both_views
 @on_ranks(2)
 def test_units_that_are_not_sharded_are_summoned_to_where_they_compute(
-    rank: int, world_size: int, use_orig_params: bool, writeback: bool
+    rank: int, use_orig_params: bool, writeback: bool
 ) -> None:
     model = build(True, "NO_SHARD", use_orig_params)
     backward(model, 0, rank)

@@ -126,7 +126,7 @@ def plain_reference(kind: str, world_size: int) -> tuple[nn.Module, Any]:
 @all_optimizers
 @both_views
 @on_ranks(2)
-def test_full_state_equals_torchs(rank, world_size, use_orig_params, kind):
+def test_full_state_equals_torchs(rank, use_orig_params, kind):
     states = [saved(*trained(use_orig_params, rank, kind, which=which)) for which in ("torch", "fsdp_c")]
     assert_same_osd(*states)
 
@@ -134,7 +134,7 @@ def test_full_state_equals_torchs(rank, world_size, use_orig_params, kind):
 @both_forms
 @both_views
 @on_ranks(4)
-def test_sharded_state_equals_torchs(rank, world_size, use_orig_params, mesh):
+def test_sharded_state_equals_torchs(rank, use_orig_params, mesh):
     states = [
         saved(*trained(use_orig_params, rank, which=which, mesh=mesh), kind=SHARDED)
         for which in ("torch", "fsdp_c")
@@ -145,7 +145,7 @@ def test_sharded_state_equals_torchs(rank, world_size, use_orig_params, mesh):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @both_views
 @on_ranks(2)
-def test_state_between_a_forward_and_its_backward_is_that_before(rank, world_size, use_orig_params, strategy):
+def test_state_between_a_forward_and_its_backward_is_that_before(rank, use_orig_params, strategy):
     """Where the strategy keeps units gathered, their modules show views of the parameters meanwhile."""
     model = wrap(net(tied_head=False), use_orig_params, sharding_strategy=ShardingStrategy[strategy])
     optimizer = OPTIMIZERS["adam"](model.parameters())
@@ -169,7 +169,7 @@ def test_state_between_a_forward_and_its_backward_is_that_before(rank, world_siz
 @pytest.mark.parametrize("offload", [False, True])
 @both_views
 @on_ranks(2)
-def test_rank0_only_leaves_the_others_empty(rank, world_size, use_orig_params, offload):
+def test_rank0_only_leaves_the_others_empty(rank, use_orig_params, offload):
     """F-061; with offload_to_cpu on a CPU device torch's exp_avg is its exp_avg_sq (parity 6)."""
     model, optimizer = trained(use_orig_params, rank)
     whole = saved(model, optimizer)
@@ -182,7 +182,7 @@ def test_rank0_only_leaves_the_others_empty(rank, world_size, use_orig_params, o
 
 @both_views
 @on_ranks(2)
-def test_no_tensor_is_shared_with_the_optimizer(rank, world_size, use_orig_params):
+def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
     """F-072: torch's may alias."""
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         model, optimizer = trained(use_orig_params, rank, sharding_strategy=strategy)
@@ -199,7 +199,7 @@ def test_no_tensor_is_shared_with_the_optimizer(rank, world_size, use_orig_param
 
 @both_views
 @on_ranks(2)
-def test_no_shard_state_equals_torchs(rank, world_size, use_orig_params):
+def test_no_shard_state_equals_torchs(rank, use_orig_params):
     """F-068."""
     options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     states = [saved(*trained(use_orig_params, rank, which=which, **options)) for which in ("torch", "fsdp_c")]
@@ -208,7 +208,7 @@ def test_no_shard_state_equals_torchs(rank, world_size, use_orig_params):
 
 @both_views
 @on_ranks(4)
-def test_hybrid_state_equals_torchs(rank, world_size, use_orig_params):
+def test_hybrid_state_equals_torchs(rank, use_orig_params):
     mesh = init_device_mesh(device().type, (2, 2))
     options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     for kind in (FULL, SHARDED):
@@ -223,7 +223,7 @@ def test_hybrid_state_equals_torchs(rank, world_size, use_orig_params):
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @both_views
 @on_ranks(2)
-def test_values_of_a_state_are_in_torchs_order(rank, world_size, use_orig_params, kind, strategy):
+def test_values_of_a_state_are_in_torchs_order(rank, use_orig_params, kind, strategy):
     """The optimizer's where original parameters are not sharded; else by kind, and by name among those of one
     kind."""
     orders = []
@@ -256,7 +256,7 @@ def adafactor(which: str, rank: int, seed: int = 0, **options: Any) -> tuple[Any
 
 @pytest.mark.parametrize("form", ["full", "rank 0", "sharded"])
 @on_ranks(2)
-def test_state_of_any_shape_is_kept_where_parameters_are_not_sharded(rank, world_size, form):
+def test_state_of_any_shape_is_kept_where_parameters_are_not_sharded(rank, form):
     """F-068: Adafactor keeps sums of a matrix's rows and columns."""
     kind = SHARDED if form == "sharded" else FULL
     config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
@@ -281,7 +281,7 @@ def test_state_of_any_shape_is_kept_where_parameters_are_not_sharded(rank, world
 
 
 @on_ranks(2)
-def test_state_of_other_shapes_is_refused_where_parameters_are_sharded(rank, world_size):
+def test_state_of_other_shapes_is_refused_where_parameters_are_sharded(rank):
     model, optimizer = adafactor("fsdp_c", rank)
     train(model, optimizer, rank)
     whole, whole_optimizer = adafactor("fsdp_c", rank, sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -297,7 +297,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 @both_views
 @on_ranks(2)
-def test_several_groups_keep_their_settings_and_names(rank, world_size, use_orig_params):
+def test_several_groups_keep_their_settings_and_names(rank, use_orig_params):
     """F-071."""
     states = []
     for which in ("torch", "fsdp_c"):
@@ -310,7 +310,7 @@ def test_several_groups_keep_their_settings_and_names(rank, world_size, use_orig
 
 
 @on_ranks(2)
-def test_frozen_parameters_may_be_missing_from_the_optimizer_and_trained_ones_not(rank, world_size):
+def test_frozen_parameters_may_be_missing_from_the_optimizer_and_trained_ones_not(rank):
     """F-066, X-167."""
     model = wrap(net(), True)
     model.module.inp.weight.requires_grad_(False)
@@ -326,7 +326,7 @@ def test_frozen_parameters_may_be_missing_from_the_optimizer_and_trained_ones_no
 
 @both_views
 @on_ranks(2)
-def test_state_that_belongs_to_no_parameter_is_copied_with_a_warning(rank, world_size, use_orig_params):
+def test_state_that_belongs_to_no_parameter_is_copied_with_a_warning(rank, use_orig_params):
     """F-070, X-170."""
     model, optimizer = trained(use_orig_params, rank)
     state = optimizer.state_dict()
@@ -342,7 +342,7 @@ def test_state_that_belongs_to_no_parameter_is_copied_with_a_warning(rank, world
 
 
 @on_ranks(2)
-def test_state_of_another_shape_is_refused_on_every_rank(rank, world_size):
+def test_state_of_another_shape_is_refused_on_every_rank(rank):
     model, optimizer = trained(True, rank)
     if rank == 1:
         param = next(p for p in model.parameters() if p.numel())
@@ -354,7 +354,7 @@ def test_state_of_another_shape_is_refused_on_every_rank(rank, world_size):
 
 
 @on_ranks(2)
-def test_state_that_one_rank_lacks_is_named(rank, world_size):
+def test_state_that_one_rank_lacks_is_named(rank):
     """X-166, and the same with original parameters."""
     model, optimizer = trained(False, rank)
     if rank == 1:
@@ -369,7 +369,7 @@ def test_state_that_one_rank_lacks_is_named(rank, world_size):
 
 
 @on_ranks(2)
-def test_flat_state_of_other_names_on_another_rank_is_refused(rank, world_size):
+def test_flat_state_of_other_names_on_another_rank_is_refused(rank):
     model, optimizer = trained(False, rank)
     if rank == 1:
         for state in optimizer.state.values():
@@ -386,7 +386,7 @@ def test_flat_state_of_other_names_on_another_rank_is_refused(rank, world_size):
 @all_optimizers
 @both_views
 @on_ranks(2)
-def test_loaded_state_equals_torchs(rank, world_size, use_orig_params, kind):
+def test_loaded_state_equals_torchs(rank, use_orig_params, kind):
     results = []
     for which in ("torch", "fsdp_c"):
         model, optimizer = trained(use_orig_params, rank, kind, which=which)
@@ -397,7 +397,7 @@ def test_loaded_state_equals_torchs(rank, world_size, use_orig_params, kind):
 @pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "rank 0", "scattered"])
 @both_views
 @on_ranks(2)
-def test_training_goes_on_as_if_nothing_had_happened(rank, world_size, use_orig_params, form):
+def test_training_goes_on_as_if_nothing_had_happened(rank, use_orig_params, form):
     mesh = form == "dtensor"
     model, optimizer = trained(use_orig_params, rank, mesh=mesh)
     kind = SHARDED if form in ("sharded", "dtensor") else FULL
@@ -424,7 +424,7 @@ def test_training_goes_on_as_if_nothing_had_happened(rank, world_size, use_orig_
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch"])
 @both_views
 @on_ranks(2)
-def test_state_is_exchanged_with_torch(rank, world_size, use_orig_params, direction, form):
+def test_state_is_exchanged_with_torch(rank, use_orig_params, direction, form):
     source, target = direction.split(" to ")
     kind = FULL if form == "full" else SHARDED
     model, optimizer = trained(use_orig_params, rank, which=source)
@@ -446,7 +446,7 @@ def test_state_is_exchanged_with_torch(rank, world_size, use_orig_params, direct
 
 @both_views
 @on_ranks(2)
-def test_state_loads_with_the_other_kind_of_parameters_and_other_wrapping(rank, world_size, use_orig_params):
+def test_state_loads_with_the_other_kind_of_parameters_and_other_wrapping(rank, use_orig_params):
     model, optimizer = trained(use_orig_params, rank)
     state = saved(model, optimizer)
     other = wrap(net(), not use_orig_params, auto_wrap_policy=None)
@@ -461,7 +461,7 @@ def test_state_loads_with_the_other_kind_of_parameters_and_other_wrapping(rank, 
 
 @both_views
 @on_ranks(4)
-def test_state_of_four_ranks_loads_on_two(rank, world_size, use_orig_params):
+def test_state_of_four_ranks_loads_on_two(rank, use_orig_params):
     """F-085."""
     model, optimizer = trained(use_orig_params, rank)
     state = saved(model, optimizer)
@@ -477,7 +477,7 @@ def test_state_of_four_ranks_loads_on_two(rank, world_size, use_orig_params):
 
 @both_views
 @on_ranks(2)
-def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(rank, world_size, use_orig_params):
+def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(world_size, use_orig_params):
     """F-086, A-143."""
     plain, plain_optimizer = plain_reference("adam", world_size)
     by_id = plain_optimizer.state_dict()
@@ -503,7 +503,7 @@ def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(rank, world
 
 
 @on_ranks(2)
-def test_parameters_without_rows_here_get_no_state(rank, world_size):
+def test_parameters_without_rows_here_get_no_state(rank):
     """F-082."""
     model, optimizer = trained(True, rank)
     loaded = to_load(model, optimizer, saved(model, optimizer))
@@ -515,7 +515,7 @@ def test_parameters_without_rows_here_get_no_state(rank, world_size):
 @pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "named"])
 @on_ranks(2)
 def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_through_in_state(
-    rank, world_size, use_orig_params, form
+    rank, use_orig_params, form
 ):
     """X-178, F-070: also of parameters outside of units, which the state names legally."""
     kind = SHARDED if form == "sharded" else FULL
@@ -552,7 +552,7 @@ def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_throu
 
 
 @on_ranks(2)
-def test_load_directly_loads(rank, world_size):
+def test_load_directly_loads(rank):
     """A-141."""
     model, optimizer = trained(True, rank)
     state = saved(model, optimizer)
@@ -566,7 +566,7 @@ def test_load_directly_loads(rank, world_size):
 
 @both_views
 @on_ranks(2)
-def test_older_functions_warn_and_equal_torchs(rank, world_size, use_orig_params):
+def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
     """A-142, A-144, F-087, X-160, X-161."""
     results = []
     for which in ("torch", "fsdp_c"):
@@ -599,7 +599,7 @@ def test_older_functions_warn_and_equal_torchs(rank, world_size, use_orig_params
 
 
 @on_ranks(2)
-def test_sharded_config_is_the_default_of_the_sharded_type(rank, world_size):
+def test_sharded_config_is_the_default_of_the_sharded_type(rank):
     """F-073: on the CPU."""
     model, optimizer = trained(True, rank)
     with type(model).state_dict_type(model, SHARDED):
@@ -621,7 +621,7 @@ def keyed_by_names(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 @both_views
 @on_ranks(2)
-def test_state_keyed_by_names_equals_torchs_and_loads_again(rank, world_size, use_orig_params):
+def test_state_keyed_by_names_equals_torchs_and_loads_again(rank, use_orig_params):
     """F-060."""
     results = []
     for which in ("torch", "fsdp_c"):
@@ -639,7 +639,7 @@ def test_state_keyed_by_names_equals_torchs_and_loads_again(rank, world_size, us
 
 
 @on_ranks(2)
-def test_state_of_a_parameter_that_the_optimizer_does_not_hold_is_named(rank, world_size):
+def test_state_of_a_parameter_that_the_optimizer_does_not_hold_is_named(rank):
     """X-178."""
     model, optimizer = trained(True, rank)
     other = torch.optim.Adam([next(p for p in model.parameters() if p.numel())], lr=0.1)
@@ -660,7 +660,7 @@ def snapshot(value: Any) -> Any:
 @both_views
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2)
-def test_what_is_given_is_neither_changed_nor_shared(rank, world_size, kind, use_orig_params, mesh):
+def test_what_is_given_is_neither_changed_nor_shared(rank, kind, use_orig_params, mesh):
     """Also not by the steps that follow; ignored parameters are the optimizer's own too."""
     model = net()
     model = wrap(model, use_orig_params, mesh=mesh, ignored_modules=[model.inp])
@@ -680,7 +680,7 @@ def test_what_is_given_is_neither_changed_nor_shared(rank, world_size, kind, use
 @both_forms
 @both_views
 @on_ranks(2)
-def test_the_order_of_names_may_differ_between_ranks(rank, world_size, use_orig_params, mesh):
+def test_the_order_of_names_may_differ_between_ranks(rank, use_orig_params, mesh):
     model, optimizer = trained(use_orig_params, rank, mesh=mesh)
     state = saved(model, optimizer, SHARDED)
     expected = snapshot(to_load(model, optimizer, state, SHARDED))
@@ -696,7 +696,7 @@ def test_the_order_of_names_may_differ_between_ranks(rank, world_size, use_orig_
 
 @both_forms
 @on_ranks(2)
-def test_sharded_state_that_one_rank_lacks_or_cannot_load_is_refused_everywhere(rank, world_size, mesh):
+def test_sharded_state_that_one_rank_lacks_or_cannot_load_is_refused_everywhere(rank, mesh):
     model, optimizer = trained(True, rank, mesh=mesh)
     state = saved(model, optimizer, SHARDED)
     lacking = {**state, "state": {fqn: dict(one) for fqn, one in state["state"].items()}}

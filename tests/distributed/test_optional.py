@@ -291,7 +291,7 @@ FOUR_RANKS = [
 @pytest.mark.parametrize("strategy", TWO_RANKS, ids=lambda strategy: strategy.name)
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_random_programs_have_the_values_of_zeros_from_ranks_that_skip(
-    rank: int, world_size: int, strategy: ShardingStrategy, part: int
+    rank: int, strategy: ShardingStrategy, part: int
 ) -> None:
     for seed in range(12 * part, 12 * part + 12):
         check(some_options(random.Random(seed), sharding_strategy=strategy), seed, rank)
@@ -299,7 +299,7 @@ def test_random_programs_have_the_values_of_zeros_from_ranks_that_skip(
 
 @pytest.mark.parametrize("strategy", FOUR_RANKS, ids=lambda strategy: strategy.name)
 @on_ranks(4, timeout_s=TIMEOUT_S)
-def test_random_programs_on_four_ranks(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
+def test_random_programs_on_four_ranks(rank: int, strategy: ShardingStrategy) -> None:
     is_hybrid = strategy is not ShardingStrategy.FULL_SHARD
     mesh = (
         init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")) if is_hybrid else None
@@ -354,9 +354,7 @@ def test_gradients_are_the_average_with_zeros_of_ranks_that_skip(rank: int, worl
 
 @both_views
 @on_ranks(2)
-def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(rank: int, use_orig_params: bool) -> None:
     model = optional_model(use_orig_params)
     experts = [unit for unit in FSDP.fsdp_modules(model) if isinstance(unit.module, Expert)]
     model(batch(rank), NOTHING).sum().backward()
@@ -373,7 +371,7 @@ def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(
 
 
 @on_ranks(2)
-def test_a_frozen_optional_unit_has_no_gradient(rank: int, world_size: int) -> None:
+def test_a_frozen_optional_unit_has_no_gradient(rank: int) -> None:
     torch.manual_seed(0)
     net = mark(Model())
     net.encoder.requires_grad_(False)
@@ -417,7 +415,7 @@ def test_all_ranks_call_the_same_collectives(
 
 
 @on_ranks(2)
-def test_they_are_gathered_and_reduced_with_the_unit_around(rank: int, world_size: int) -> None:
+def test_they_are_gathered_and_reduced_with_the_unit_around(rank: int) -> None:
     """Sizes tell units apart: a layer has 30 elements, an expert 77, the root 30."""
     torch.manual_seed(0)
     layer = Layer(None, False)
@@ -432,7 +430,7 @@ def test_they_are_gathered_and_reduced_with_the_unit_around(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_they_stay_gathered_under_shard_grad_op(rank: int, world_size: int) -> None:
+def test_they_stay_gathered_under_shard_grad_op(rank: int) -> None:
     model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     units = len(FSDP.fsdp_modules(model))
     for program in (SOME, NOTHING):
@@ -442,7 +440,7 @@ def test_they_stay_gathered_under_shard_grad_op(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int, world_size: int) -> None:
+def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int) -> None:
     model = optional_model(forward_prefetch=False)
     before, most = settled_nbytes(), []
     layers = model.module.layers
@@ -464,7 +462,7 @@ def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int, world_s
 
 
 @on_ranks(2)
-def test_without_a_mark_units_are_gathered_when_they_run(rank: int, world_size: int) -> None:
+def test_without_a_mark_units_are_gathered_when_they_run(rank: int) -> None:
     torch.manual_seed(0)
     model = FSDP(Layer(None, False), auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device())
     expert, around = (unit._handle.layout.padded_numel for unit in (model.module.experts[0], model))
@@ -475,9 +473,7 @@ def test_without_a_mark_units_are_gathered_when_they_run(rank: int, world_size: 
 
 @both_views
 @on_ranks(2)
-def test_a_mark_on_what_becomes_no_unit_changes_nothing(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_mark_on_what_becomes_no_unit_changes_nothing(rank: int, use_orig_params: bool) -> None:
     traces = []
     for marked in (True, False):
         torch.manual_seed(0)
@@ -511,7 +507,7 @@ class Switch(nn.Module):
 
 
 @on_ranks(2)
-def test_what_the_unit_around_returns_may_be_what_an_optional_one_does(rank: int, world_size: int) -> None:
+def test_what_the_unit_around_returns_may_be_what_an_optional_one_does(rank: int) -> None:
     grads = []
     for kinds in ({Switch, nn.Sequential, Expert}, {Switch}):
         torch.manual_seed(0)
@@ -529,7 +525,7 @@ def test_what_the_unit_around_returns_may_be_what_an_optional_one_does(rank: int
 
 
 @on_ranks(2)
-def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int, world_size: int) -> None:
+def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int) -> None:
     grads = []
     for program in (SOME, NOTHING):
         model = optional_model()
@@ -549,7 +545,7 @@ def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int, world
 
 
 @on_ranks(2)
-def test_nobody_is_warned_of_what_did_not_run(rank: int, world_size: int) -> None:
+def test_nobody_is_warned_of_what_did_not_run(rank: int) -> None:
     with debug_level(dist.DebugLevel.DETAIL):  # validates the order of units
         model = optional_model()
     with warnings.catch_warnings():
@@ -560,7 +556,7 @@ def test_nobody_is_warned_of_what_did_not_run(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_optimizers_in_backward_step_on_all_ranks(rank: int, world_size: int) -> None:
+def test_optimizers_in_backward_step_on_all_ranks(rank: int) -> None:
     models = [optional_model(), optional_model()]
     _apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.1, "weight_decay": 0.1})
     optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1, weight_decay=0.1)
@@ -574,7 +570,7 @@ def test_optimizers_in_backward_step_on_all_ranks(rank: int, world_size: int) ->
 
 
 @on_ranks(2)
-def test_communication_hooks_are_called_for_what_did_not_run(rank: int, world_size: int) -> None:
+def test_communication_hooks_are_called_for_what_did_not_run(rank: int) -> None:
     model = optional_model()
     called = []
 
@@ -590,7 +586,7 @@ def test_communication_hooks_are_called_for_what_did_not_run(rank: int, world_si
 
 
 @on_ranks(2)
-def test_anomalies_of_one_rank_are_told_to_those_that_skip(rank: int, world_size: int) -> None:
+def test_anomalies_of_one_rank_are_told_to_those_that_skip(rank: int) -> None:
     model = optional_model()
     with fsdp_c.debug.detect_anomalies(), pytest.raises(FloatingPointError, match=r"rank 1, .*experts.1"):
         if rank:
@@ -604,9 +600,7 @@ def test_anomalies_of_one_rank_are_told_to_those_that_skip(rank: int, world_size
 
 
 @on_ranks(2)
-def test_state_dicts_and_checkpoints_are_those_of_any_unit(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_state_dicts_and_checkpoints_are_those_of_any_unit(rank: int, tmp_path: Path) -> None:
     model = optional_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for program in (SOME, NOTHING):
@@ -631,7 +625,7 @@ def test_state_dicts_and_checkpoints_are_those_of_any_unit(
 
 
 @on_ranks(2)
-def test_an_expert_that_raises_may_be_left_out(rank: int, world_size: int) -> None:
+def test_an_expert_that_raises_may_be_left_out(rank: int) -> None:
     """The layer catches it: the others run, and the step ends on all ranks."""
     grads = []
     for raises in (True, False):
@@ -666,9 +660,7 @@ def raise_refused(*_: Any) -> None:
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
 @on_ranks(2)
-def test_after_an_exception_nothing_is_gathered_and_steps_go_on(
-    rank: int, world_size: int, register: str
-) -> None:
+def test_after_an_exception_nothing_is_gathered_and_steps_go_on(rank: int, register: str) -> None:
     before = settled_nbytes()
     model = optional_model()
     handle = getattr(model.module.layers[0].module.experts[1].module.down, register)(raise_refused)
@@ -687,7 +679,7 @@ def test_after_an_exception_nothing_is_gathered_and_steps_go_on(
 
 
 @on_ranks(2)
-def test_the_outermost_unit_cannot_be_optional(rank: int, world_size: int) -> None:
+def test_the_outermost_unit_cannot_be_optional(rank: int) -> None:
     model = FSDP(fsdp_c.optional(Expert()), device_id=device())
     with pytest.raises(
         ValueError, match=rf"outermost unit, Expert on rank {rank}, is marked by fsdp_c.optional"
@@ -696,7 +688,7 @@ def test_the_outermost_unit_cannot_be_optional(rank: int, world_size: int) -> No
 
 
 @on_ranks(2)
-def test_a_unit_is_marked_before_it_is_wrapped(rank: int, world_size: int) -> None:
+def test_a_unit_is_marked_before_it_is_wrapped() -> None:
     with pytest.raises(ValueError, match="Expert is wrapped already: mark it"):
         fsdp_c.optional(FSDP(Expert(), device_id=device()))
 
@@ -715,7 +707,7 @@ def test_a_mark_is_copied_with_its_module() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_mark_different_modules_are_told(rank: int, world_size: int) -> None:
+def test_ranks_that_mark_different_modules_are_told(rank: int) -> None:
     net = Model()
     if rank == 0:
         fsdp_c.optional(net.layers[1].experts[0])
@@ -725,7 +717,7 @@ def test_ranks_that_mark_different_modules_are_told(rank: int, world_size: int) 
 
 
 @on_ranks(2)
-def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int, world_size: int) -> None:
+def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int) -> None:
     model = optional_model()
     expert = model.module.layers[0].module.experts[1]
     model(batch(rank), SOME).sum().backward()
@@ -740,7 +732,7 @@ def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int, world_size:
 
 
 @on_ranks(2)
-def test_its_gradient_comes_through_the_outputs_of_the_one_around(rank: int, world_size: int) -> None:
+def test_its_gradient_comes_through_the_outputs_of_the_one_around(rank: int) -> None:
     model = optional_model()
     kept: list[Tensor] = []
     expert = model.module.layers[0].module.experts[1]

@@ -44,7 +44,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, FlatAdamW])
 @on_ranks(2)
 def test_groups_train_as_those_of_the_model_before_wrapping(
-    rank: int, world_size: int, rule: Any, use_orig_params: bool, kind: Any
+    rule: Any, use_orig_params: bool, kind: Any
 ) -> None:
     torch.manual_seed(5)
     plain = Net().to(device())
@@ -89,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, FlatAdamW])
 @on_ranks(2)
-def test_a_rule_may_divide_flat_parameters(rank: int, world_size: int, kind: Any, options: str) -> None:
+def test_a_rule_may_divide_flat_parameters(kind: Any, options: str) -> None:
     torch.manual_seed(5)
     plain = Net().to(device())
     model = wrapped(plain, **OPTIONS[options])
@@ -111,7 +111,7 @@ def full_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 @on_ranks(2)
 def test_state_of_divided_flat_parameters_is_saved_by_original_names_and_goes_on(
-    rank: int, world_size: int, sharded: bool, strategy: str, tmp_path: Path
+    sharded: bool, strategy: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(5)
     plain = Net().to(device())
@@ -148,7 +148,7 @@ def test_state_of_divided_flat_parameters_is_saved_by_original_names_and_goes_on
 
 
 @on_ranks(2)
-def test_ranges_follow_their_module_and_refuse_what_no_sync_has_left(rank: int, world_size: int) -> None:
+def test_ranges_follow_their_module_and_refuse_what_no_sync_has_left() -> None:
     torch.manual_seed(5)
     model = wrapped(Net())
     optimizer = torch.optim.SGD(param_groups(model, decay_matrices), lr=0.1)
@@ -169,7 +169,7 @@ def test_ranges_follow_their_module_and_refuse_what_no_sync_has_left(rank: int, 
 
 
 @on_ranks(2)
-def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again(rank: int, world_size: int) -> None:
+def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again() -> None:
     model = wrapped(Net())
     groups = param_groups(model, decay_matrices)
     assert not {id(param) for group in groups for param in group["params"]} & set(map(id, model.parameters()))
@@ -180,7 +180,7 @@ def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again(rank: i
 
 
 @on_ranks(2)
-def test_ignored_parameters_are_grouped_with_their_own_shape(rank: int, world_size: int) -> None:
+def test_ignored_parameters_are_grouped_with_their_own_shape() -> None:
     net = Net().to(device())
     model = FSDP(net, ignored_states=[net.head], use_orig_params=True)
     groups = param_groups(model, decay_matrices)

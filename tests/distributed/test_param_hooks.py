@@ -125,14 +125,14 @@ def watched_steps(
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_reduce_fp32", "reduce_bf16"])
 @on_ranks(2)
 def test_hooks_see_the_unsharded_gradient_before_it_is_reduced(
-    rank: int, world_size: int, strategy: str, precision: str
+    rank: int, strategy: str, precision: str
 ) -> None:
     body = functools.partial(watched_steps, strategy=strategy, precision=precision)
     assert any("gradient" in label for label, _ in assert_same_trace(body, rank))
 
 
 @on_ranks(2)
-def test_hooks_see_gradients_that_are_kept_in_low_precision(rank: int, world_size: int) -> None:
+def test_hooks_see_gradients_that_are_kept_in_low_precision(rank: int) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, precision="keep_low")
         record_hooks(model, trace)
@@ -147,7 +147,7 @@ def test_hooks_see_gradients_that_are_kept_in_low_precision(rank: int, world_siz
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @on_ranks(2)
 def test_hooks_under_no_sync_see_what_earlier_backwards_left(
-    rank: int, world_size: int, strategy: str, precision: str
+    rank: int, strategy: str, precision: str
 ) -> None:
     assert_same_trace(
         functools.partial(watched_steps, strategy=strategy, precision=precision, unsynchronised=2), rank
@@ -160,7 +160,7 @@ def test_hooks_under_no_sync_see_what_earlier_backwards_left(
 @pytest.mark.parametrize("unsynchronised", [0, 1])
 @on_ranks(2)
 def test_hooks_of_a_backward_over_several_forwards_are_called_as_often_as_torchs(
-    rank: int, world_size: int, strategy: str, precision: str, unsynchronised: int
+    rank: int, strategy: str, precision: str, unsynchronised: int
 ) -> None:
     options = {"strategy": strategy, "precision": precision, "unsynchronised": unsynchronised}
     trace = assert_same_trace(functools.partial(watched_steps, forwards=2, **options), rank)
@@ -171,7 +171,7 @@ def test_hooks_of_a_backward_over_several_forwards_are_called_as_often_as_torchs
 @pytest.mark.parametrize("checkpointing", list(CheckpointImpl), ids=lambda one: one.name)
 @on_ranks(2)
 def test_hooks_are_called_once_with_activation_checkpointing(
-    rank: int, world_size: int, checkpointing: CheckpointImpl
+    rank: int, checkpointing: CheckpointImpl
 ) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, checkpointing)
@@ -184,9 +184,7 @@ def test_hooks_are_called_once_with_activation_checkpointing(
 
 
 @on_ranks(2)
-def test_hooks_on_original_parameters_are_not_called_and_on_their_flat_parameter_are(
-    rank: int, world_size: int
-) -> None:
+def test_hooks_on_original_parameters_are_not_called_and_on_their_flat_parameter_are(rank: int) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, use_orig_params=True)
         record_hooks(model, trace)
@@ -201,7 +199,7 @@ def test_hooks_on_original_parameters_are_not_called_and_on_their_flat_parameter
 
 
 @on_ranks(2)
-def test_hooks_may_be_registered_between_forward_and_backward_and_removed(rank: int, world_size: int) -> None:
+def test_hooks_may_be_registered_between_forward_and_backward_and_removed(rank: int) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp)
         loss_of(model, rank).backward()
@@ -241,7 +239,7 @@ def replace_accumulated(param: Tensor) -> None:
 @pytest.mark.parametrize("unsynchronised", [False, True])
 @on_ranks(2)
 def test_what_a_hook_makes_of_the_gradient_is_reduced(
-    rank: int, world_size: int, strategy: str, hook: Callable[[Tensor], Tensor | None], unsynchronised: bool
+    rank: int, strategy: str, hook: Callable[[Tensor], Tensor | None], unsynchronised: bool
 ) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, strategy=strategy)
@@ -257,7 +255,7 @@ def test_what_a_hook_makes_of_the_gradient_is_reduced(
 
 
 @on_ranks(2)
-def test_each_hook_is_given_what_the_one_before_returned(rank: int, world_size: int) -> None:
+def test_each_hook_is_given_what_the_one_before_returned(rank: int) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp)
         for name, param in model.named_parameters():
@@ -269,7 +267,7 @@ def test_each_hook_is_given_what_the_one_before_returned(rank: int, world_size: 
 
 
 @on_ranks(2)
-def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int, world_size: int) -> None:
+def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
     model = build(implementation("fsdp_c"))
     for param in model.parameters():
@@ -281,7 +279,7 @@ def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int, world_size
 
 
 @on_ranks(2)
-def test_hooks_run_within_the_backward_of_their_model(rank: int, world_size: int) -> None:
+def test_hooks_run_within_the_backward_of_their_model(rank: int) -> None:
     """What they queue for its end finds reduced gradients, and a hook on any of several tensors runs once."""
 
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
@@ -305,7 +303,7 @@ def test_hooks_run_within_the_backward_of_their_model(rank: int, world_size: int
 @both_views
 @on_ranks(2)
 def test_hooks_on_the_weight_that_a_forward_uses_are_called_in_every_step(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, use_orig_params=use_orig_params)
@@ -342,7 +340,7 @@ BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] =
 
 @pytest.mark.parametrize("bad", BAD_GRADIENTS)
 @on_ranks(2)
-def test_a_hook_that_fails_leaves_the_model_as_it_was(rank: int, world_size: int, bad: str) -> None:
+def test_a_hook_that_fails_leaves_the_model_as_it_was(rank: int, bad: str) -> None:
     hook, error, text = BAD_GRADIENTS[bad]
     model, twin = build(implementation("fsdp_c")), build(implementation("fsdp_c"))
     for one in (model, twin):
@@ -366,9 +364,7 @@ def forget_grad(param: Tensor) -> None:
 
 
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(
-    rank: int, world_size: int
-) -> None:
+def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(rank: int) -> None:
     model = build(implementation("fsdp_c"))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(forget_grad)
@@ -379,9 +375,7 @@ def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, strategy: str) -> None:
     def body(fsdp: Any, rank: int, trace: Trace) -> None:
         model = build(fsdp, strategy=strategy)
         handles = [param.register_post_accumulate_grad_hook(forget_grad) for param in model.parameters()]

@@ -91,7 +91,7 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @all_strategies
 @on_ranks(2)
 def test_average_is_that_of_averaged_model(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, decay: float | None, use_buffers: bool
+    strategy: str, use_orig_params: bool, decay: float | None, use_buffers: bool
 ) -> None:
     torch.manual_seed(1)
     plain = Mixed().to(device())
@@ -123,7 +123,7 @@ def test_average_is_that_of_averaged_model(
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @on_ranks(2)
-def test_state_dict_goes_on_in_another_wrapping(rank: int, world_size: int, kind: str) -> None:
+def test_state_dict_goes_on_in_another_wrapping(kind: str) -> None:
     torch.manual_seed(1)
     plain = Mixed().to(device())
     model, expected = wrapped(plain, use_orig_params=True), averaged(plain, 0.9, True)
@@ -142,7 +142,7 @@ def test_state_dict_goes_on_in_another_wrapping(rank: int, world_size: int, kind
 
 
 @on_ranks(2)
-def test_state_dict_of_averaged_model_is_loaded(rank: int, world_size: int) -> None:
+def test_state_dict_of_averaged_model_is_loaded() -> None:
     torch.manual_seed(1)
     plain = Mixed().to(device())
     expected = averaged(plain, None)
@@ -159,7 +159,7 @@ def test_state_dict_of_averaged_model_is_loaded(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_parameters_that_share_a_tensor_outside_units_have_one_average(rank: int, world_size: int) -> None:
+def test_parameters_that_share_a_tensor_outside_units_have_one_average() -> None:
     torch.manual_seed(1)
     plain = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device())
     plain[2].weight = plain[1].weight
@@ -179,7 +179,7 @@ def test_parameters_that_share_a_tensor_outside_units_have_one_average(rank: int
 
 @pytest.mark.parametrize("kept_on", [None, "cpu"])
 @on_ranks(2)
-def test_small_changes_of_16_bits_are_kept_in_32(rank: int, world_size: int, kept_on: str | None) -> None:
+def test_small_changes_of_16_bits_are_kept_in_32(kept_on: str | None) -> None:
     torch.manual_seed(1)
     plain = Mixed().to(device(), torch.bfloat16)
     model = wrapped(plain, use_orig_params=True)
@@ -207,7 +207,7 @@ def test_small_changes_of_16_bits_are_kept_in_32(rank: int, world_size: int, kep
 
 @pytest.mark.parametrize("option", ["hybrid", "mixed precision", "offload"])
 @on_ranks(4)
-def test_average_under_further_options(rank: int, world_size: int, option: str) -> None:
+def test_average_under_further_options(option: str) -> None:
     torch.manual_seed(1)
     options: dict[str, dict[str, Any]] = {
         "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups(2, 2)},
@@ -223,7 +223,7 @@ def test_average_under_further_options(rank: int, world_size: int, option: str) 
 
 
 @on_ranks(2)
-def test_training_and_averages_are_kept_apart(rank: int, world_size: int) -> None:
+def test_training_and_averages_are_kept_apart() -> None:
     torch.manual_seed(1)
     model = wrapped(Mixed().to(device()), use_orig_params=True)
     average = ParameterAverage(model, 0.5)
@@ -261,7 +261,7 @@ def test_training_and_averages_are_kept_apart(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_what_cannot_be_averaged_is_refused_in_words(rank: int, world_size: int) -> None:
+def test_what_cannot_be_averaged_is_refused_in_words() -> None:
     model = wrapped(Net().to(device()))
     with pytest.raises(ValueError, match="decay must be between 0 and 1"):
         ParameterAverage(model, 1.5)
@@ -280,7 +280,7 @@ def test_what_cannot_be_averaged_is_refused_in_words(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_what_takes_the_place_of_an_unmanaged_module_is_averaged(rank: int, world_size: int) -> None:
+def test_what_takes_the_place_of_an_unmanaged_module_is_averaged() -> None:
     model = nn.Sequential(wrapped(Net().to(device())), nn.BatchNorm1d(3).to(device()))
     average = ParameterAverage(model, 0.5, use_buffers=True)
     for value in (1.0, 3.0):
@@ -297,9 +297,7 @@ def test_what_takes_the_place_of_an_unmanaged_module_is_averaged(rank: int, worl
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @on_ranks(2)
-def test_checkpoint_has_averages_for_another_wrapping(
-    rank: int, world_size: int, background: bool, tmp_path: Path
-) -> None:
+def test_checkpoint_has_averages_for_another_wrapping(background: bool, tmp_path: Path) -> None:
     torch.manual_seed(1)
     plain = Mixed().to(device(), torch.bfloat16)
     model = wrapped(plain, use_orig_params=True)

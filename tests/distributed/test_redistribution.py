@@ -102,7 +102,7 @@ def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_n
 
 
 @on_ranks(2)
-def test_all_to_one_rank_sends_nothing_that_stays(rank, world_size):
+def test_all_to_one_rank_sends_nothing_that_stays(rank):
     sent = []
     original = dist.all_to_all_single
     dist.all_to_all_single = lambda out, data, *args, **kwargs: (
@@ -118,7 +118,7 @@ def test_all_to_one_rank_sends_nothing_that_stays(rank, world_size):
 
 
 @on_ranks(2)
-def test_piece_of_another_size_is_refused(rank, world_size):
+def test_piece_of_another_size_is_refused(rank):
     source = Partition(10, 6, 0)
     with pytest.raises(
         ValueError, match=f"rank {rank} passes a piece of shape .3,. where its part has {6 - 2 * rank}"
@@ -140,7 +140,7 @@ def test_ranges_are_joined_alike_where_the_op_cannot_reach(shapes):
 
 
 @on_ranks(2)
-def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank, world_size):
+def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank):
     """Not packed first; the last rank's padding is sent with them."""
     shard = torch.arange(6.0) + 6 * rank
     sources = [Partition(4, 6, 0), Partition(7, 6, 4)]

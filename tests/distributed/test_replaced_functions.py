@@ -85,7 +85,7 @@ def in_steps(calls: list[str]) -> Callable[[Any], None]:
 @all_strategies
 @on_ranks(2)
 def test_replaced_unshard_is_called_for_every_gather(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:  # H-016, H-017, J-007
     expected = trained(rank, strategy, use_orig_params)
     calls: list[str] = []
@@ -100,7 +100,7 @@ def test_replaced_unshard_is_called_for_every_gather(
 
 
 @on_ranks(2)
-def test_unshard_that_wraps_the_original_is_called(rank: int, world_size: int) -> None:
+def test_unshard_that_wraps_the_original_is_called(rank: int) -> None:
     expected, calls, original = trained(rank, "FULL_SHARD", True), [], FlatParamHandle.unshard
 
     def unshard(handle: Any) -> None:
@@ -114,7 +114,7 @@ def test_unshard_that_wraps_the_original_is_called(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-def test_unshard_that_does_nothing_or_raises_leaves_nothing_allocated(rank: int, world_size: int) -> None:
+def test_unshard_that_does_nothing_or_raises_leaves_nothing_allocated(rank: int) -> None:
     model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
     x = torch.ones(2, WIDTH)
     with mock.patch.object(FlatParamHandle, "unshard", lambda handle: None):
@@ -135,7 +135,7 @@ def test_unshard_that_does_nothing_or_raises_leaves_nothing_allocated(rank: int,
 
 
 @on_ranks(2)
-def test_steps_of_a_handle_take_their_arguments_by_name(rank: int, world_size: int) -> None:
+def test_steps_of_a_handle_take_their_arguments_by_name() -> None:
     model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
     model(torch.ones(2, WIDTH))
     handle = model._handle
@@ -158,7 +158,7 @@ def test_steps_of_a_handle_take_their_arguments_by_name(rank: int, world_size: i
 @all_strategies
 @on_ranks(2)
 def test_replaced_reshard_is_called(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, name: str
+    rank: int, strategy: str, use_orig_params: bool, name: str
 ) -> None:  # H-025, J-021
     expected = trained(rank, strategy, use_orig_params)
     original, calls = getattr(_runtime_utils, name), []
@@ -185,7 +185,7 @@ def test_names_that_the_runtime_does_not_call_are_refused() -> None:
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "forward"])
 @on_ranks(2)
 def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(
-    rank: int, world_size: int, prefetch: str
+    rank: int, prefetch: str
 ) -> None:  # H-025
     """Choosing as the original does trains the same, gathers the same, and sees the states that upstream
     shows."""
@@ -222,7 +222,7 @@ def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(
 
 
 @on_ranks(2)
-def test_choice_that_gathers_nothing_or_no_handle(rank: int, world_size: int) -> None:
+def test_choice_that_gathers_nothing_or_no_handle(rank: int) -> None:
     expected = trained(rank, "FULL_SHARD", True)
     with mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: None):
         assert_same(trained(rank, "FULL_SHARD", True), expected)
@@ -239,7 +239,7 @@ def test_choice_that_gathers_nothing_or_no_handle(rank: int, world_size: int) ->
 @all_strategies
 @on_ranks(2)
 def test_replaced_registration_of_backward_hooks_is_called(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:  # H-025
     expected = trained(rank, strategy, use_orig_params)
     before, after = _runtime_utils._register_post_backward_hook, _runtime_utils._register_pre_backward_hooks
@@ -266,7 +266,7 @@ def test_replaced_registration_of_backward_hooks_is_called(
 
 
 @on_ranks(2)
-def test_outputs_are_what_the_replaced_registration_returns(rank: int, world_size: int) -> None:
+def test_outputs_are_what_the_replaced_registration_returns() -> None:
     model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
     with mock.patch.object(_runtime_utils, "_register_pre_backward_hooks") as registration:
         assert model(torch.ones(2, WIDTH)) is registration.return_value
@@ -274,7 +274,7 @@ def test_outputs_are_what_the_replaced_registration_returns(rank: int, world_siz
 
 
 @on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
-def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int, world_size: int) -> None:
+def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int) -> None:
     """As upstream's tests and libraries do it: on ``torch.distributed.fsdp._runtime_utils`` (H-025)."""
     from torch.distributed.fsdp import _runtime_utils as torchs
 

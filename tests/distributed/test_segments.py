@@ -277,7 +277,7 @@ def test_every_option_trains_alike(
 @pytest.mark.parametrize("kind", ["lora", "quantised"])
 @both_views
 @on_ranks(4)
-def test_hybrid_shards_train_alike(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+def test_hybrid_shards_train_alike(rank: int, kind: str, use_orig_params: bool) -> None:
     mesh = init_device_mesh(device().type, (2, 2))
     for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
         model = wrapped(kind, use_orig_params, sharding_strategy=strategy, device_mesh=mesh)
@@ -291,7 +291,7 @@ def test_hybrid_shards_train_alike(rank: int, world_size: int, kind: str, use_or
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float64], ids=str)
 @on_ranks(2)
-def test_frozen_parts_apart_change_no_bit(rank: int, world_size: int, low: torch.dtype) -> None:
+def test_frozen_parts_apart_change_no_bit(rank: int, low: torch.dtype) -> None:
     precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
     model = wrapped("lora", True, mixed_precision=precision)
     together = wrapped("lora", True, mixed_precision=precision, split=False)
@@ -302,7 +302,7 @@ def test_frozen_parts_apart_change_no_bit(rank: int, world_size: int, low: torch
 
 
 @on_ranks(2)
-def test_frozen_parts_apart_give_torchs_bits(rank: int, world_size: int) -> None:
+def test_frozen_parts_apart_give_torchs_bits(rank: int) -> None:
     policy = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, "device_id": device()}
     model, reference = wrapped("lora", True), torchs.FullyShardedDataParallel(plain("lora"), **policy)
     assert len(model.blocks[0].params) == 2
@@ -316,7 +316,7 @@ def test_frozen_parts_apart_give_torchs_bits(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
-def test_the_environment_sets_frozen_parts_apart(rank: int, world_size: int) -> None:
+def test_the_environment_sets_frozen_parts_apart() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_C_SPLIT_FROZEN", "1")
         model = wrapped("lora", True, split=False)
@@ -325,7 +325,7 @@ def test_the_environment_sets_frozen_parts_apart(rank: int, world_size: int) -> 
 
 @both_views
 @on_ranks(2)
-def test_integers_are_never_cast(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_integers_are_never_cast(rank: int, use_orig_params: bool) -> None:
     precision = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
@@ -352,7 +352,7 @@ def test_integers_are_never_cast(rank: int, world_size: int, use_orig_params: bo
 
 @both_views
 @on_ranks(2)
-def test_frozen_parameters_cost_no_gradient(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) -> None:
     model = wrapped("lora", use_orig_params)
     optimizer = train(model, rank, steps=1)
     with collectives() as sent:
@@ -372,7 +372,7 @@ def test_frozen_parameters_cost_no_gradient(rank: int, world_size: int, use_orig
 @both_views
 @on_ranks(2)
 def test_checkpointed_blocks_train_alike(
-    rank: int, world_size: int, kind: str, use_orig_params: bool, reentrant: bool
+    rank: int, kind: str, use_orig_params: bool, reentrant: bool
 ) -> None:
     models = [wrapped(kind, use_orig_params), wrapped(kind, use_orig_params)]
     for block in models[0].blocks:
@@ -385,7 +385,7 @@ def test_checkpointed_blocks_train_alike(
 @all_kinds
 @both_views
 @on_ranks(2)
-def test_gradients_accumulate(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+def test_gradients_accumulate(rank: int, kind: str, use_orig_params: bool) -> None:
     grads = []
     for skips in (True, False):
         model = wrapped(kind, use_orig_params)
@@ -456,7 +456,7 @@ def test_what_trains_may_be_frozen_later(rank: int, world_size: int, use_orig_pa
 
 @both_views
 @on_ranks(2)
-def test_evaluation_and_gathering_ahead(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_evaluation_and_gathering_ahead(rank: int, use_orig_params: bool) -> None:
     model, reference = wrapped("quantised", use_orig_params), plain("quantised")
     with torch.no_grad():
         for _ in range(2):
@@ -471,7 +471,7 @@ def test_evaluation_and_gathering_ahead(rank: int, world_size: int, use_orig_par
 @all_kinds
 @both_views
 @on_ranks(2)
-def test_whole_parameters_are_shown(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+def test_whole_parameters_are_shown(rank: int, kind: str, use_orig_params: bool) -> None:
     model, reference = wrapped(kind, use_orig_params), plain(kind)
     expected = dict(reference.named_parameters())
     for whole, recurse in ((model, True), (model.blocks[0], False)):
@@ -495,7 +495,7 @@ def test_whole_parameters_are_shown(rank: int, world_size: int, kind: str, use_o
 @pytest.mark.parametrize("state_type", list(StateDictType), ids=lambda one: one.name)
 @on_ranks(2)
 def test_state_dicts_go_everywhere(
-    rank: int, world_size: int, kind: str, use_orig_params: bool, state_type: StateDictType
+    rank: int, kind: str, use_orig_params: bool, state_type: StateDictType
 ) -> None:
     model = wrapped(kind, use_orig_params)
     train(model, rank)
@@ -520,7 +520,7 @@ def test_state_dicts_go_everywhere(
 
 @both_views
 @on_ranks(2)
-def test_sharded_states_are_exchanged_with_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_sharded_states_are_exchanged_with_torchs(rank: int, use_orig_params: bool) -> None:
     theirs = torchs.FullyShardedDataParallel
     policy = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, "device_id": device()}
     model, reference = wrapped("lora", use_orig_params), theirs(plain("lora"), **policy)
@@ -559,7 +559,7 @@ def test_the_optimizers_state_goes_everywhere(
 @all_kinds
 @both_views
 @on_ranks(2)
-def test_checkpoints_go_everywhere(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+def test_checkpoints_go_everywhere(rank: int, kind: str, use_orig_params: bool) -> None:
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     path = Path(folder[0]) / "saved"
@@ -577,7 +577,7 @@ def test_checkpoints_go_everywhere(rank: int, world_size: int, kind: str, use_or
 
 @both_views
 @on_ranks(2)
-def test_a_frozen_model_is_only_shown(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_a_frozen_model_is_only_shown(use_orig_params: bool) -> None:
     model = wrapped("quantised", use_orig_params)
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names))
@@ -607,7 +607,7 @@ def test_it_moves_and_is_cast(rank: int, world_size: int, use_orig_params: bool)
 
 @both_views
 @on_ranks(2)
-def test_a_layer_called_past_its_unit_is_named(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_a_layer_called_past_its_unit_is_named(rank: int, use_orig_params: bool) -> None:
     model = wrapped("lora", use_orig_params)
     for layer in (model.blocks[0].module.base, model.blocks[0].module.down):
         with pytest.raises(RuntimeError, match="unit Block.*are sharded now"):
@@ -615,13 +615,13 @@ def test_a_layer_called_past_its_unit_is_named(rank: int, world_size: int, use_o
 
 
 @on_ranks(2)
-def test_the_warning_of_frozen_parameters_names_the_remedy(rank: int, world_size: int) -> None:
+def test_the_warning_of_frozen_parameters_names_the_remedy() -> None:
     with pytest.warns(UserWarning, match=r"wrap under fsdp_c\.wrap\.split_frozen"):
         wrapped("lora", True, split=False)
 
 
 @on_ranks(2)
-def test_complex_parameters_are_refused(rank: int, world_size: int) -> None:
+def test_complex_parameters_are_refused() -> None:
     model = nn.ParameterDict(
         {"one": nn.Parameter(torch.ones(3)), "two": nn.Parameter(torch.ones(3).to(torch.cfloat))}
     )

@@ -89,9 +89,9 @@ def test_signature_and_base_are_those_of_torch() -> None:  # A-003, A-150
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale", "step"])
 @both_views
 @on_ranks(2)
-def test_scales_and_parameters_are_those_of_torch(  # A-152, A-154
-    rank: int, world_size: int, use_orig_params: bool, unscale: bool
-) -> None:
+def test_scales_and_parameters_are_those_of_torch(
+    rank: int, use_orig_params: bool, unscale: bool
+) -> None:  # A-152, A-154
     overflow = {1: 0, 4: 1, 5: 1}
     expected = trained("torch", rank, overflow, unscale, use_orig_params=use_orig_params)
     actual = trained("fsdp_c", rank, overflow, unscale, use_orig_params=use_orig_params)
@@ -101,7 +101,7 @@ def test_scales_and_parameters_are_those_of_torch(  # A-152, A-154
 
 
 @on_ranks(2)
-def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int, world_size: int) -> None:  # A-152
+def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:  # A-152
     grads = {}
     for name in SCALERS:
         torch.manual_seed(5)
@@ -117,7 +117,7 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_dense_gradients_take_one_native_kernel(rank: int, world_size: int) -> None:
+def test_dense_gradients_take_one_native_kernel() -> None:
     weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
     scaler = ShardedGradScaler(device().type, init_scale=4.0)
     scaler.scale(sum(weight.float().sum() for weight in weights)).backward()
@@ -134,9 +134,9 @@ def test_dense_gradients_take_one_native_kernel(rank: int, world_size: int) -> N
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("overflowing", [0, 1])
 @on_ranks(2)
-def test_inf_on_one_rank_skips_the_step_on_all(  # A-152
-    rank: int, world_size: int, overflowing: int, optimizer_name: str
-) -> None:
+def test_inf_on_one_rank_skips_the_step_on_all(
+    rank: int, overflowing: int, optimizer_name: str
+) -> None:  # A-152
     weight = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[optimizer_name]([weight])
     scaler = ShardedGradScaler(device().type, init_scale=4.0)
@@ -147,7 +147,7 @@ def test_inf_on_one_rank_skips_the_step_on_all(  # A-152
 
 
 @on_ranks(2)
-def test_fused_optimizer_of_torch_steps_on_the_ranks_without_inf(rank: int, world_size: int) -> None:
+def test_fused_optimizer_of_torch_steps_on_the_ranks_without_inf(rank: int) -> None:
     """torch's scaler asks no other rank where the optimizer looks for inf itself: the ranks drift apart."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS["fused"]([weight])
@@ -158,7 +158,7 @@ def test_fused_optimizer_of_torch_steps_on_the_ranks_without_inf(rank: int, worl
 
 
 @on_ranks(2)
-def test_rank_without_gradients_takes_part(rank: int, world_size: int) -> None:  # A-153
+def test_rank_without_gradients_takes_part(rank: int) -> None:  # A-153
     weight = nn.Parameter(torch.ones(3))
     idle = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight if rank == 0 else idle], lr=1.0)
@@ -183,9 +183,7 @@ def test_only_the_ranks_of_the_group_share_a_finding(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(
-    rank: int, world_size: int
-) -> None:  # J-039
+def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: int) -> None:  # J-039
     weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     values = torch.tensor([40000.0, 40000.0, 2.0], dtype=torch.float16)
     weight.grad = (
@@ -200,7 +198,7 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(
 
 @pytest.mark.parametrize("how", ["unscale_", "step", "fused"])
 @on_ranks(2)
-def test_what_was_found_has_the_shape_of_torchs(rank: int, world_size: int, how: str) -> None:
+def test_what_was_found_has_the_shape_of_torchs(rank: int, how: str) -> None:
     shapes = {}
     for name, scaler_class in SCALERS.items():
         model = wrap(name, Net(), mixed_precision=None)
@@ -268,7 +266,7 @@ def test_new_scale_is_taken(new_scale: Any) -> None:  # A-154
 
 
 @on_ranks(1)
-def test_scale_does_not_grow_to_infinity(rank: int, world_size: int) -> None:
+def test_scale_does_not_grow_to_infinity() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = ShardedGradScaler(device().type, init_scale=2.0**127, growth_interval=1)

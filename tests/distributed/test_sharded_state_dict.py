@@ -116,7 +116,7 @@ def assert_same_full(expected: Any, actual: Any) -> None:
 @both_forms
 @both_views
 @on_ranks(4)
-def test_sharded_values_and_their_metadata_equal_torchs(rank, world_size, use_orig_params, mesh, offload):
+def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, mesh, offload):
     # F-031
     states = []
     for which in ("torch", "fsdp_c"):
@@ -132,7 +132,7 @@ def test_sharded_values_and_their_metadata_equal_torchs(rank, world_size, use_or
 @both_forms
 @both_views
 @on_ranks(2)
-def test_sharded_dict_loads_into_another_model(rank, world_size, use_orig_params, mesh):  # F-033
+def test_sharded_dict_loads_into_another_model(rank, use_orig_params, mesh):  # F-033
     source, target = wrap(odd(0), use_orig_params, mesh=mesh), wrap(odd(1), use_orig_params, mesh=mesh)
     train(source, rank)
     train(target, rank)
@@ -147,7 +147,7 @@ def test_sharded_dict_loads_into_another_model(rank, world_size, use_orig_params
 @both_forms
 @both_views
 @on_ranks(2)
-def test_sharded_dict_loads_where_whole_tensors_are_loaded(rank, world_size, use_orig_params, mesh):
+def test_sharded_dict_loads_where_whole_tensors_are_loaded(use_orig_params, mesh):
     source = wrap(odd(0), use_orig_params, mesh=mesh)
     for strategy, kind in (("FULL_SHARD", FULL), ("NO_SHARD", FULL), ("NO_SHARD", SHARDED)):
         target = wrap(odd(1), use_orig_params, sharding_strategy=ShardingStrategy[strategy])
@@ -159,7 +159,7 @@ def test_sharded_dict_loads_where_whole_tensors_are_loaded(rank, world_size, use
 @both_forms
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch"])
 @on_ranks(2)
-def test_sharded_dict_is_exchanged_with_torch(rank, world_size, mesh, direction):
+def test_sharded_dict_is_exchanged_with_torch(mesh, direction):
     which = direction.split(" to ")
     source, target = (wrap(contiguous(seed), True, name, mesh) for seed, name in enumerate(which))
     load(target, SHARDED, saved(source, SHARDED))
@@ -167,7 +167,7 @@ def test_sharded_dict_is_exchanged_with_torch(rank, world_size, mesh, direction)
 
 
 @on_ranks(2)
-def test_saved_values_have_memory_of_their_own(rank, world_size):  # F-008
+def test_saved_values_have_memory_of_their_own(rank):  # F-008
     model = wrap(odd(), True)
     state = saved(model, SHARDED)
     pointers = [
@@ -187,7 +187,7 @@ def test_saved_values_have_memory_of_their_own(rank, world_size):  # F-008
 
 
 @on_ranks(2)
-def test_save_inside_summon_sees_what_was_changed_there(rank, world_size):
+def test_save_inside_summon_sees_what_was_changed_there():
     model = wrap(nn.Linear(3, 4), True)
     with type(model).summon_full_params(model):
         model.weight.data.fill_(2.0)
@@ -197,7 +197,7 @@ def test_save_inside_summon_sees_what_was_changed_there(rank, world_size):
 
 @both_views
 @on_ranks(2)
-def test_empty_parameters_are_saved_and_loaded(rank, world_size, use_orig_params):
+def test_empty_parameters_are_saved_and_loaded(use_orig_params):
     """F-035: torch divides by the number of rows."""
 
     def small(value: float) -> nn.Module:
@@ -216,7 +216,7 @@ def test_empty_parameters_are_saved_and_loaded(rank, world_size, use_orig_params
 
 
 @on_ranks(2)
-def test_transposed_parameter_is_saved_in_rows(rank, world_size):
+def test_transposed_parameter_is_saved_in_rows(rank):
     def transposed() -> nn.Module:
         torch.manual_seed(0)
         module = nn.Module()
@@ -235,7 +235,7 @@ def test_transposed_parameter_is_saved_in_rows(rank, world_size):
 
 
 @on_ranks(2)
-def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank, world_size):  # F-009
+def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank):  # F-009
     precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
     states = []
     for which in ("torch", "fsdp_c"):
@@ -253,7 +253,7 @@ def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank, w
 
 
 @on_ranks(4)
-def test_hybrid_mesh_gives_replicated_rows(rank, world_size):
+def test_hybrid_mesh_gives_replicated_rows():
     mesh = init_device_mesh(device().type, (2, 2))
     states = []
     for which in ("torch", "fsdp_c"):
@@ -265,7 +265,7 @@ def test_hybrid_mesh_gives_replicated_rows(rank, world_size):
 
 
 @on_ranks(2)
-def test_unit_that_shards_nothing_gives_whole_tensors(rank, world_size):  # F-002, E-018
+def test_unit_that_shards_nothing_gives_whole_tensors():  # F-002, E-018
     model = wrap(nn.Linear(3, 4), True, sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=None)
     with pytest.warns(UserWarning, match="full_state_dict will be returned"):
         state = saved(model, SHARDED)
@@ -274,7 +274,7 @@ def test_unit_that_shards_nothing_gives_whole_tensors(rank, world_size):  # F-00
 
 
 @on_ranks(2)
-def test_inner_unit_saves_and_loads_on_its_own(rank, world_size):
+def test_inner_unit_saves_and_loads_on_its_own():
     model, other = wrap(odd(0), True), wrap(odd(1), True)
     inner, into = type(model).fsdp_modules(model)[1], type(model).fsdp_modules(other)[1]
     load(into, SHARDED, saved(inner, SHARDED))
@@ -282,7 +282,7 @@ def test_inner_unit_saves_and_loads_on_its_own(rank, world_size):
 
 
 @on_ranks(2)
-def test_all_units_are_saved_by_one_transfer(rank, world_size):
+def test_all_units_are_saved_by_one_transfer():
     calls = []
     original = dist.all_to_all_single
 
@@ -306,7 +306,7 @@ def test_all_units_are_saved_by_one_transfer(rank, world_size):
 
 @both_views
 @on_ranks(2)
-def test_missing_value_is_skipped_and_reported(rank, world_size, use_orig_params):
+def test_missing_value_is_skipped_and_reported(use_orig_params):
     """F-034, X-143."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     state = saved(source, SHARDED)
@@ -322,7 +322,7 @@ def test_missing_value_is_skipped_and_reported(rank, world_size, use_orig_params
 
 @both_views
 @on_ranks(2)
-def test_unexpected_value_is_reported(rank, world_size, use_orig_params):
+def test_unexpected_value_is_reported(use_orig_params):
     model = wrap(odd(0), use_orig_params)
     state = saved(model, SHARDED)
     state["nowhere"] = state["vector"]
@@ -332,7 +332,7 @@ def test_unexpected_value_is_reported(rank, world_size, use_orig_params):
 
 @both_views
 @on_ranks(2)
-def test_wrong_value_is_named_and_nothing_is_loaded(rank, world_size, use_orig_params):
+def test_wrong_value_is_named_and_nothing_is_loaded(use_orig_params):
     """X-142, X-144."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     before = saved(target, FULL)
@@ -350,7 +350,7 @@ def test_wrong_value_is_named_and_nothing_is_loaded(rank, world_size, use_orig_p
 
 
 @on_ranks(2)
-def test_rows_of_another_number_of_ranks_are_refused(rank, world_size):
+def test_rows_of_another_number_of_ranks_are_refused(rank):
     model = wrap(nn.Linear(3, 4), True, auto_wrap_policy=None)
     state = saved(model, SHARDED)
     shard = state["weight"].local_shards()[0]
@@ -367,7 +367,7 @@ def test_rows_of_another_number_of_ranks_are_refused(rank, world_size):
 @pytest.mark.parametrize("offload", [False, True])
 @both_views
 @on_ranks(2)
-def test_local_dict_equals_torchs(rank, world_size, use_orig_params, offload):
+def test_local_dict_equals_torchs(rank, use_orig_params, offload):
     """F-040, F-041: with use_orig_params the original parameters stand beside the flat ones (parity 35)."""
     states = []
     for which in ("torch", "fsdp_c"):
@@ -386,7 +386,7 @@ def test_local_dict_equals_torchs(rank, world_size, use_orig_params, offload):
 
 @both_views
 @on_ranks(4)
-def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, world_size, use_orig_params):
+def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_orig_params):
     """F-041, parity 10: with use_orig_params torch saves what it cannot load. The flat parameters are
     taken."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
@@ -406,7 +406,7 @@ def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, world_s
 
 @both_views
 @on_ranks(2)
-def test_local_values_are_loaded_within_a_unit_that_shards_nothing(rank, world_size, use_orig_params):
+def test_local_values_are_loaded_within_a_unit_that_shards_nothing(use_orig_params):
     """F-002: the outer unit loads whole tensors, the inner one its own part of its flat parameter."""
     models = []
     for seed in (0, 1):
@@ -421,7 +421,7 @@ def test_local_values_are_loaded_within_a_unit_that_shards_nothing(rank, world_s
 
 @both_views
 @on_ranks(2)
-def test_local_dict_has_every_element_under_its_name_too(rank, world_size, use_orig_params):
+def test_local_dict_has_every_element_under_its_name_too(world_size, use_orig_params):
     model = wrap(odd(0), use_orig_params)
     state = saved(model, LOCAL)
     held = {name: state[name].numel() for name in dict(odd().named_parameters()) if name in state}
@@ -432,7 +432,7 @@ def test_local_dict_has_every_element_under_its_name_too(rank, world_size, use_o
 
 
 @on_ranks(2)
-def test_local_values_are_views_of_the_shard(rank, world_size):
+def test_local_values_are_views_of_the_shard():
     model = wrap(nn.Linear(3, 4), False, auto_wrap_policy=None)
     state = saved(model, LOCAL)
     assert state["_flat_param"].local_tensor().data_ptr() == model._handle.local_shard.data_ptr()
@@ -444,7 +444,7 @@ def test_local_values_are_views_of_the_shard(rank, world_size):
 @both_forms
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch", "fsdp_c to fsdp_c"])
 @on_ranks(4)
-def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, world_size, mesh, direction, tmp_path):
+def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, mesh, direction, tmp_path):
     """F-036: saved by four ranks, loaded by two, in separate groups."""
     source_name, target_name = direction.split(" to ")
     path = str(tmp_path)
@@ -470,7 +470,7 @@ def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, world_size, mesh, di
 
 @both_views
 @on_ranks(4)
-def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, world_size, use_orig_params):
+def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, use_orig_params):
     """torch's load_sharded_optimizer_state_dict divides them so under hybrid sharding, too."""
     source = wrap(contiguous(0), use_orig_params)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -481,7 +481,7 @@ def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, worl
 
 
 @on_ranks(2)
-def test_full_config_objects_are_shared_by_the_units(rank, world_size):
+def test_full_config_objects_are_shared_by_the_units():
     """A-131: what is written into the object the caller passed is seen by every unit."""
     model = wrap(odd(), True)
     config = FullStateDictConfig()

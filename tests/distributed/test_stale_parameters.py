@@ -198,7 +198,7 @@ def run(change: Change, trainers: tuple[Trainer, Trainer], held: bool) -> None:
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
 @on_ranks(2)
 def test_a_forward_after_one_without_backward_sees_each_change(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, prefetch: bool
+    strategy: str, use_orig_params: bool, prefetch: bool
 ) -> None:
     for change in CHANGES:
         trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=prefetch)
@@ -210,7 +210,7 @@ def test_a_forward_after_one_without_backward_sees_each_change(
 @both_views
 @on_ranks(2)
 def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    strategy: str, use_orig_params: bool
 ) -> None:
     for change in CHANGES:
         if change is scale_shown_data and use_orig_params and strategy == "SHARD_GRAD_OP":
@@ -225,7 +225,7 @@ def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
 @pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
 @on_ranks(2)
 def test_under_mixed_precision_the_shard_is_cast_anew(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, held: bool
+    strategy: str, use_orig_params: bool, held: bool
 ) -> None:
     for change in (step, scale_kept_data, scale_shown, load, summon):
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -236,9 +236,7 @@ def test_under_mixed_precision_the_shard_is_cast_anew(
 
 @strategies
 @on_ranks(2)
-def test_with_offloaded_shards_and_above_a_mebibyte_as_well(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_with_offloaded_shards_and_above_a_mebibyte_as_well(strategy: str) -> None:
     for arguments in (
         {"cpu_offload": CPUOffload(True)},
         {"width": LARGE},
@@ -252,9 +250,7 @@ def test_with_offloaded_shards_and_above_a_mebibyte_as_well(
 
 @both_views
 @on_ranks(4)
-def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(use_orig_params: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device().type, (2, 2))
@@ -272,7 +268,7 @@ def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @on_ranks(2)
 def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, grad: bool
+    strategy: str, use_orig_params: bool, grad: bool
 ) -> None:
     base = settled_nbytes()
     trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=True)
@@ -294,7 +290,7 @@ def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
 @on_ranks(2)
 def test_a_part_that_is_called_alone_gathers_anew(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, prefetch: bool
+    strategy: str, use_orig_params: bool, prefetch: bool
 ) -> None:
     trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=prefetch)
     seen = []
@@ -310,9 +306,7 @@ def test_a_part_that_is_called_alone_gathers_anew(
 
 @both_views
 @on_ranks(2)
-def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(use_orig_params: bool) -> None:
     for change in (scale_shown, scale_kept, load, summon):
         trainers = both(use_orig_params=use_orig_params)
         for trainer in trainers:
@@ -325,9 +319,7 @@ def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(
 
 @both_views
 @on_ranks(2)
-def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(use_orig_params: bool) -> None:
     trainer = both(use_orig_params=use_orig_params)[0]
     with calls() as seen, trainer.model.no_sync():
         for index in range(3):
@@ -341,9 +333,7 @@ def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(
 @strategies
 @both_views
 @on_ranks(2)
-def test_a_summon_shows_what_was_stepped(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_a_summon_shows_what_was_stepped(strategy: str, use_orig_params: bool) -> None:
     trainers = both(strategy=strategy, use_orig_params=use_orig_params)
     for trainer in trainers:
         trainer.loss().backward()
@@ -361,7 +351,7 @@ def test_a_summon_shows_what_was_stepped(
 @both_views
 @on_ranks(2)
 def test_a_second_forward_before_the_backward_gathers_each_unit_once(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    strategy: str, use_orig_params: bool
 ) -> None:
     trainers = both(strategy=strategy, use_orig_params=use_orig_params)
     losses = [trainer.loss(0) for trainer in trainers]
@@ -378,9 +368,7 @@ def test_a_second_forward_before_the_backward_gathers_each_unit_once(
 @strategies
 @both_views
 @on_ranks(2)
-def test_backwards_of_several_forwards_may_come_in_any_order(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_backwards_of_several_forwards_may_come_in_any_order(strategy: str, use_orig_params: bool) -> None:
     trainers = both(strategy=strategy, use_orig_params=use_orig_params)
     for trainer in trainers:
         first, second = trainer.loss(0), trainer.loss(1)
@@ -411,9 +399,7 @@ def totals(model: FSDP) -> list[float]:
 
 @pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
 @on_ranks(2)
-def test_what_is_written_to_whole_parameters_is_saved_and_stays(
-    rank: int, world_size: int, held: bool
-) -> None:
+def test_what_is_written_to_whole_parameters_is_saved_and_stays(held: bool) -> None:
     """Between a forward and its backward under SHARD_GRAD_OP; torch loses it in the backward."""
     trainers = both()
     total = float(sum(param.abs().sum() for param in plain().parameters()))
@@ -429,9 +415,7 @@ def test_what_is_written_to_whole_parameters_is_saved_and_stays(
 
 
 @on_ranks(2)
-def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backward(
-    rank: int, world_size: int
-) -> None:
+def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backward() -> None:
     model = wrap(plain())
     output = model(batch())
     with torch.no_grad():
@@ -446,7 +430,7 @@ def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backwar
 
 
 @on_ranks(2)
-def test_under_mixed_precision_what_was_not_written_keeps_its_bits(rank: int, world_size: int) -> None:
+def test_under_mixed_precision_what_was_not_written_keeps_its_bits() -> None:
     model = wrap(plain(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     output = model(batch())  # noqa: F841  # a backward can follow
     with torch.no_grad():
@@ -457,7 +441,7 @@ def test_under_mixed_precision_what_was_not_written_keeps_its_bits(rank: int, wo
 
 
 @on_ranks(2)
-def test_after_an_optimizers_step_parameters_are_written_to_in_the_shard(rank: int, world_size: int) -> None:
+def test_after_an_optimizers_step_parameters_are_written_to_in_the_shard() -> None:
     """As weights are clipped, with the graph of a skipped backward alive."""
     trainers = both()
     for trainer in trainers:
@@ -474,7 +458,7 @@ def test_after_an_optimizers_step_parameters_are_written_to_in_the_shard(rank: i
 
 
 @on_ranks(2)
-def test_whole_parameters_go_with_the_outputs_of_their_forward(rank: int, world_size: int) -> None:
+def test_whole_parameters_go_with_the_outputs_of_their_forward() -> None:
     model = wrap(plain())
     output = model(batch())
     assert model.a.weight.shape == (WIDTH, WIDTH) and not isinstance(model.a.weight, nn.Parameter)
@@ -489,7 +473,7 @@ def test_whole_parameters_go_with_the_outputs_of_their_forward(rank: int, world_
 
 
 @on_ranks(2)
-def test_an_exception_or_a_move_loses_nothing_that_was_written(rank: int, world_size: int) -> None:
+def test_an_exception_or_a_move_loses_nothing_that_was_written() -> None:
     model = wrap(plain())
     for leave in (lambda: model.to(torch.float64), lambda: pytest.raises(TypeError, model, None), model.eval):
         before = copy.deepcopy(full(model))
@@ -550,7 +534,7 @@ def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
 @pytest.mark.parametrize("recomputed", ["no", "inside", "around"])
 @on_ranks(2)
 def test_what_a_forward_writes_into_its_parameters_stays(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, recomputed: str
+    strategy: str, use_orig_params: bool, recomputed: str
 ) -> None:
     """As `nn.Embedding(max_norm=...)` does, and a codebook; torch raises. A recomputation writes once
     more."""
@@ -567,9 +551,7 @@ def test_what_a_forward_writes_into_its_parameters_stays(
     "arguments", [{"cpu_offload": CPUOffload(True)}, {"forward_prefetch": True}, {"split": True}]
 )
 @on_ranks(2)
-def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(
-    rank: int, world_size: int, arguments: dict[str, Any]
-) -> None:
+def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(arguments: dict[str, Any]) -> None:
     with split_frozen() if arguments.pop("split", False) else contextlib.nullcontext():
         trainers = both_writing(**arguments)
     for trainer in trainers:
@@ -584,7 +566,7 @@ def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(
 
 @strategies
 @on_ranks(4)
-def test_so_it_does_where_backwards_gather_within_a_node(rank: int, world_size: int, strategy: str) -> None:
+def test_so_it_does_where_backwards_gather_within_a_node(strategy: str) -> None:
     with reshard_after_forward(2):
         trainers = both_writing("inside", strategy=strategy)
     for trainer in trainers:
@@ -597,7 +579,7 @@ def test_so_it_does_where_backwards_gather_within_a_node(rank: int, world_size: 
 @both_views
 @on_ranks(2)
 def test_under_mixed_precision_what_a_forward_has_not_changed_keeps_its_bits(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    strategy: str, use_orig_params: bool
 ) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     trainer = both_writing(strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)[0]
@@ -611,7 +593,7 @@ def test_under_mixed_precision_what_a_forward_has_not_changed_keeps_its_bits(
 
 
 @on_ranks(2)
-def test_a_unit_that_begins_to_write_late_is_refused_once(rank: int, world_size: int) -> None:
+def test_a_unit_that_begins_to_write_late_is_refused_once(rank: int) -> None:
     """Versions of all parameters are asked for after few forwards, where none has written."""
     model = both_writing("no", 6)[0].model
     with torch.no_grad():

@@ -69,9 +69,7 @@ def memory(tensor: Tensor) -> int:
 
 @both_views
 @on_ranks(2)
-def test_saved_dict_under_mixed_precision_equals_torchs(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # A-019
+def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, use_orig_params: bool) -> None:  # A-019
     saved = []
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     for which in ("torch", "fsdp_c"):
@@ -86,9 +84,7 @@ def test_saved_dict_under_mixed_precision_equals_torchs(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_saved_dict_is_the_plain_models(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:  # F-007
+def test_saved_dict_is_the_plain_models(strategy: str, use_orig_params: bool) -> None:  # F-007
     assert_same(
         plain().state_dict(), full_state_dict(wrap(plain(), use_orig_params, sharding_strategy=strategy))
     )
@@ -97,7 +93,7 @@ def test_saved_dict_is_the_plain_models(
 @both_views
 @on_ranks(2)
 def test_names_skip_checkpoint_wrappers_around_and_inside_units(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:  # D-121, F-006, F-007
     module = plain()
     expected = module.state_dict()
@@ -119,7 +115,7 @@ def test_names_skip_checkpoint_wrappers_around_and_inside_units(
 @both_views
 @on_ranks(2)
 def test_dict_loads_into_every_implementation(
-    rank: int, world_size: int, source: str, target: str, use_orig_params: bool
+    source: str, target: str, use_orig_params: bool
 ) -> None:  # F-023
     def build(which: str, seed: int) -> nn.Module:
         return plain(seed) if which == "plain" else wrap(plain(seed), use_orig_params, which)
@@ -135,7 +131,7 @@ def test_dict_loads_into_every_implementation(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_values_own_their_memory(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+def test_values_own_their_memory(rank: int, strategy: str, use_orig_params: bool) -> None:
     # F-008
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     saved = model.state_dict(keep_vars=True)
@@ -150,9 +146,7 @@ def test_values_own_their_memory(rank: int, world_size: int, strategy: str, use_
 
 @both_views
 @on_ranks(2)
-def test_copies_on_every_rank_are_warned_of_once_per_save(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_copies_on_every_rank_are_warned_of_once_per_save(use_orig_params: bool) -> None:
     """X-108. Each unit of torch's warns; on a CPU device it cannot be asked (parity 5)."""
 
     def warned(module: Any, **config: Any) -> list[str]:
@@ -175,7 +169,7 @@ def test_copies_on_every_rank_are_warned_of_once_per_save(
 @both_views
 @on_ranks(2)
 def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:  # F-020, F-021, F-022
     module = plain()
     model = wrap(module, use_orig_params, sharding_strategy=strategy, ignored_states=[module.inp.bias])
@@ -188,7 +182,7 @@ def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
 
 @both_views
 @on_ranks(2)
-def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_save_holds_one_unit_at_a_time(rank: int, use_orig_params: bool) -> None:
     """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at
     most."""
     from fsdp_c import _C
@@ -218,9 +212,7 @@ def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_para
 
 @both_views
 @on_ranks(2)
-def test_gradients_and_optimizer_views_survive_a_save(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # F-003
+def test_gradients_and_optimizer_views_survive_a_save(use_orig_params: bool) -> None:  # F-003
     model = wrap(plain(), use_orig_params)
     model(torch.ones(2, WIDTH)).sum().backward()
     before = [(id(param), memory(param), param.grad) for param in model.parameters()]
@@ -253,9 +245,7 @@ class Unread:
 
 @both_views
 @on_ranks(2)
-def test_tensors_that_stand_for_files_are_read_one_at_a_time(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_tensors_that_stand_for_files_are_read_one_at_a_time(use_orig_params: bool) -> None:
     Unread.most_alive = 0
     saved = plain(seed=1).state_dict()
     model = wrap(plain(), use_orig_params)
@@ -266,9 +256,7 @@ def test_tensors_that_stand_for_files_are_read_one_at_a_time(
 
 @both_views
 @on_ranks(2)
-def test_wrong_shape_names_the_entry_and_loads_nothing(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_wrong_shape_names_the_entry_and_loads_nothing(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     other = plain(3).state_dict()
     other["blocks.1.down.weight"] = other["blocks.1.down.weight"][:1]
@@ -297,9 +285,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("is_watched", [False, True])
 @on_ranks(2)
-def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(
-    rank: int, world_size: int, is_watched: bool
-) -> None:
+def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(is_watched: bool) -> None:
     seen: dict[str, list[str]] = {"plain": [], "fsdp_c": []}
 
     def loaded(which: str) -> tuple[dict[str, Tensor], list[list[str]], str]:
@@ -339,7 +325,7 @@ def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(
 @both_views
 @on_ranks(2)
 def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:  # F-024
     model = wrap(plain(), use_orig_params)
     other = plain(3).state_dict()
@@ -355,7 +341,7 @@ def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
 
 
 @on_ranks(2)
-def test_selection_returns_the_previous_settings_and_warns(rank: int, world_size: int) -> None:  # A-130
+def test_selection_returns_the_previous_settings_and_warns() -> None:  # A-130
     holder = nn.Sequential(wrap(plain()), nn.Linear(1, 1))
     fsdp = implementation("fsdp_c")
     with pytest.warns(
@@ -373,7 +359,7 @@ def test_selection_returns_the_previous_settings_and_warns(rank: int, world_size
 @both_views
 @on_ranks(2)
 def test_state_dict_of_an_inner_unit_does_not_make_it_a_root(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:  # F-003
     saved = []
     for peek in (False, True):
@@ -391,9 +377,7 @@ def test_state_dict_of_an_inner_unit_does_not_make_it_a_root(
 
 @both_views
 @on_ranks(2)
-def test_state_dict_inside_summon_full_params_holds_the_edits(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_state_dict_inside_summon_full_params_holds_the_edits(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     expected = plain().state_dict()
     expected["head.bias"] = expected["head.bias"] + 1
@@ -408,7 +392,7 @@ def test_state_dict_inside_summon_full_params_holds_the_edits(
 
 
 @on_ranks(2)
-def test_state_dict_during_backward_is_refused(rank: int, world_size: int) -> None:
+def test_state_dict_during_backward_is_refused() -> None:
     model = wrap(plain())
     output = model(torch.ones(2, WIDTH))
     seen: list[BaseException] = []
@@ -439,7 +423,7 @@ class Refuses(nn.Module):
 
 
 @on_ranks(2)
-def test_failed_save_leaves_the_model_as_it_was(rank: int, world_size: int) -> None:
+def test_failed_save_leaves_the_model_as_it_was() -> None:
     """F-004: torch leaves the parameters gathered."""
     module = Refuses()
     model = wrap(module, auto_wrap_policy=None)
@@ -451,7 +435,7 @@ def test_failed_save_leaves_the_model_as_it_was(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_saving_warns_of_nothing_when_sharded(rank: int, world_size: int) -> None:
+def test_saving_warns_of_nothing_when_sharded() -> None:
     model = wrap(plain())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -461,7 +445,7 @@ def test_saving_warns_of_nothing_when_sharded(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_saved_entries_are_logged_at_info(rank: int, world_size: int) -> None:
+def test_saved_entries_are_logged_at_info() -> None:
     """F-010."""
     import logging
 

@@ -122,7 +122,7 @@ def train_alike(pairs: list[tuple[FSDP, Any]], rank: int, **forward: Any) -> Non
 @all_strategies
 @on_ranks(2)
 def test_bits_are_those_of_a_step_after_the_backward(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, name: str
+    rank: int, strategy: str, use_orig_params: bool, name: str
 ) -> None:
     train_alike(both(OPTIMIZERS[name], strategy=strategy, use_orig_params=use_orig_params), rank)
 
@@ -130,7 +130,7 @@ def test_bits_are_those_of_a_step_after_the_backward(
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "usual"])
 @both_views
 @on_ranks(2)
-def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, setting: str) -> None:
+def test_bits_under_settings(rank: int, use_orig_params: bool, setting: str) -> None:
     pairs = both(OPTIMIZERS["FlatAdamW"], use_orig_params=use_orig_params, **SETTINGS[setting])
     train_alike(pairs, rank)
 
@@ -141,7 +141,7 @@ def test_bits_under_settings(rank: int, world_size: int, use_orig_params: bool, 
     ids=str,
 )
 @on_ranks(2)
-def test_masters_and_draws_of_bfloat16(rank: int, world_size: int, options: dict[str, Any]) -> None:
+def test_masters_and_draws_of_bfloat16(rank: int, options: dict[str, Any]) -> None:
     make = partial(optim.FlatAdamW, lr=0.01, **options)
     pairs = both(make, dtype=torch.bfloat16)
     train_alike(pairs, rank)
@@ -149,7 +149,7 @@ def test_masters_and_draws_of_bfloat16(rank: int, world_size: int, options: dict
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @on_ranks(4)
-def test_bits_of_hybrid_strategies(rank: int, world_size: int, strategy: str) -> None:
+def test_bits_of_hybrid_strategies(rank: int, strategy: str) -> None:
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
     pairs = both(OPTIMIZERS["momentum"], strategy=strategy, device_mesh=mesh)
     train_alike(pairs, rank)
@@ -158,7 +158,7 @@ def test_bits_of_hybrid_strategies(rank: int, world_size: int, strategy: str) ->
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
 def test_gradients_are_gone_and_parameters_stepped_when_the_backward_returns(
-    rank: int, world_size: int, offload: bool
+    rank: int, offload: bool
 ) -> None:
     model = wrapped(cpu_offload=CPUOffload(offload))
     optimizer = optim.step_in_backward(model, OPTIMIZERS["momentum"])
@@ -175,7 +175,7 @@ def test_gradients_are_gone_and_parameters_stepped_when_the_backward_returns(
 @all_strategies
 @pytest.mark.parametrize("recomputes", [True, False])
 @on_ranks(2)
-def test_checkpointed_layers(rank: int, world_size: int, recomputes: bool, strategy: str) -> None:
+def test_checkpointed_layers(rank: int, recomputes: bool, strategy: str) -> None:
     pairs = both(OPTIMIZERS["AdamW"], strategy=strategy)
     train_alike(pairs, rank, recomputes=recomputes)
 
@@ -184,7 +184,7 @@ def test_checkpointed_layers(rank: int, world_size: int, recomputes: bool, strat
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
 def test_a_unit_that_is_reduced_twice_in_a_backward_steps_twice(
-    rank: int, world_size: int, strategy: str, offload: bool
+    rank: int, strategy: str, offload: bool
 ) -> None:
     """Its second recomputation sees the first step, as with optimizers that torch attaches."""
 
@@ -206,9 +206,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_steps_twice(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_no_sync_accumulates_and_the_backward_that_reduces_steps(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_no_sync_accumulates_and_the_backward_that_reduces_steps(rank: int, strategy: str) -> None:
     pairs = both(OPTIMIZERS["FlatAdamW"], strategy=strategy)
     for model, optimizer in pairs:
         for step in range(2):
@@ -223,7 +221,7 @@ def test_no_sync_accumulates_and_the_backward_that_reduces_steps(
 
 
 @on_ranks(2)
-def test_groups_schedules_and_what_belongs_to_no_unit(rank: int, world_size: int) -> None:
+def test_groups_schedules_and_what_belongs_to_no_unit(rank: int) -> None:
     results = []
     for inside in (False, True):
         torch.manual_seed(1)
@@ -255,7 +253,7 @@ def test_groups_schedules_and_what_belongs_to_no_unit(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_state_is_saved_and_loaded_as_ever(rank: int, world_size: int) -> None:
+def test_state_is_saved_and_loaded_as_ever(rank: int) -> None:
     first = wrapped()
     optimizer = optim.step_in_backward(first, OPTIMIZERS["FlatAdamW"])
     train(first, optimizer, rank, range(2))
@@ -301,7 +299,7 @@ def test_clipping_by_the_norm_of_the_step_before(rank: int, world_size: int, str
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_clipping_is_refused_where_it_was_not_asked_for(rank: int, world_size: int, strategy: str) -> None:
+def test_clipping_is_refused_where_it_was_not_asked_for(rank: int, strategy: str) -> None:
     model = wrapped(strategy)
     optim.step_in_backward(model, OPTIMIZERS["momentum"])
     model(batch(0, rank)).square().mean().backward()
@@ -311,7 +309,7 @@ def test_clipping_is_refused_where_it_was_not_asked_for(rank: int, world_size: i
 
 
 @on_ranks(2)
-def test_scaled_losses_are_refused(rank: int, world_size: int) -> None:
+def test_scaled_losses_are_refused(rank: int) -> None:
     model = wrapped()
     optimizer = optim.step_in_backward(model, OPTIMIZERS["momentum"])
     scaler = ShardedGradScaler(device=device().type)
@@ -335,7 +333,7 @@ class Failing(torch.optim.SGD):
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
 def test_what_the_optimizer_raises_the_backward_raises_and_the_next_one_works(
-    rank: int, world_size: int, offload: bool
+    rank: int, offload: bool
 ) -> None:
     model = wrapped("NO_SHARD", cpu_offload=CPUOffload(offload))
     optimizer = optim.step_in_backward(model, partial(Failing, lr=0.1))
@@ -353,7 +351,7 @@ def test_what_the_optimizer_raises_the_backward_raises_and_the_next_one_works(
 
 
 @on_ranks(2)
-def test_a_backward_that_raises_waits_for_what_steps(rank: int, world_size: int) -> None:
+def test_a_backward_that_raises_waits_for_what_steps(rank: int) -> None:
     model = wrapped()
     began, may_end = threading.Event(), threading.Event()
 
@@ -390,7 +388,7 @@ class OfAGroup(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_what_cannot_step_unit_by_unit_is_refused(rank: int, world_size: int) -> None:
+def test_what_cannot_step_unit_by_unit_is_refused(rank: int) -> None:
     model = wrapped()
     with pytest.raises(ValueError, match="LBFGS steps over all parameters at once"):
         optim.step_in_backward(model, torch.optim.LBFGS)
@@ -410,7 +408,7 @@ def test_what_cannot_step_unit_by_unit_is_refused(rank: int, world_size: int) ->
 
 
 @on_ranks(2)
-def test_steps_are_made_beside_the_backward(rank: int, world_size: int) -> None:
+def test_steps_are_made_beside_the_backward(rank: int) -> None:
     """In a thread where parameters lie on the CPU: the first step waits there for the last unit's
     backward."""
     if device().type != "cpu":

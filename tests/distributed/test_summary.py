@@ -136,7 +136,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "strategy"), MEASURED)
 @on_ranks(2)
-def test_ranks_have_and_hold_what_was_planned(rank: int, world_size: int, name: str, strategy: str) -> None:
+def test_ranks_have_and_hold_what_was_planned(world_size: int, name: str, strategy: str) -> None:
     build, held_before = MODELS[name], settled_nbytes()
     for settings in SETTINGS:
         settings = {"auto_wrap_policy": UNITS} | settings
@@ -152,7 +152,7 @@ def test_ranks_have_and_hold_what_was_planned(rank: int, world_size: int, name: 
 
 @all_strategies
 @on_ranks(2)
-def test_a_step_sends_what_was_planned(rank: int, world_size: int, strategy: str) -> None:
+def test_a_step_sends_what_was_planned(world_size: int, strategy: str) -> None:
     settings = {"auto_wrap_policy": UNITS, "mixed_precision": BF16, "use_orig_params": True}
     expected = planned(Stages, world_size, strategy, settings)
     model = wrap(Stages, strategy, settings)
@@ -168,7 +168,7 @@ def test_a_step_sends_what_was_planned(rank: int, world_size: int, strategy: str
 
 
 @on_ranks(2)
-def test_summary_says_why_torchs_operators_run(rank: int, world_size: int) -> None:
+def test_summary_says_why_torchs_operators_run() -> None:
     model = FSDP(Net(), device_id=device())
     sentence = f"on {device().type} torch's operators compute what fsdp_c's kernels would"
     for value in ("", "torch"):

@@ -34,7 +34,7 @@ def summon(model: Any, **options: Any) -> Any:
 
 @both_views
 @on_ranks(2)
-def test_names_and_values_are_the_plain_models(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_names_and_values_are_the_plain_models(use_orig_params: bool) -> None:
     # A-092, C-075
     model = wrap(plain(), use_orig_params)
     before = [(name, id(param), tuple(param.shape)) for name, param in model.named_parameters()]
@@ -48,9 +48,7 @@ def test_names_and_values_are_the_plain_models(rank: int, world_size: int, use_o
 
 @both_views
 @on_ranks(2)
-def test_parameters_are_shown_in_full_precision_under_mixed_precision(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # A-091
+def test_parameters_are_shown_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:  # A-091
     model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(torch.ones(2, WIDTH))
     with summon(model):
@@ -62,7 +60,7 @@ def test_parameters_are_shown_in_full_precision_under_mixed_precision(
 @pytest.mark.parametrize("writeback", [True, False])
 @on_ranks(2)
 def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, writeback: bool
+    rank: int, strategy: str, use_orig_params: bool, writeback: bool
 ) -> None:  # A-093
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     with summon(model, writeback=writeback), torch.no_grad():
@@ -82,9 +80,7 @@ def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
 
 @both_views
 @on_ranks(2)
-def test_rank0_only_shows_the_other_ranks_their_shards(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # A-094
+def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_params: bool) -> None:  # A-094
     model = wrap(plain(), use_orig_params)
     sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
     with summon(model, rank0_only=True, writeback=False):
@@ -95,7 +91,7 @@ def test_rank0_only_shows_the_other_ranks_their_shards(
 @both_views
 @on_ranks(2)
 def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:  # A-095, C-095
     model = wrap(plain(), use_orig_params)
     with pytest.warns(UserWarning, match="rank0_only=True"), summon(model, offload_to_cpu=True):
@@ -110,7 +106,7 @@ def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
 @both_views
 @on_ranks(2)
 def test_copies_of_an_offload_carry_their_edits_back(
-    rank: int, world_size: int, use_orig_params: bool, writeback: bool
+    use_orig_params: bool, writeback: bool
 ) -> None:  # A-095, C-095
     from fsdp_c.training import unshard_params
 
@@ -132,7 +128,7 @@ def test_copies_of_an_offload_carry_their_edits_back(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_full_gradients_and_edits_of_them_equal_torchs(
-    rank: int, world_size: int, strategy: str, writeback: bool
+    rank: int, strategy: str, writeback: bool
 ) -> None:  # A-096, C-116, C-117
     seen = []
     for which in ("torch", "fsdp_c"):
@@ -154,9 +150,7 @@ def test_full_gradients_and_edits_of_them_equal_torchs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_ranks_without_a_gradient_are_counted_in_integers(
-    rank: int, world_size: int, dtype: torch.dtype
-) -> None:
+def test_ranks_without_a_gradient_are_counted_in_integers(dtype: torch.dtype) -> None:
     """bfloat16 cannot count above 256, and then gives gradients to ranks that have none."""
     model = wrap(plain().to(dtype))
     with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
@@ -167,7 +161,7 @@ def test_ranks_without_a_gradient_are_counted_in_integers(
 
 
 @on_ranks(2)
-def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int, world_size: int) -> None:
+def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int) -> None:
     model = wrap(plain())
     model(torch.ones(2, WIDTH)).sum().backward()
     sharded = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
@@ -183,9 +177,7 @@ def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int, world_size: 
 
 @both_views
 @on_ranks(2)
-def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     whole = sum(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model)) * 4
     with summon(model):
@@ -195,9 +187,7 @@ def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(
 
 @both_views
 @on_ranks(2)
-def test_without_recurse_only_the_unit_itself_is_shown(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # A-090
+def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) -> None:  # A-090
     model = wrap(plain(), use_orig_params)
     with summon(model, recurse=False):
         assert model.module.inp.weight.shape == (WIDTH, WIDTH)
@@ -211,9 +201,7 @@ def test_without_recurse_only_the_unit_itself_is_shown(
 
 @both_views
 @on_ranks(2)
-def test_summon_of_an_inner_unit_does_not_make_it_a_root(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:  # D-002
+def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, use_orig_params: bool) -> None:  # D-002
     model = wrap(plain(), use_orig_params)
     inner = model.module.blocks[0]
     with summon(inner):
@@ -224,7 +212,7 @@ def test_summon_of_an_inner_unit_does_not_make_it_a_root(
 
 
 @on_ranks(2)
-def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int, world_size: int) -> None:
+def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int) -> None:
     # A-097
     model = wrap(plain())
     with summon(model):
@@ -236,9 +224,7 @@ def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int, wor
 
 @both_views
 @on_ranks(2)
-def test_exception_in_the_body_leaves_the_parameters_sharded(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_exception_in_the_body_leaves_the_parameters_sharded(rank: int, use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     with pytest.raises(ZeroDivisionError), summon(model):
         raise ZeroDivisionError
@@ -248,7 +234,7 @@ def test_exception_in_the_body_leaves_the_parameters_sharded(
 
 @both_views
 @on_ranks(2)
-def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_units_left_gathered_by_a_forward_stay_so(use_orig_params: bool) -> None:
     # A-099
     model = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     output = model(torch.ones(2, WIDTH))
@@ -267,7 +253,7 @@ def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, us
 
 
 @on_ranks(2)
-def test_module_without_units_is_left_alone(rank: int, world_size: int) -> None:  # A-090
+def test_module_without_units_is_left_alone() -> None:  # A-090
     block = Block()
     with summon(block):
         assert_same(dict(block.named_parameters()), shown(block))

@@ -44,7 +44,7 @@ def batch(rank: int) -> Tensor:
 
 
 @on_ranks(2)
-def test_summon_waits_for_the_device_once_per_unit(rank: int, world_size: int) -> None:
+def test_summon_waits_for_the_device_once_per_unit() -> None:
     """A-098: on entry. The gathering itself is waited for before the parameters are shown."""
     model = wrap(plain())
     with mock.patch.object(common, "synchronize", wraps=common.synchronize) as synchronize:
@@ -59,7 +59,7 @@ def test_summon_waits_for_the_device_once_per_unit(rank: int, world_size: int) -
 @both_views
 @on_ranks(2)
 def test_forward_inside_summon_computes_with_the_parameters_that_are_shown(
-    rank: int, world_size: int, use_orig_params: bool, recurse: bool
+    rank: int, use_orig_params: bool, recurse: bool
 ) -> None:
     """A-100: torch runs it and fails at the end of the context, about sizes. transformers generates so."""
     before = settled_nbytes()
@@ -77,7 +77,7 @@ def test_forward_inside_summon_computes_with_the_parameters_that_are_shown(
 @both_views
 @on_ranks(2)
 def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     """A-100, A-091, A-094."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
 @both_views
 @on_ranks(2)
 def test_forward_inside_summon_that_a_backward_could_follow_is_refused(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     """A-100: what is shown there is freed at the end of the context; and the parameters stay whole until
     then."""
@@ -140,9 +140,7 @@ class TurnsGradOn(nn.Module):
 
 @both_views
 @on_ranks(2)
-def test_views_have_history_in_a_forward_without_gradients(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_views_have_history_in_a_forward_without_gradients(use_orig_params: bool) -> None:
     """C-071."""
     for which in ("torch", "fsdp_c"):
         model = wrap(TurnsGradOn(), which, use_orig_params=use_orig_params, auto_wrap_policy=None)
@@ -156,9 +154,7 @@ def test_views_have_history_in_a_forward_without_gradients(
 
 @both_views
 @on_ranks(2)
-def test_unit_prefetched_in_a_forward_without_gradients_trains(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_unit_prefetched_in_a_forward_without_gradients_trains(rank: int, use_orig_params: bool) -> None:
     """C-071: reentrant checkpointing runs the blocks under no_grad first, and gathers the next one ahead
     there."""
     models = [wrap(plain(), use_orig_params=use_orig_params, forward_prefetch=True) for _ in range(2)]
@@ -185,9 +181,7 @@ class Watching(nn.Linear):
 
 @both_views
 @on_ranks(2)
-def test_classes_that_watch_their_attributes_see_every_change(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_classes_that_watch_their_attributes_see_every_change(use_orig_params: bool) -> None:
     """C-077: by setattr where a class overrides it; otherwise past it, which nobody can tell from outside."""
     module = nn.Sequential(Watching(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model = wrap(module, use_orig_params=use_orig_params, auto_wrap_policy=None)
@@ -210,9 +204,7 @@ def test_classes_that_watch_their_attributes_see_every_change(
 
 @both_views
 @on_ranks(2)
-def test_low_precision_copy_of_an_unsharded_unit_is_freed(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_low_precision_copy_of_an_unsharded_unit_is_freed(rank: int, use_orig_params: bool) -> None:
     """C-094: NO_SHARD under mixed precision computes in a copy, which goes after forward and after
     backward."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
@@ -239,7 +231,7 @@ def test_low_precision_copy_of_an_unsharded_unit_is_freed(
 @both_views
 @on_ranks(2)
 def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     """C-019: it computes in the shard itself where nothing is sharded."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
@@ -262,7 +254,7 @@ def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(
 
 
 @on_ranks(2)
-def test_only_own_tensors_that_are_on_the_cpu_are_moved(rank: int, world_size: int) -> None:
+def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
     """G-033: gradients with them; neither nested units nor ignored tensors. A dtype stands for the device,
     which ``Tensor.to`` takes as well.
     """
@@ -285,7 +277,7 @@ def test_only_own_tensors_that_are_on_the_cpu_are_moved(rank: int, world_size: i
 
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "own"])
 @on_ranks(2)
-def test_meta_buffer_of_an_ignored_module_does_not_count(rank: int, world_size: int, ignored: bool) -> None:
+def test_meta_buffer_of_an_ignored_module_does_not_count(ignored: bool) -> None:
     """G-035: with one of its own on the meta device a unit is initialised, and param_init_fn called."""
     model = plain(blocks=1)
     model.blocks[0].scale = model.blocks[0].scale.to("meta")
@@ -307,7 +299,7 @@ def test_meta_buffer_of_an_ignored_module_does_not_count(rank: int, world_size: 
 @both_views
 @on_ranks(2)
 def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     """H-009: accelerate replaces the data of flat parameters, and says so to the handle."""
     found = []
@@ -333,9 +325,7 @@ def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
 
 
 @on_ranks(2)
-def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(
-    rank: int, world_size: int
-) -> None:
+def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(rank: int) -> None:
     """The contract: OLMo initialises so, through ``params``."""
     model, reference = wrap(plain(), use_orig_params=False), plain()
     with torch.no_grad():
@@ -349,7 +339,7 @@ def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(
 
 @pytest.mark.parametrize("own", [True, False], ids=["with parameters", "without"])
 @on_ranks(1)
-def test_a_root_moves_the_inputs_to_where_its_tree_computes(rank: int, world_size: int, own: bool) -> None:
+def test_a_root_moves_the_inputs_to_where_its_tree_computes(own: bool) -> None:
     """D-020: also a root whose parameters all belong to inner units."""
     inner = wrap(nn.Linear(WIDTH, WIDTH))
     model = wrap(

@@ -33,7 +33,7 @@ def two_units(which: str, **arguments: Any) -> Any:
 
 
 @on_ranks(2)
-def test_a_wrong_training_state_is_said_in_the_error_alone(rank: int, world_size: int) -> None:  # A-070
+def test_a_wrong_training_state_is_said_in_the_error_alone(rank: int) -> None:  # A-070
     printed, errors = {}, {}
     for which in BOTH:
         model = wrap(which, nn.Linear(WIDTH, WIDTH))
@@ -50,7 +50,7 @@ def test_a_wrong_training_state_is_said_in_the_error_alone(rank: int, world_size
 
 
 @on_ranks(2)
-def test_the_mask_of_missing_gradients_stays_as_it_was_made(rank: int, world_size: int) -> None:  # B-031
+def test_the_mask_of_missing_gradients_stays_as_it_was_made(rank: int) -> None:  # B-031
     """Half of the two equal layers is each rank's shard: its first parameter with elements there is a
     weight."""
     masks = {}
@@ -65,7 +65,7 @@ def test_the_mask_of_missing_gradients_stays_as_it_was_made(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_a_flat_parameter_behind_frozen_ones_requires_a_gradient(rank: int, world_size: int) -> None:  # B-037
+def test_a_flat_parameter_behind_frozen_ones_requires_a_gradient() -> None:  # B-037
     requires_grad = {}
     for which in BOTH:
         model = two_units(which)
@@ -80,7 +80,7 @@ def test_a_flat_parameter_behind_frozen_ones_requires_a_gradient(rank: int, worl
 
 
 @on_ranks(2)
-def test_what_gathers_is_the_same_on_every_device(rank: int, world_size: int) -> None:  # C-056
+def test_what_gathers_is_the_same_on_every_device() -> None:  # C-056
     """Whoever replaces a collective finds the calls of a GPU on a CPU as well."""
     called = {}
     for which in BOTH:
@@ -100,7 +100,7 @@ def test_what_gathers_is_the_same_on_every_device(rank: int, world_size: int) ->
 
 
 @on_ranks(2)
-def test_the_roots_part_of_a_forward_is_a_range_of_the_root(rank: int, world_size: int) -> None:  # D-130
+def test_the_roots_part_of_a_forward_is_a_range_of_the_root() -> None:  # D-130
     counts = {}
     for which in BOTH:
         model = two_units(which)
@@ -114,9 +114,7 @@ def test_the_roots_part_of_a_forward_is_a_range_of_the_root(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(
-    rank: int, world_size: int
-) -> None:
+def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(rank: int) -> None:
     """C-096: in a hook of the root's own layer, to which the backward comes when it has reduced the inner
     unit."""
     seen = {}
@@ -141,7 +139,7 @@ def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(
 
 
 @on_ranks(2)
-def test_a_model_without_units_has_no_optimizer_state(rank: int, world_size: int) -> None:  # X-164
+def test_a_model_without_units_has_no_optimizer_state() -> None:  # X-164
     errors: dict[str, list[type]] = {}
     plain = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -155,7 +153,7 @@ def test_a_model_without_units_has_no_optimizer_state(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_uses_are_not_counted(rank: int, world_size: int) -> None:  # J-040
+def test_uses_are_not_counted() -> None:  # J-040
     counted = {}
     for which in BOTH:
         with mock.patch.object(torch._C, "_log_api_usage_once") as count:
@@ -165,7 +163,7 @@ def test_uses_are_not_counted(rank: int, world_size: int) -> None:  # J-040
 
 
 @on_ranks(2)
-def test_torchdistx_is_not_asked(rank: int, world_size: int) -> None:  # A-041
+def test_torchdistx_is_not_asked() -> None:  # A-041
     made = {}
     for which in BOTH:
         with contextlib.ExitStack() as patches:
@@ -200,7 +198,7 @@ def memory_view(which: str) -> Any:
 
 
 @on_ranks(2)
-def test_the_memory_view_files_unsharded_gradients_under_input(rank: int, world_size: int) -> None:
+def test_the_memory_view_files_unsharded_gradients_under_input() -> None:
     """Sizes in bytes of what torch's profiler takes for gradients: those of whole units are torch's alone."""
     if device().type != "cpu":
         pytest.skip("the view is asked for the CPU")

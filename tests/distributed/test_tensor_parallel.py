@@ -161,7 +161,7 @@ def compare(point: Point, plan: str, step: Callable[[Run], None], rank: int, **o
 @both_plans
 @on_ranks(4, timeout_s=120)
 def test_training_equals_torch(
-    rank: int, world_size: int, plan: str, use_orig_params: bool, strategy: str, precision: str
+    rank: int, plan: str, use_orig_params: bool, strategy: str, precision: str
 ) -> None:
     compare(Point("tp", strategy, use_orig_params, precision), plan, plain_step, rank)
 
@@ -176,22 +176,20 @@ STEP_KINDS = {
 @pytest.mark.parametrize("kind", STEP_KINDS)
 @both_views
 @on_ranks(4, timeout_s=120)
-def test_steps_of_other_kinds_equal_torch(
-    rank: int, world_size: int, use_orig_params: bool, kind: str
-) -> None:
+def test_steps_of_other_kinds_equal_torch(rank: int, use_orig_params: bool, kind: str) -> None:
     compare(Point(kind, use_orig_params=use_orig_params), "sequence", STEP_KINDS[kind], rank)
 
 
 @both_views
 @on_ranks(4, timeout_s=120)
-def test_recomputed_layers_equal_torch(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_recomputed_layers_equal_torch(rank: int, use_orig_params: bool) -> None:
     point = Point("checkpointed", "SHARD_GRAD_OP", use_orig_params)
     compare(point, "sequence", plain_step, rank, checkpointed=True)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(4, timeout_s=120)
-def test_no_sync_of_flat_parameters_equals_torch(rank: int, world_size: int, strategy: str) -> None:
+def test_no_sync_of_flat_parameters_equals_torch(rank: int, strategy: str) -> None:
     compare(Point("no_sync", strategy, use_orig_params=False), "sequence", no_sync_step, rank)
 
 
@@ -202,7 +200,7 @@ def test_no_sync_of_flat_parameters_equals_torch(rank: int, world_size: int, str
 @both_plans
 @on_ranks(4)
 def test_no_sync_of_original_parameters_is_right_where_torch_raises(
-    rank: int, world_size: int, plan: str, strategy: str
+    rank: int, plan: str, strategy: str
 ) -> None:
     """torch puts a DTensor into the gradient of a plain parameter there."""
     model = wrap(tp.parallelized(plain(), plan), sharding_strategy=ShardingStrategy[strategy])
@@ -215,7 +213,7 @@ def test_no_sync_of_original_parameters_is_right_where_torch_raises(
 
 
 @on_ranks(4)
-def test_unsharded_units_train_as_the_plain_model(rank: int, world_size: int) -> None:
+def test_unsharded_units_train_as_the_plain_model(rank: int) -> None:
     """torch refuses the shapes of its own original parameters in the second forward."""
     model, reference = (
         wrap(tp.parallelized(plain(), "mlp"), sharding_strategy=ShardingStrategy.NO_SHARD),
@@ -235,7 +233,7 @@ def test_unsharded_units_train_as_the_plain_model(rank: int, world_size: int) ->
 
 @both_views
 @on_ranks(4)
-def test_offloaded_units_train_as_the_plain_model(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_offloaded_units_train_as_the_plain_model(rank: int, use_orig_params: bool) -> None:
     model, reference = plain(), plain()
     model = wrap(
         tp.parallelized(model, "sequence"),
@@ -250,7 +248,7 @@ def test_offloaded_units_train_as_the_plain_model(rank: int, world_size: int, us
 
 
 @on_ranks(4)
-def test_frozen_parameter_stays_frozen(rank: int, world_size: int) -> None:
+def test_frozen_parameter_stays_frozen(rank: int) -> None:
     """In torch's FSDP1 the local tensors of all DTensors require gradients, so that frozen ones are
     trained."""
     for which, expected in (("torch", True), ("fsdp_c", False)):
@@ -288,7 +286,7 @@ def tied() -> nn.Module:
 
 @both_views
 @on_ranks(4)
-def test_tied_parameter_stays_tied(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_tied_parameter_stays_tied(rank: int, use_orig_params: bool) -> None:
     """torch's FSDP1 flattens a tied DTensor twice, and trains two parameters (C-017)."""
     arguments = {"auto_wrap_policy": None, "use_orig_params": use_orig_params}
     assert wrap(tied(), "torch", **arguments)._flat_param._fqns == ["a.weight", "b.weight"]
@@ -305,7 +303,7 @@ def test_tied_parameter_stays_tied(rank: int, world_size: int, use_orig_params: 
 @both_views
 @on_ranks(4)
 def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     """Three dimensions: two replicas, of one data parallel rank each (parity 1), of tensor parallel pairs."""
     mesh = tp.hybrid_mesh()
@@ -335,7 +333,7 @@ def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
 @both_plans
 @on_ranks(4)
 def test_gradient_norm_is_that_of_the_plain_model(
-    rank: int, world_size: int, plan: str, use_orig_params: bool, strategy: str, norm_type: float
+    rank: int, plan: str, use_orig_params: bool, strategy: str, norm_type: float
 ) -> None:
     strategy_of = ShardingStrategy[strategy]
     model = wrap(
@@ -370,9 +368,7 @@ def test_gradient_norm_is_the_same_on_all_ranks_and_in_torch_it_is_not(rank: int
 
 @both_views
 @on_ranks(4)
-def test_summoned_parameters_are_dtensors_and_keep_edits(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_summoned_parameters_are_dtensors_and_keep_edits(use_orig_params: bool) -> None:
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
     expected = {name: param.detach() + 1 for name, param in plain().named_parameters()}
     with FSDP.summon_full_params(model), torch.no_grad():
@@ -387,7 +383,7 @@ def test_summoned_parameters_are_dtensors_and_keep_edits(
 
 
 @on_ranks(4)
-def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int, world_size: int) -> None:
+def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int) -> None:
     model, reference = wrap(tp.parallelized(plain(), "mlp")), plain()
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
@@ -401,7 +397,7 @@ def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int, world_size: i
 @both_views
 @on_ranks(4)
 def test_rank0_only_shows_the_first_data_parallel_rank_full_parameters(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
@@ -415,7 +411,7 @@ def test_rank0_only_shows_the_first_data_parallel_rank_full_parameters(
 @both_views
 @on_ranks(4)
 def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
-    rank: int, world_size: int, use_orig_params: bool, config: dict[str, bool]
+    rank: int, use_orig_params: bool, config: dict[str, bool]
 ) -> None:
     """As torch's FSDP1 gives it; with offload_to_cpu that dies of a signal (parity 5)."""
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
@@ -432,7 +428,7 @@ def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
 @pytest.mark.parametrize("form", ["dtensors", "plain", "assigned"])
 @both_views
 @on_ranks(4)
-def test_full_state_dict_loads_again(rank: int, world_size: int, use_orig_params: bool, form: str) -> None:
+def test_full_state_dict_loads_again(rank: int, use_orig_params: bool, form: str) -> None:
     """Plain tensors of full shape too, such as another kind of run saves; torch refuses those."""
     source = wrap(tp.parallelized(plain(4), "sequence"), use_orig_params=use_orig_params)
     state = full_state(source) if form != "plain" else plain(4).state_dict()
@@ -444,7 +440,7 @@ def test_full_state_dict_loads_again(rank: int, world_size: int, use_orig_params
 
 
 @on_ranks(4)
-def test_entry_of_local_shape_is_refused_and_nothing_is_loaded(rank: int, world_size: int) -> None:
+def test_entry_of_local_shape_is_refused_and_nothing_is_loaded() -> None:
     model = wrap(tp.parallelized(plain(), "mlp"))
     state = plain(4).state_dict()
     state["layers.1.up.weight"] = state["layers.1.up.weight"][: tp.HIDDEN // 2]
@@ -455,9 +451,7 @@ def test_entry_of_local_shape_is_refused_and_nothing_is_loaded(rank: int, world_
 
 @both_views
 @on_ranks(4)
-def test_dcp_state_dict_is_full_over_both_dimensions(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_dcp_state_dict_is_full_over_both_dimensions(use_orig_params: bool) -> None:
     model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
     options = StateDictOptions(full_state_dict=True)
     with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
@@ -472,7 +466,7 @@ def test_dcp_state_dict_is_full_over_both_dimensions(
 
 
 @on_ranks(4)
-def test_extension_is_set_where_the_mesh_is_a_slice(rank: int, world_size: int) -> None:
+def test_extension_is_set_where_the_mesh_is_a_slice() -> None:
     """G-040, B-017."""
     model = wrap(tp.parallelized(plain(), "mlp"))
     assert isinstance(model._fsdp_extension, DTensorExtensions)
@@ -485,9 +479,7 @@ def test_extension_is_set_where_the_mesh_is_a_slice(rank: int, world_size: int) 
 
 @both_views
 @on_ranks(4)
-def test_dtensors_in_the_forward_are_marked_as_flattened(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, use_orig_params: bool) -> None:
     """H-010."""
     module = tp.parallelized(plain(), "mlp")
     model = wrap(module, use_orig_params=use_orig_params)
@@ -499,13 +491,13 @@ def test_dtensors_in_the_forward_are_marked_as_flattened(
 
 
 @on_ranks(4)
-def test_dtensor_without_an_extension_is_refused_and_named(rank: int, world_size: int) -> None:
+def test_dtensor_without_an_extension_is_refused_and_named() -> None:
     with pytest.raises(ValueError, match=r"'up\.weight'.*is a DTensor.*pass device_mesh=mesh\['dp'\]"):
         wrap(tp.parallelized(plain(), "mlp"), device_mesh=None, process_group=tp.mesh()["dp"].get_group())
 
 
 @on_ranks(4)
-def test_sync_module_states_crosses_the_data_parallel_ranks(rank: int, world_size: int) -> None:
+def test_sync_module_states_crosses_the_data_parallel_ranks(rank: int) -> None:
     module = tp.parallelized(plain(), "mlp")
     with torch.no_grad():
         for param in module.parameters():
@@ -514,7 +506,7 @@ def test_sync_module_states_crosses_the_data_parallel_ranks(rank: int, world_siz
 
 
 @on_ranks(4)
-def test_meta_module_is_initialised_after_it_was_parallelized(rank: int, world_size: int) -> None:
+def test_meta_module_is_initialised_after_it_was_parallelized(rank: int) -> None:
     with torch.device("meta"):
         module = tp.Language()
     model = wrap(tp.parallelized(module, "sequence"))
@@ -530,7 +522,7 @@ def test_meta_module_is_initialised_after_it_was_parallelized(rank: int, world_s
 
 @both_views
 @on_ranks(4)
-def test_model_is_freed_after_training(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_model_is_freed_after_training(rank: int, use_orig_params: bool) -> None:
     model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
     loss_of(model, rank // 2).backward()
     loss_of(model, rank // 2)
@@ -542,9 +534,7 @@ def test_model_is_freed_after_training(rank: int, world_size: int, use_orig_para
 
 @both_views
 @on_ranks(4)
-def test_exception_in_the_module_leaves_a_model_that_trains_on(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_exception_in_the_module_leaves_a_model_that_trains_on(rank: int, use_orig_params: bool) -> None:
     model, reference = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params), plain()
     with pytest.raises(IndexError):
         model(torch.full((1, 1), tp.TOKENS))
@@ -556,7 +546,7 @@ def test_exception_in_the_module_leaves_a_model_that_trains_on(
 
 
 @on_ranks(4)
-def test_mixed_precision_dtensors_are_of_low_precision(rank: int, world_size: int) -> None:
+def test_mixed_precision_dtensors_are_of_low_precision(rank: int) -> None:
     module = tp.parallelized(plain(), "mlp")
     model = wrap(module, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     dtypes = []
@@ -576,9 +566,7 @@ def sharded_state(model: Any) -> dict[str, Any]:
 @both_views
 @both_plans
 @on_ranks(4)
-def test_sharded_state_dict_equals_torchs_and_loads_again(
-    rank: int, world_size: int, plan: str, use_orig_params: bool
-) -> None:
+def test_sharded_state_dict_equals_torchs_and_loads_again(plan: str, use_orig_params: bool) -> None:
     """F-032: rows over both dimensions of the mesh."""
     states = []
     for which in ("torch", "fsdp_c"):
@@ -667,7 +655,7 @@ def assert_is_reference(state: dict[str, Any]) -> None:
 @both_plans
 @on_ranks(4)
 def test_optimizer_state_is_the_plain_models_and_loads_again(
-    rank: int, world_size: int, plan: str, use_orig_params: bool, kind: str, strategy: str
+    rank: int, plan: str, use_orig_params: bool, kind: str, strategy: str
 ) -> None:
     options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
     if strategy == "NO_SHARD" and kind == "sharded":
@@ -695,7 +683,7 @@ def test_optimizer_state_is_the_plain_models_and_loads_again(
 @both_views
 @on_ranks(4)
 def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
-    rank: int, world_size: int, use_orig_params: bool
+    use_orig_params: bool,
 ) -> None:
     model, optimizer = reference()
     by_name = FSDP.rekey_optim_state_dict(
@@ -743,18 +731,16 @@ def local_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[tuple[int,
 
 @both_views
 @on_ranks(4, timeout_s=120)
-def test_our_extension_does_what_torchs_does(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_our_extension_does_what_torchs_does(rank: int, use_orig_params: bool) -> None:
     with mock.patch("fsdp_c.sharding.construction.dtensor_extensions", lambda: standins.DTensorExtensions):
         assert isinstance(wrap(tp.parallelized(plain(), "mlp"))._fsdp_extension, standins.DTensorExtensions)
         compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)
         sharded = test_sharded_state_dict_equals_torchs_and_loads_again.rank_body
-        sharded(rank, world_size, plan="mlp", use_orig_params=use_orig_params)
+        sharded(plan="mlp", use_orig_params=use_orig_params)
 
 
 @on_ranks(4)
-def test_groups_that_divide_a_flat_parameter_with_tensor_parallelism_inside_are_refused(
-    rank: int, world_size: int
-) -> None:
+def test_groups_that_divide_a_flat_parameter_with_tensor_parallelism_inside_are_refused() -> None:
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=False)
     with pytest.raises(
         ValueError, match="has tensor parallelism inside: wrap the model with use_orig_params=True"

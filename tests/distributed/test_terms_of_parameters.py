@@ -86,9 +86,7 @@ def assert_same(
 @pytest.mark.parametrize("plan", ["each step", "accumulated"])
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "bf16"])
 @on_ranks(2)
-def test_terms_made_before_the_forward_give_torchs_gradients(
-    rank: int, world_size: int, name: str, plan: str
-) -> None:
+def test_terms_made_before_the_forward_give_torchs_gradients(rank: int, name: str, plan: str) -> None:
     """torch raises where a term is of a flat parameter's shard."""
     ours = train(wrapped(FullyShardedDataParallel, True, **OPTIONS[name]), rank, plan)
     assert_same(ours, train(wrapped(TorchFSDP, True, **OPTIONS[name]), rank, plan), plan)
@@ -98,7 +96,7 @@ def test_terms_made_before_the_forward_give_torchs_gradients(
 @pytest.mark.parametrize(("name", "use_orig_params"), VARIANTS)
 @on_ranks(2)
 def test_gradients_of_terms_are_added_to_those_of_the_outputs(
-    rank: int, world_size: int, name: str, use_orig_params: bool, plan: str
+    rank: int, name: str, use_orig_params: bool, plan: str
 ) -> None:
     """Nothing is reduced of them, and they are there however the step came to its gradients."""
     with_terms, without = (

@@ -105,7 +105,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @all_policies
 @both_views
 @on_ranks(2)
-def test_trains_as_one_unit_does(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+def test_trains_as_one_unit_does(rank: int, policy: str, use_orig_params: bool) -> None:
     model, reference = wrapped(policy, use_orig_params), wrapped(None, use_orig_params)
     assert len(FSDP.fsdp_modules(model)) > 2
     losses, _ = train(model, rank)
@@ -128,7 +128,7 @@ def test_trains_as_one_unit_does(rank: int, world_size: int, policy: str, use_or
 )
 @on_ranks(2)
 def test_every_strategy_trains_as_one_unit_does(
-    rank: int, world_size: int, use_orig_params: bool, kwargs: dict[str, Any]
+    rank: int, use_orig_params: bool, kwargs: dict[str, Any]
 ) -> None:
     model, reference = (
         wrapped("all layers", use_orig_params, **kwargs),
@@ -139,7 +139,7 @@ def test_every_strategy_trains_as_one_unit_does(
 
 
 @on_ranks(4)
-def test_hybrid_shards_train_as_one_unit_does(rank: int, world_size: int) -> None:
+def test_hybrid_shards_train_as_one_unit_does(rank: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2))
     kwargs = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
     model, reference = wrapped("all layers", True, **kwargs), wrapped(None, True, **kwargs)
@@ -149,7 +149,7 @@ def test_hybrid_shards_train_as_one_unit_does(rank: int, world_size: int) -> Non
 
 @both_views
 @on_ranks(2)
-def test_accumulation_clipping_and_recomputation(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_accumulation_clipping_and_recomputation(rank: int, use_orig_params: bool) -> None:
     norms = []
     for policy in ("all layers", None):
         model = wrapped(policy, use_orig_params)
@@ -166,7 +166,7 @@ def test_accumulation_clipping_and_recomputation(rank: int, world_size: int, use
 @all_policies
 @both_views
 @on_ranks(2)
-def test_names_and_full_params(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+def test_names_and_full_params(policy: str, use_orig_params: bool) -> None:
     model, expected = wrapped(policy, use_orig_params), dict(plain().named_parameters())
     if use_orig_params:
         assert {clean(name) for name, _ in model.named_parameters()} == expected.keys()
@@ -196,7 +196,7 @@ STATE_DICTS = [
 @both_views
 @on_ranks(2)
 def test_state_dicts_of_every_type_come_back(
-    rank: int, world_size: int, policy: str, use_orig_params: bool, kind: StateDictType
+    rank: int, policy: str, use_orig_params: bool, kind: StateDictType
 ) -> None:
     model = wrapped(policy, use_orig_params)
     train(model, rank)
@@ -237,9 +237,7 @@ def whole(use_orig_params: bool) -> tuple[Whole, FSDP]:
 
 @both_views
 @on_ranks(2)
-def test_full_params_of_a_unit_have_those_that_a_unit_around_it_holds(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_full_params_of_a_unit_have_those_that_a_unit_around_it_holds(use_orig_params: bool) -> None:
     expected, model = whole(use_orig_params)
     body = model.module.body
     for _ in range(2):
@@ -255,7 +253,7 @@ def test_full_params_of_a_unit_have_those_that_a_unit_around_it_holds(
 @both_views
 @on_ranks(2)
 def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
-    rank: int, world_size: int, use_orig_params: bool, kind: StateDictType
+    use_orig_params: bool, kind: StateDictType
 ) -> None:
     expected, model = whole(use_orig_params)
     with (
@@ -273,7 +271,7 @@ def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
 @both_views
 @on_ranks(2)
 def test_optimizer_states_go_to_other_units(
-    rank: int, world_size: int, use_orig_params: bool, kind: StateDictType, target: str | None
+    rank: int, use_orig_params: bool, kind: StateDictType, target: str | None
 ) -> None:
     model = wrapped("all layers", use_orig_params)
     _, optimizer = train(model, rank)
@@ -291,9 +289,7 @@ def test_optimizer_states_go_to_other_units(
 @pytest.mark.parametrize("target", [None, "half"])
 @both_views
 @on_ranks(2)
-def test_checkpoints_go_to_other_units(
-    rank: int, world_size: int, use_orig_params: bool, target: str | None
-) -> None:
+def test_checkpoints_go_to_other_units(rank: int, use_orig_params: bool, target: str | None) -> None:
     told = [tempfile.mkdtemp(prefix="tied-")]
     dist.broadcast_object_list(told, src=0)
     model = wrapped("all layers", use_orig_params)
@@ -308,9 +304,7 @@ def test_checkpoints_go_to_other_units(
 @all_policies
 @both_views
 @on_ranks(2)
-def test_plan_and_summary_say_who_holds_what(
-    rank: int, world_size: int, policy: str, use_orig_params: bool
-) -> None:
+def test_plan_and_summary_say_who_holds_what(world_size: int, policy: str, use_orig_params: bool) -> None:
     model = wrapped(policy, use_orig_params)
     whole = fsdp_c.summary(model)
     planned = fsdp_c.plan(
@@ -330,7 +324,7 @@ def test_plan_and_summary_say_who_holds_what(
 
 
 @on_ranks(2)
-def test_units_wrapped_by_hand_are_refused_as_before(rank: int, world_size: int) -> None:
+def test_units_wrapped_by_hand_are_refused_as_before() -> None:
     model = plain()
     model.embed = FSDP(model.embed, use_orig_params=True, device_id=device())
     with pytest.raises(ValueError, match="one parameter belongs to one unit"):

@@ -125,7 +125,7 @@ def state_dicts(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
 
 @both_views
 @own_ranks
-def test_dcp_state_dicts_equal_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_dcp_state_dicts_equal_torchs(rank: int, use_orig_params: bool) -> None:
     records = {}
     for way in ("torch", "installed"):
         with in_place(way) as fsdp:
@@ -134,7 +134,7 @@ def test_dcp_state_dicts_equal_torchs(rank: int, world_size: int, use_orig_param
 
 
 @own_ranks
-def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int, world_size: int) -> None:
+def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int) -> None:
     """torch's class is asked for the state of our units, of which it would read what is not there."""
     model = wrapped(implementation("fsdp_c"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -175,7 +175,7 @@ def recomputed(fsdp: Any, when: str, use_orig_params: bool, rank: int) -> Record
 @pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
 @own_ranks
 def test_activation_checkpointing_before_and_after_wrapping_equals_torchs(
-    rank: int, world_size: int, use_orig_params: bool, when: str
+    rank: int, use_orig_params: bool, when: str
 ) -> None:
     records = {}
     for way in WAYS:
@@ -208,7 +208,7 @@ def beside_zero(fsdp: Any, rank: int) -> Record:
 
 
 @own_ranks
-def test_zero_redundancy_optimizer_trains_beside_units(rank: int, world_size: int) -> None:
+def test_zero_redundancy_optimizer_trains_beside_units(rank: int) -> None:
     records = {}
     for way in WAYS:
         with in_place(way) as fsdp:
@@ -240,7 +240,7 @@ def averaged(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
 
 @both_views
 @own_ranks
-def test_weights_are_averaged_shard_by_shard(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_weights_are_averaged_shard_by_shard(rank: int, use_orig_params: bool) -> None:
     records = {}
     for way in WAYS:
         with in_place(way) as fsdp:
@@ -274,7 +274,7 @@ def record_of(model: Any, optimizer: Any) -> Record:
 
 
 @own_ranks
-def test_named_optimizer_trains_and_keeps_its_state_by_names(rank: int, world_size: int) -> None:
+def test_named_optimizer_trains_and_keeps_its_state_by_names(rank: int) -> None:
     """Its state equals torch's; saved whole, it loads again, where torch's FSDP1 raises KeyError for its own
     names."""
     records = {}
@@ -317,7 +317,7 @@ class Reading(TorchDispatchMode):
 @both_views
 @on_ranks(2)
 def test_a_dispatch_mode_may_read_every_tensor_that_it_sees(
-    rank: int, world_size: int, use_orig_params: bool, strategy: str, precision: MixedPrecision | None
+    rank: int, use_orig_params: bool, strategy: str, precision: MixedPrecision | None
 ) -> None:
     gradients = []
     for mode in (contextlib.nullcontext(), Reading()):

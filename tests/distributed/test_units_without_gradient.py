@@ -76,9 +76,7 @@ def train(model: nn.Module, x: Tensor | None = None) -> None:
 
 @both_views
 @on_ranks(2)
-def test_units_behind_frozen_embeddings_are_named_with_the_remedy(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_units_behind_frozen_embeddings_are_named_with_the_remedy(rank: int, use_orig_params: bool) -> None:
     kinds = {Stage} if use_orig_params else {Stage, Embedding}  # a flat parameter is frozen as a whole
     model = per_block(Stages(), use_orig_params=use_orig_params, auto_wrap_policy=ModuleWrapPolicy(kinds))
     (message,) = warned(lambda: train(model))
@@ -89,7 +87,7 @@ def test_units_behind_frozen_embeddings_are_named_with_the_remedy(
 
 @pytest.mark.parametrize("frozen_embedding", [True, False])
 @on_ranks(2)
-def test_a_checkpoint_around_a_unit_is_known(rank: int, world_size: int, frozen_embedding: bool) -> None:
+def test_a_checkpoint_around_a_unit_is_known(frozen_embedding: bool) -> None:
     """The unit's forward runs without gradients then, and runs again in the backward, if there is one."""
     net = Stages(CheckpointImpl.NO_REENTRANT)
     net.embedding.requires_grad_(not frozen_embedding)
@@ -103,7 +101,7 @@ def test_a_checkpoint_around_a_unit_is_known(rank: int, world_size: int, frozen_
 
 
 @on_ranks(2)
-def test_an_evaluation_before_training_says_nothing(rank: int, world_size: int) -> None:
+def test_an_evaluation_before_training_says_nothing() -> None:
     model = per_block(Net())
 
     def evaluate_and_train() -> None:
@@ -116,7 +114,7 @@ def test_an_evaluation_before_training_says_nothing(rank: int, world_size: int) 
 
 
 @on_ranks(2)
-def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int, world_size: int) -> None:
+def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int) -> None:
     model = FSDP(Pair(), device_id=device(), use_orig_params=True)
 
     def train_first() -> None:
@@ -131,7 +129,7 @@ def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int,
 
 
 @on_ranks(2)
-def test_units_in_another_backward_of_the_same_forward_are_not_named(rank: int, world_size: int) -> None:
+def test_units_in_another_backward_of_the_same_forward_are_not_named() -> None:
     model = FSDP(Pair(), device_id=device(), use_orig_params=True)
 
     def train_both() -> None:
@@ -143,7 +141,7 @@ def test_units_in_another_backward_of_the_same_forward_are_not_named(rank: int, 
 
 
 @on_ranks(2)
-def test_a_unit_that_was_trained_in_a_step_before_is_not_named(rank: int, world_size: int) -> None:
+def test_a_unit_that_was_trained_in_a_step_before_is_not_named() -> None:
     """Heads of tasks that take turns."""
     model = FSDP(Pair(), device_id=device(), use_orig_params=True)
 
@@ -156,7 +154,7 @@ def test_a_unit_that_was_trained_in_a_step_before_is_not_named(rank: int, world_
 
 @pytest.mark.parametrize("left_out", [True, False])
 @on_ranks(2)
-def test_the_warning_shows_the_script_as_its_source(rank: int, world_size: int, left_out: bool) -> None:
+def test_the_warning_shows_the_script_as_its_source(left_out: bool) -> None:
     model = FSDP(Pair(), device_id=device(), use_orig_params=True) if left_out else per_block(Stages())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -168,13 +166,13 @@ def test_the_warning_shows_the_script_as_its_source(rank: int, world_size: int, 
 
 
 @on_ranks(2)
-def test_it_is_said_once(rank: int, world_size: int) -> None:
+def test_it_is_said_once() -> None:
     model = per_block(Stages())
     assert [len(warned(lambda: train(model))) for _ in range(3)] == [1, 0, 0]
 
 
 @on_ranks(2)
-def test_a_warning_that_is_an_error_leaves_the_gradients_in_order(rank: int, world_size: int) -> None:
+def test_a_warning_that_is_an_error_leaves_the_gradients_in_order() -> None:
     model = per_block(Stages())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -190,7 +188,7 @@ def test_a_warning_that_is_an_error_leaves_the_gradients_in_order(rank: int, wor
 
 @pytest.mark.parametrize("remedy", ["non-reentrant", "input"])
 @on_ranks(2)
-def test_nothing_is_said_with_the_remedy(rank: int, world_size: int, remedy: str) -> None:
+def test_nothing_is_said_with_the_remedy(remedy: str) -> None:
     net = Stages(CheckpointImpl.NO_REENTRANT if remedy == "non-reentrant" else CheckpointImpl.REENTRANT)
     if remedy == "input":
         net.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
@@ -307,5 +305,5 @@ ON_PURPOSE = {
 
 @pytest.mark.parametrize("what", ON_PURPOSE)
 @on_ranks(2)
-def test_nothing_is_said_of_what_is_done_on_purpose(rank: int, world_size: int, what: str) -> None:
+def test_nothing_is_said_of_what_is_done_on_purpose(what: str) -> None:
     assert not warned(ON_PURPOSE[what])

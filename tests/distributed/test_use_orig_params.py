@@ -114,9 +114,9 @@ def nothing(params: dict[str, nn.Parameter], step: int) -> None:
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_parameters_are_flat_shards_and_empty_outside_of_it(  # C-034, H-010, B-029
-    rank: int, world_size: int, strategy: str
-) -> None:  # C-076
+def test_parameters_are_flat_shards_and_empty_outside_of_it(
+    rank: int, strategy: str
+) -> None:  # C-034, H-010, B-029, C-076
     model = build("fsdp_c", strategy)
     backward(model, 0, rank)
     infos = zip(model._flat_param._params, model._flat_param._shard_param_infos, strict=True)
@@ -136,7 +136,7 @@ def test_parameters_are_flat_shards_and_empty_outside_of_it(  # C-034, H-010, B-
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
 def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
-    rank: int, world_size: int, strategy: str
+    rank: int, strategy: str
 ) -> None:  # parity 36
     model = build("fsdp_c", strategy)
     flat_param = model._flat_param
@@ -166,9 +166,7 @@ def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, strategy: str) -> None:
     gc.collect()  # what torch's FSDP1 left open in other tests may say something as it is closed
     said: list[str] = []
     model = build("fsdp_c", strategy)
@@ -181,7 +179,7 @@ def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_held_elsewhere_stays(rank: int, world_size: int) -> None:
+def test_a_gradient_that_is_held_elsewhere_stays(rank: int) -> None:
     model = build("fsdp_c", "FULL_SHARD")
     backward(model, 0, rank)
     held = [(param.grad, param.grad.clone()) for param in model.parameters() if param.grad is not None]
@@ -191,7 +189,7 @@ def test_a_gradient_that_is_held_elsewhere_stays(rank: int, world_size: int) -> 
 
 
 @on_ranks(2)
-def test_parameters_outside_the_shard_share_no_gradient(rank: int, world_size: int) -> None:  # H-010, C-034
+def test_parameters_outside_the_shard_share_no_gradient(rank: int) -> None:  # H-010, C-034
     model = build("fsdp_c")
     backward(model, 0, rank)
     empty = [param for param in named(model).values() if param.numel() == 0]
@@ -201,9 +199,9 @@ def test_parameters_outside_the_shard_share_no_gradient(rank: int, world_size: i
 @all_strategies
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @on_ranks(2)
-def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(  # E-005, E-006, C-091, C-092
-    rank: int, world_size: int, grad: bool, strategy: str
-) -> None:
+def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(
+    rank: int, grad: bool, strategy: str
+) -> None:  # E-005, E-006, C-091, C-092
     shown = {}
     for name in ("torch", "fsdp_c"):
         model = build(name, strategy)
@@ -220,7 +218,7 @@ def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(  # E-00
 
 @all_strategies
 @on_ranks(2)
-def test_parameter_objects_stay_the_same(rank: int, world_size: int, strategy: str) -> None:  # C-072, B-003
+def test_parameter_objects_stay_the_same(rank: int, strategy: str) -> None:  # C-072, B-003
     # C-057
     model = build("fsdp_c", strategy)
     before = named(model)
@@ -237,9 +235,7 @@ def test_parameter_objects_stay_the_same(rank: int, world_size: int, strategy: s
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @all_strategies
 @on_ranks(2)
-def test_optimizers_train_bitwise_as_with_torch(
-    rank: int, world_size: int, strategy: str, optimizer_name: str
-) -> None:
+def test_optimizers_train_bitwise_as_with_torch(rank: int, strategy: str, optimizer_name: str) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
         steps(model, trace, rank, OPTIMIZERS[optimizer_name](model.parameters()), nothing)
 
@@ -248,7 +244,7 @@ def test_optimizers_train_bitwise_as_with_torch(
 
 @all_strategies
 @on_ranks(2)
-def test_groups_give_parameters_their_own_hyperparameters(rank: int, world_size: int, strategy: str) -> None:
+def test_groups_give_parameters_their_own_hyperparameters(rank: int, strategy: str) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
         params = named(model)
         decayed = [
@@ -262,9 +258,7 @@ def test_groups_give_parameters_their_own_hyperparameters(rank: int, world_size:
 
 
 @on_ranks(2)
-def test_gradients_set_to_none_free_the_flat_gradient_in_the_next_forward(  # C-119
-    rank: int, world_size: int
-) -> None:
+def test_gradients_set_to_none_free_the_flat_gradient_in_the_next_forward(rank: int) -> None:  # C-119
     model = build("fsdp_c")
     backward(model, 0, rank)
     for param in model.parameters():
@@ -303,9 +297,9 @@ FREEZERS = {"one": freeze_one, "unit": freeze_unit, "root": freeze_root, "all_bu
 @pytest.mark.parametrize("freezer", FREEZERS)
 @all_strategies
 @on_ranks(2)
-def test_freezing_and_unfreezing_between_steps(  # C-119, D-125
-    rank: int, world_size: int, strategy: str, freezer: str
-) -> None:
+def test_freezing_and_unfreezing_between_steps(
+    rank: int, strategy: str, freezer: str
+) -> None:  # C-119, D-125
     def body(model: Any, trace: Trace, rank: int) -> None:
         steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), FREEZERS[freezer])
 
@@ -316,9 +310,7 @@ def test_freezing_and_unfreezing_between_steps(  # C-119, D-125
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_wholly_frozen_root_under_no_shard_is_unfrozen(
-    rank: int, world_size: int, name: str
-) -> None:  # C-119
+def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, name: str) -> None:  # C-119
     """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15
     raises."""
     model, untouched = build(name, "NO_SHARD"), build(name, "NO_SHARD")
@@ -361,9 +353,7 @@ EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_p
 @pytest.mark.parametrize("edit", EDITS)
 @all_strategies
 @on_ranks(2)
-def test_edited_parameters_are_taken_over(
-    rank: int, world_size: int, strategy: str, edit: str
-) -> None:  # C-130, C-131, C-050
+def test_edited_parameters_are_taken_over(rank: int, strategy: str, edit: str) -> None:  # C-130, C-131, C-050
     def body(model: Any, trace: Trace, rank: int) -> None:
         for name, param in list(named(model).items()):
             if param.numel() and name in (
@@ -386,9 +376,7 @@ def test_edited_parameters_are_taken_over(
 @pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
 @all_strategies
 @on_ranks(2)
-def test_edited_gradients_are_taken_over(
-    rank: int, world_size: int, strategy: str, change: str
-) -> None:  # C-133
+def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) -> None:  # C-133
     def edit(params: dict[str, nn.Parameter]) -> None:
         for index, param in enumerate(params.values()):
             if param.grad is None:
@@ -417,7 +405,7 @@ def test_edited_gradients_are_taken_over(
 
 
 @on_ranks(2)
-def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> None:  # X-076, C-135
+def test_error_of_an_untied_parameter_names_both(rank: int) -> None:  # X-076, C-135
     model = build("fsdp_c", net={"tied": True})
     block = model.blocks[0]._fsdp_wrapped_module
     block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
@@ -430,7 +418,7 @@ def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_deregistered_parameter_is_skipped(rank: int, world_size: int, name: str) -> None:  # C-134
+def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:  # C-134
     model = build(name, net={"extra": True})
     del model.blocks[0]._fsdp_wrapped_module.extra.bias
     backward(model, 0, rank)
@@ -438,7 +426,7 @@ def test_deregistered_parameter_is_skipped(rank: int, world_size: int, name: str
 
 
 @on_ranks(2)
-def test_empty_data_outside_the_shard_changes_nothing(rank: int, world_size: int) -> None:  # C-134, parity 20
+def test_empty_data_outside_the_shard_changes_nothing(rank: int) -> None:  # C-134, parity 20
     def body(model: Any, trace: Trace, rank: int) -> None:
         for param in model.parameters():
             if param.numel() == 0:
@@ -461,7 +449,7 @@ def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @on_ranks(2)
 def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers_as_there_are_such_parameters(
-    rank: int, world_size: int
+    rank: int,
 ) -> None:
     """C-134, parity 20: one is looked at per gather. Each rank holds two of the four, so that both raise
     together."""
@@ -485,7 +473,7 @@ def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers
 
 
 @on_ranks(2)
-def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int, world_size: int) -> None:
+def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int) -> None:
     """Parity 20, 27: before anything is gathered, and nothing is changed by it."""
     model = build("fsdp_c")
     with torch.no_grad():
@@ -504,9 +492,9 @@ def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int
 
 
 @on_ranks(2)
-def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_then_on(  # C-131, parity 20
-    rank: int, world_size: int
-) -> None:
+def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_then_on(
+    rank: int,
+) -> None:  # C-131, parity 20
     model = build("fsdp_c")
     name, param = unheld(model)[0]
     replace_parameter(model, param, name)
@@ -518,9 +506,7 @@ def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_t
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_skipped_check_leaves_replaced_data_alone(
-    rank: int, world_size: int, name: str
-) -> None:  # C-002, X-050
+def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:  # C-002, X-050
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
         model = build(name)
@@ -533,9 +519,9 @@ def test_skipped_check_leaves_replaced_data_alone(
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_data_replaced_between_forward_and_backward_is_refused(  # X-074, C-132, D-127
-    rank: int, world_size: int, name: str
-) -> None:
+def test_data_replaced_between_forward_and_backward_is_refused(
+    rank: int, name: str
+) -> None:  # X-074, C-132, D-127
     model = build(name, "SHARD_GRAD_OP")
     output = model(batch(0, rank))  # noqa: F841  # a backward can follow
     block = model.blocks[0]._fsdp_wrapped_module
@@ -551,9 +537,9 @@ def test_data_replaced_between_forward_and_backward_is_refused(  # X-074, C-132,
 @pytest.mark.parametrize("net", [{}, {"tied": True}], ids=["plain", "tied"])
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_kept_low_precision_gradients_are_visible(  # parity 25, A-020
-    rank: int, world_size: int, strategy: str, net: dict[str, Any], offload: bool
-) -> None:
+def test_kept_low_precision_gradients_are_visible(
+    rank: int, strategy: str, net: dict[str, Any], offload: bool
+) -> None:  # parity 25, A-020
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     model = build("fsdp_c", strategy, net, mixed_precision=precision, cpu_offload=CPUOffload(offload))
     backward(model, 0, rank)
@@ -577,15 +563,13 @@ def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
 
 @all_strategies
 @on_ranks(2)
-def test_optimizer_in_backward_steps_as_with_torch(
-    rank: int, world_size: int, strategy: str
-) -> None:  # D-006, D-089
+def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> None:  # D-006, D-089
     trace = optimizers_in_backward(rank, strategy)
     assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
 
 
 @on_ranks(2)
-def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int, world_size: int) -> None:  # D-089
+def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int) -> None:  # D-089
     model = build("fsdp_c")
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
     before = {name: param.detach().clone() for name, param in named(model).items()}
@@ -598,9 +582,7 @@ def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int, world_si
 
 @all_strategies
 @on_ranks(2)
-def test_optimizer_in_backward_of_several_parameters_steps_once(  # D-089
-    rank: int, world_size: int, strategy: str
-) -> None:
+def test_optimizer_in_backward_of_several_parameters_steps_once(rank: int, strategy: str) -> None:  # D-089
     steps_taken: dict[int, int] = {}
 
     class Counting(torch.optim.SGD):
@@ -625,9 +607,7 @@ def test_optimizer_in_backward_of_several_parameters_steps_once(  # D-089
 @pytest.mark.parametrize("names", [("c",), ("a",), ("b", "a")])
 @all_strategies
 @on_ranks(2)
-def test_parameters_beside_ignored_ones_have_torchs_order(
-    rank: int, world_size: int, strategy: str, names: tuple[str, ...]
-) -> None:
+def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: tuple[str, ...]) -> None:
     """Optimizers number them so in what they save."""
 
     class Three(nn.Module):
@@ -656,7 +636,7 @@ def test_parameters_beside_ignored_ones_have_torchs_order(
 
 
 @on_ranks(2)
-def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size: int) -> None:  # D-089, B-027
+def test_optimizer_in_backward_steps_offloaded_parameters(rank: int) -> None:  # D-089, B-027
     models = [build("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]
     for model in models:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
@@ -669,7 +649,7 @@ def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size:
 
 @all_strategies
 @on_ranks(2)
-def test_an_empty_parameter_has_no_gradient_as_with_torch(rank: int, world_size: int, strategy: str) -> None:
+def test_an_empty_parameter_has_no_gradient_as_with_torch(strategy: str) -> None:
     class WithEmpty(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -175,14 +175,14 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_bits_are_those_of_the_plain_model(
-    rank: int, world_size: int, kind: str, use_orig_params: bool, strategy: ShardingStrategy
+    kind: str, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
     trains_alike(FACTORIES[kind], 4, bucket_nbytes=4096, **options)
 
 
 @on_ranks(2)
-def test_large_parameters_and_what_no_unit_manages(rank: int, world_size: int) -> None:
+def test_large_parameters_and_what_no_unit_manages() -> None:
     """Tensors above 1 MiB go from rank to rank, each from where it lies."""
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Linear(WIDTH, 700), nn.Linear(700, 701), nn.Linear(701, WIDTH)).to(device())
@@ -198,7 +198,7 @@ def test_large_parameters_and_what_no_unit_manages(rank: int, world_size: int) -
 
 @pytest.mark.parametrize("world", [3, 4])
 @on_ranks(4)
-def test_any_number_of_ranks(rank: int, world_size: int, world: int) -> None:
+def test_any_number_of_ranks(rank: int, world: int) -> None:
     group = dist.new_group(list(range(world)))
     if rank >= world:
         return
@@ -215,7 +215,7 @@ def test_any_number_of_ranks(rank: int, world_size: int, world: int) -> None:
 
 @both_views
 @on_ranks(4)
-def test_replicas_divide_the_work(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_replicas_divide_the_work(rank: int, use_orig_params: bool) -> None:
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
     optimizer = trains_alike(
@@ -231,7 +231,7 @@ def test_replicas_divide_the_work(rank: int, world_size: int, use_orig_params: b
 
 
 @on_ranks(4)
-def test_ranks_have_equal_work(rank: int, world_size: int) -> None:
+def test_ranks_have_equal_work(world_size: int) -> None:
     """What they own, in multiplications of a step, is within 1.2 of an equal share."""
     model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
@@ -251,7 +251,7 @@ def test_ranks_have_equal_work(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_each_rank_has_work_in_each_bucket(rank: int, world_size: int) -> None:
+def test_each_rank_has_work_in_each_bucket(world_size: int) -> None:
     """One without would wait for what moves."""
     model = wrapped(nn.Sequential(*(Layer(inner) for inner in (32, 64, 96) * 8)), use_orig_params=True)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
@@ -270,7 +270,7 @@ def test_each_rank_has_work_in_each_bucket(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_between_steps_a_rank_holds_state_of_its_own_alone(rank: int, world_size: int) -> None:
+def test_between_steps_a_rank_holds_state_of_its_own_alone() -> None:
     model = wrapped(plain_model(), use_orig_params=True)
     optimizer = WholeParameters(model, torch.optim.AdamW, lr=0.1)
     train(model, [optimizer], range(2))
@@ -300,7 +300,7 @@ class Random:
 
 @pytest.mark.parametrize("seed", range(12))
 @on_ranks(2)
-def test_random_programs_train_as_the_plain_model(rank: int, world_size: int, seed: int) -> None:
+def test_random_programs_train_as_the_plain_model(seed: int) -> None:
     program = Random(seed)
     plain, model = program.plain, wrapped(program.plain, **program.options)
     expected = as_list(program.factory(list(plain.named_parameters())))
@@ -321,7 +321,7 @@ def test_random_programs_train_as_the_plain_model(rank: int, world_size: int, se
 
 
 @on_ranks(2)
-def test_schedules_scalers_and_clipping_are_those_of_the_plain_model(rank: int, world_size: int) -> None:
+def test_schedules_scalers_and_clipping_are_those_of_the_plain_model() -> None:
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
     expected = decayed_sgd(list(plain.named_parameters()))
@@ -343,7 +343,7 @@ def test_schedules_scalers_and_clipping_are_those_of_the_plain_model(rank: int, 
 
 
 @on_ranks(2)
-def test_parameters_without_gradients_are_left_alone(rank: int, world_size: int) -> None:
+def test_parameters_without_gradients_are_left_alone() -> None:
     plain = plain_model()
     plain.layers[1].requires_grad_(False)
     model = wrapped(plain, use_orig_params=True)
@@ -359,7 +359,7 @@ def test_parameters_without_gradients_are_left_alone(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_a_closure_is_called_once_with_gradients(rank: int, world_size: int) -> None:
+def test_a_closure_is_called_once_with_gradients() -> None:
     model = wrapped(plain_model(), use_orig_params=True)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     calls = []
@@ -375,7 +375,7 @@ def test_a_closure_is_called_once_with_gradients(rank: int, world_size: int) -> 
 
 @both_views
 @on_ranks(2)
-def test_offloaded_parameters(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_offloaded_parameters(use_orig_params: bool) -> None:
     trains_alike(matrices_by_muon, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
 
 
@@ -389,7 +389,7 @@ class Counting(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_a_group_counts_steps_and_not_buckets(rank: int, world_size: int) -> None:
+def test_a_group_counts_steps_and_not_buckets() -> None:
     model = wrapped(plain_model(), use_orig_params=True)
     optimizer = WholeParameters(model, Counting, lr=0.1, bucket_nbytes=1)
     train(model, [optimizer], range(3))
@@ -418,7 +418,7 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @on_ranks(2)
 def test_full_state_is_that_of_the_plain_optimizer(
-    rank: int, world_size: int, kind: str, use_orig_params: bool, strategy: ShardingStrategy
+    kind: str, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
     plain = plain_model()
     model = wrapped(plain, use_orig_params=use_orig_params, sharding_strategy=strategy)
@@ -478,7 +478,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks(
 
 @pytest.mark.parametrize("kind", ["adafactor", "factored"])
 @on_ranks(2)
-def test_checkpoints_go_to_the_plain_optimizer_and_back(rank: int, world_size: int, kind: str) -> None:
+def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
     optimizer = WholeParameters(model, FACTORIES[kind])
@@ -503,7 +503,7 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(rank: int, world_size: i
 
 
 @on_ranks(4)
-def test_state_of_replicas_owners_is_saved_and_loaded(rank: int, world_size: int) -> None:
+def test_state_of_replicas_owners_is_saved_and_loaded(rank: int) -> None:
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
     hybrid = {
@@ -542,7 +542,7 @@ def common_folder() -> str:
 
 @both_views
 @on_ranks(2)
-def test_dcp_saves_and_loads_sharded_state(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
     """Nothing is gathered: a tensor of another shape is one shard, of its owner."""
     torch.manual_seed(3)
     plain = nn.Sequential(Layer(7), Layer(24), nn.Linear(WIDTH, 5)).to(device())
@@ -574,7 +574,7 @@ def test_dcp_saves_and_loads_sharded_state(rank: int, world_size: int, use_orig_
 
 
 @on_ranks(2)
-def test_dcp_makes_no_step_of_its_own_where_there_is_state(rank: int, world_size: int) -> None:
+def test_dcp_makes_no_step_of_its_own_where_there_is_state() -> None:
     """As get_optimizer_state_dict() does for a new optimizer, to know what it will hold."""
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
@@ -597,7 +597,7 @@ def test_dcp_makes_no_step_of_its_own_where_there_is_state(rank: int, world_size
 
 @pytest.mark.parametrize("rank0_only", [True, False])
 @on_ranks(2)
-def test_state_moves_to_other_owners(rank: int, world_size: int, rank0_only: bool) -> None:
+def test_state_moves_to_other_owners(rank: int, rank0_only: bool) -> None:
     """From rank 0 alone, or from the shards of another wrapping's owners."""
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
@@ -647,7 +647,7 @@ def swapped_owners(model: FSDP) -> WholeParameters:
 
 
 @on_ranks(2)
-def test_sharded_state_round_trip(rank: int, world_size: int) -> None:
+def test_sharded_state_round_trip() -> None:
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
@@ -676,7 +676,7 @@ def summoned(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 @on_ranks(2)
-def test_what_cannot_be_is_refused_in_words(rank: int, world_size: int) -> None:
+def test_what_cannot_be_is_refused_in_words() -> None:
     model = wrapped(plain_model(), use_orig_params=True)
     with pytest.raises(ValueError, match="LBFGS takes all parameters as one vector"):
         WholeParameters(model, torch.optim.LBFGS)
@@ -692,7 +692,7 @@ def test_what_cannot_be_is_refused_in_words(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_unreduced_gradients_of_one_rank_are_an_error_on_all(rank: int, world_size: int) -> None:
+def test_unreduced_gradients_of_one_rank_are_an_error_on_all(rank: int) -> None:
     model = wrapped(plain_model(), use_orig_params=False)
     optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
     with model.no_sync():
@@ -717,9 +717,7 @@ class RaisesOnce(torch.optim.SGD):
 
 @pytest.mark.parametrize("bucket_nbytes", [None, 4096])
 @on_ranks(2)
-def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(
-    rank: int, world_size: int, bucket_nbytes: int | None
-) -> None:
+def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(bucket_nbytes: int | None) -> None:
     plain = plain_model()
     model = wrapped(plain, use_orig_params=True)
     optimizer = WholeParameters(model, RaisesOnce, lr=0.1, bucket_nbytes=bucket_nbytes)
@@ -733,7 +731,7 @@ def test_an_optimizer_that_raises_on_one_rank_is_an_error_on_all(
 
 
 @on_ranks(2)
-def test_state_of_another_owner_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
+def test_state_of_another_owner_is_refused_on_all_ranks() -> None:
     model = wrapped(plain_model(), use_orig_params=True)
     optimizer = WholeParameters(model, FACTORIES["factored"])
     train(model, [optimizer], range(1))

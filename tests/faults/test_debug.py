@@ -57,7 +57,7 @@ KINDS = {"nan": "NaN", "inf": "inf"}
 @all_strategies
 @on_ranks(2, label="faults")
 def test_a_gradient_that_is_not_finite_is_named_on_every_rank_before_it_spreads(
-    rank: int, world_size: int, strategy: str, value: float
+    rank: int, strategy: str, value: float
 ) -> None:
     model = build(sharding_strategy=ShardingStrategy[strategy])
     hook = spoil(model, value if rank == 1 else 1.0)
@@ -74,7 +74,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank_before_it_spreads(
 
 
 @on_ranks(2, label="faults")
-def test_an_anomaly_under_no_sync_is_raised_at_the_reduction(rank: int, world_size: int) -> None:
+def test_an_anomaly_under_no_sync_is_raised_at_the_reduction(rank: int) -> None:
     model = build(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     hook = spoil(model, float("nan") if rank == 0 else 1.0)
     with detect_anomalies():
@@ -86,7 +86,7 @@ def test_an_anomaly_under_no_sync_is_raised_at_the_reduction(rank: int, world_si
 
 
 @on_ranks(2, label="faults")
-def test_nothing_is_looked_at_outside_and_it_is_not_nested(rank: int, world_size: int) -> None:
+def test_nothing_is_looked_at_outside_and_it_is_not_nested(rank: int) -> None:
     model = build()
     spoil(model, float("nan"))
     with detect_anomalies(), pytest.raises(RuntimeError, match="on already"), detect_anomalies():
@@ -96,7 +96,7 @@ def test_nothing_is_looked_at_outside_and_it_is_not_nested(rank: int, world_size
 
 
 @on_ranks(2, label="faults")
-def test_replicas_of_no_shard_that_drift_are_named(rank: int, world_size: int) -> None:
+def test_replicas_of_no_shard_that_drift_are_named(rank: int) -> None:
     model = build(sharding_strategy=ShardingStrategy.NO_SHARD)
     checksum(model)
     loss(model, rank).backward()
@@ -110,7 +110,7 @@ def test_replicas_of_no_shard_that_drift_are_named(rank: int, world_size: int) -
 
 
 @on_ranks(2, label="faults")
-def test_buffers_that_drift_are_named_unless_left_out(rank: int, world_size: int) -> None:
+def test_buffers_that_drift_are_named_unless_left_out(rank: int) -> None:
     model = build()
     checksum(model)
     model.module.blocks[0].module.calls.add_(rank)
@@ -120,7 +120,7 @@ def test_buffers_that_drift_are_named_unless_left_out(rank: int, world_size: int
 
 
 @on_ranks(4, label="faults")
-def test_hybrid_replicas_that_drift_are_named_on_all_ranks(rank: int, world_size: int) -> None:
+def test_hybrid_replicas_that_drift_are_named_on_all_ranks(rank: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2))
     model = build(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     checksum(model)
@@ -196,9 +196,7 @@ def test_updates_that_bf16_loses_are_counted_once_and_those_of_float32_are_there
 
 @both_views
 @on_ranks(4, label="faults")
-def test_updates_of_replicas_count_once_and_frozen_parameters_not_at_all(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_updates_of_replicas_count_once_and_frozen_parameters_not_at_all(use_orig_params: bool) -> None:
     torch.manual_seed(5)
     net = Net(blocks=2)
     net.blocks[0].requires_grad_(False)

@@ -184,7 +184,7 @@ def raise_everywhere(
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @on_ranks(2, label="faults")
 def test_an_exception_at_any_point_of_user_code_leaves_nothing_behind(
-    rank: int, world_size: int, scenario: str
+    rank: int, scenario: str
 ) -> None:  # D-102
     before = settled_nbytes()
     run = Watched(rank, **SCENARIOS[scenario])
@@ -199,7 +199,7 @@ def test_an_exception_at_any_point_of_user_code_leaves_nothing_behind(
 @pytest.mark.parametrize("scenario", ["full_shard", "frozen"])
 @on_ranks(2, label="faults")
 def test_an_interrupt_between_any_two_calls_of_a_step_leaves_nothing_behind(
-    rank: int, world_size: int, scenario: str, error: type[BaseException]
+    rank: int, scenario: str, error: type[BaseException]
 ) -> None:
     run = Watched(rank, watch=False, **SCENARIOS[scenario])
     gc.collect()
@@ -279,7 +279,7 @@ def held_everywhere(params: list[Tensor]) -> list[bool]:
 )
 @on_ranks(2, label="faults")
 def test_an_exception_amid_an_optimizer_step_leaves_nothing_behind_but_the_updates_that_were_made(
-    rank: int, world_size: int, in_backward: bool, strategy: str
+    rank: int, in_backward: bool, strategy: str
 ) -> None:
     run = Stepped(rank, in_backward, ShardingStrategy[strategy])
     undisturbed = run.result()

@@ -75,7 +75,7 @@ def places(folder: Path) -> list[str]:
 
 
 @on_ranks(2, label="faults")
-def test_a_step_passes_through_the_phases_of_each_unit(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_step_passes_through_the_phases_of_each_unit(rank: int, tmp_path: Path) -> None:
     with flight_records(str(tmp_path)):
         model, seen = build(), []
 
@@ -109,7 +109,7 @@ WAITS = {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @on_ranks(2, label="faults")
 def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
-    rank: int, world_size: int, tmp_path: Path, direction: str
+    rank: int, tmp_path: Path, direction: str
 ) -> None:
     told = tmp_path / "told"
     waits = rf"rank 0 waits in the {WAITS[direction]}"
@@ -139,9 +139,7 @@ def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
 
 
 @on_ranks(2, label="faults")
-def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(rank: int, tmp_path: Path) -> None:
     class Lost:
         def wait(self) -> None:
             raise RuntimeError("the peer is gone")
@@ -200,7 +198,7 @@ GATHERED: dict[str, tuple[Any, str, Callable[[FSDP], Any], str]] = {  # by the c
 
 
 @on_ranks(2, label="faults")
-def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int, world_size: int) -> None:
+def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int) -> None:
     """In torch's own error, which stays of its type and begins with its text."""
     model = build()
     model(torch.randn(3, WIDTH)).sum().backward()
@@ -223,7 +221,7 @@ def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int, world
 @pytest.mark.parametrize("name", GATHERED)
 @on_ranks(2, label="faults")
 def test_memory_that_runs_out_in_a_gather_beside_steps_is_told_with_rank_unit_and_remedy(
-    rank: int, world_size: int, name: str
+    rank: int, name: str
 ) -> None:
     """Once, however deep it was."""
     module, collective, body, unit = GATHERED[name]
@@ -244,9 +242,7 @@ def test_memory_that_runs_out_in_a_gather_beside_steps_is_told_with_rank_unit_an
 
 
 @on_ranks(2, label="faults")
-def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(rank: int, tmp_path: Path) -> None:
     build()(torch.randn(3, WIDTH))
     assert not list(tmp_path.glob("*.ledger"))
     file = tmp_path / f"file{rank}"
@@ -448,9 +444,7 @@ def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
 
 
 @on_ranks(2, label="faults")
-def test_a_load_that_fails_on_all_ranks_is_over_for_the_flight_recorder(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_load_that_fails_on_all_ranks_is_over_for_the_flight_recorder(rank: int, tmp_path: Path) -> None:
     with flight_records(str(tmp_path / "records")) as folder:
         model = build()
         with pytest.raises(FileNotFoundError):
@@ -476,7 +470,7 @@ ALONE: dict[str, Callable[[FSDP, torch.optim.Optimizer, Path], object]] = {
 
 @pytest.mark.parametrize("what", ALONE)
 @on_ranks(2, label="faults")
-def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path: Path, what: str) -> None:
+def test_what_one_rank_calls_alone_is_named(rank: int, tmp_path: Path, what: str) -> None:
     with flight_records(str(tmp_path)) as folder:
         model = build()
         optimizer = torch.optim.Adam(model.parameters())
@@ -543,7 +537,7 @@ def watched(folder: Path, records: Path | None, look_s: float = 0.1) -> Iterator
 @pytest.mark.parametrize("what", ALONE)
 @on_ranks(2, label="faults")
 def test_ranks_of_which_one_calls_what_all_must_are_told_while_they_wait(
-    rank: int, world_size: int, tmp_path: Path, what: str
+    rank: int, tmp_path: Path, what: str
 ) -> None:
     with watched(tmp_path, tmp_path / "records") as told:
         model, optimizer = told.trained()
@@ -560,9 +554,7 @@ def test_ranks_of_which_one_calls_what_all_must_are_told_while_they_wait(
 
 
 @on_ranks(2, label="faults")
-def test_ranks_with_unequal_numbers_of_batches_are_told_while_they_wait(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_ranks_with_unequal_numbers_of_batches_are_told_while_they_wait(rank: int, tmp_path: Path) -> None:
     with watched(tmp_path, tmp_path / "records") as told:
         model, _ = told.trained()
         if rank == 1:
@@ -586,9 +578,7 @@ OVER_THE_STORE = {
 
 @pytest.mark.parametrize("what", OVER_THE_STORE)
 @on_ranks(2, label="faults")
-def test_without_a_folder_rank_0_is_told_over_the_store(
-    rank: int, world_size: int, tmp_path: Path, what: str
-) -> None:
+def test_without_a_folder_rank_0_is_told_over_the_store(rank: int, tmp_path: Path, what: str) -> None:
     with watched(tmp_path, None) as told:
         model, optimizer = told.trained()
         if rank == 1:
@@ -602,7 +592,7 @@ def test_without_a_folder_rank_0_is_told_over_the_store(
 
 
 @on_ranks(2, label="faults")
-def test_a_rank_that_moves_is_not_told_of_over_the_store(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_rank_that_moves_is_not_told_of_over_the_store(rank: int, tmp_path: Path) -> None:
     """It has told of the place before; and between steps a rank has some time."""
     with watched(tmp_path, None) as told:
         model, _ = told.trained()
@@ -629,9 +619,7 @@ def test_ranks_in_different_places_are_told_sooner_than_those_between_steps() ->
 
 
 @on_ranks(2, label="faults")
-def test_the_watch_may_be_left_out_and_ends_with_its_group(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_the_watch_may_be_left_out_and_ends_with_its_group(tmp_path: Path) -> None:
     close()
     before = flight_recorder._thread
     with mock.patch.dict(os.environ, FSDP_C_WATCH="0"):
@@ -647,9 +635,7 @@ def test_the_watch_may_be_left_out_and_ends_with_its_group(
 
 
 @on_ranks(2, label="faults")
-def test_nothing_is_told_of_ranks_that_train_or_wait_together(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_nothing_is_told_of_ranks_that_train_or_wait_together(tmp_path: Path) -> None:
     def pause(*_: object) -> None:
         time.sleep(2)  # of four looks: a rank may be slow for two
 
@@ -667,9 +653,7 @@ def test_nothing_is_told_of_ranks_that_train_or_wait_together(
 
 
 @on_ranks(2, label="faults")
-def test_the_thread_that_looks_ends_with_the_record_and_outlives_its_folder(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_the_thread_that_looks_ends_with_the_record_and_outlives_its_folder(tmp_path: Path) -> None:
     with watched(tmp_path, tmp_path / "records"):
         build()(torch.ones(1, WIDTH))
         mine = watching()
@@ -682,7 +666,7 @@ def test_the_thread_that_looks_ends_with_the_record_and_outlives_its_folder(
 
 
 @on_ranks(2, label="faults")
-def test_a_load_of_a_state_dict_is_a_phase(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_a_load_of_a_state_dict_is_a_phase(rank: int, tmp_path: Path) -> None:
     seen = []
     with flight_records(str(tmp_path)) as folder:
         model = build()

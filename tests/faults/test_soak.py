@@ -17,9 +17,7 @@ OFTEN = {"exception": 0.3, "evaluation": 0.1, "state dict": 0.05, "save": 0.1, "
 
 
 @on_ranks(2, label="faults")
-def test_a_run_with_random_faults_has_the_losses_of_one_without(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_a_run_with_random_faults_has_the_losses_of_one_without(rank: int, tmp_path: Path) -> None:
     flight_recorder.close()
     flight_recorder._end_thread()  # which has a connection of its own, once this rank has not moved for a while
     settled_nbytes()

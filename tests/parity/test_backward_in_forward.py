@@ -103,7 +103,7 @@ def trained(
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
 def test_training_with_a_backward_inside_the_forward_equals_torchs(
-    rank: int, world_size: int, name: str, strategy: str, use_orig_params: bool
+    rank: int, name: str, strategy: str, use_orig_params: bool
 ) -> None:
     if use_orig_params and strategy == "NO_SHARD" and name == "gradient_of_the_input":
         pytest.skip("torch no longer lists the parameters of such a unit; see the next test")
@@ -117,9 +117,7 @@ def test_training_with_a_backward_inside_the_forward_equals_torchs(
 
 
 @on_ranks(2)
-def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_they_are_not(
-    rank: int, world_size: int
-) -> None:
+def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_they_are_not(rank: int) -> None:
     listed = {}
     for which in ("torch", "fsdp_c"):
         model = build(
@@ -131,9 +129,7 @@ def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_th
 
 
 @on_ranks(2)
-def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(
-    rank: int, world_size: int
-) -> None:
+def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(rank: int) -> None:
     """Without a backward of the whole nothing that was gathered for the one inside goes stale."""
     model = build("fsdp_c", gradient_of_the_input, use_orig_params=True)
     for _ in range(2):
@@ -147,7 +143,7 @@ def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(
 
 
 @on_ranks(2)
-def test_backward_through_the_unit_amid_its_forward_is_refused_by_name(rank: int, world_size: int) -> None:
+def test_backward_through_the_unit_amid_its_forward_is_refused_by_name(rank: int) -> None:
     for which in ("torch", "fsdp_c"):
         model = build(which, own_parameters, use_orig_params=True)
         with pytest.raises((AssertionError, RuntimeError)) as found:

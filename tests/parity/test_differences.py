@@ -93,7 +93,7 @@ def gradients_or_error(step: Callable[[], list[Tensor]]) -> list[Tensor] | str:
 
 
 @on_ranks(2)
-def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int, world_size: int) -> None:
+def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -> None:
     found = {}
     for which in BOTH:
         mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -105,9 +105,7 @@ def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int, w
 
 
 @on_ranks(2)
-def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(
-    rank: int, world_size: int
-) -> None:  # A-117
+def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:  # A-117
     """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
     norms = {}
     for which in BOTH:
@@ -123,7 +121,7 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients(
 @both_views
 @on_ranks(2)
 def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
-    rank: int, world_size: int, use_orig_params: bool
+    rank: int, use_orig_params: bool
 ) -> None:  # D-126
     """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without
     offload."""
@@ -145,9 +143,7 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_row_4_evaluation_sees_the_optimizer_step_before_it(
-    rank: int, world_size: int, strategy: str
-) -> None:  # D-042
+def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:  # D-042
     stale = {}
     for which in BOTH:
         model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy=strategy)
@@ -165,7 +161,7 @@ def test_row_4_evaluation_sees_the_optimizer_step_before_it(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     stale = {}
     for which in BOTH:
@@ -179,9 +175,7 @@ def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
 
 
 @on_ranks(2)
-def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(
-    rank: int, world_size: int
-) -> None:
+def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next() -> None:
     def losses(model: Any) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         seen = []
@@ -203,7 +197,7 @@ def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(
 
 
 @on_ranks(2)
-def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: int, world_size: int) -> None:
+def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: int) -> None:
     kept = {}
     for which in BOTH:
         model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy="SHARD_GRAD_OP")
@@ -219,7 +213,7 @@ def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: 
 
 
 @on_ranks(2)
-def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive(rank: int, world_size: int) -> None:
+def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
     """Torch frees the storage that it returns and dies with SIGSEGV."""
     model = per_block("fsdp_c")
     config = FullStateDictConfig(offload_to_cpu=True)
@@ -230,7 +224,7 @@ def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive(rank: int, w
 
 
 @on_ranks(2)
-def test_row_5_summon_offloaded_on_a_cpu_works(rank: int, world_size: int) -> None:
+def test_row_5_summon_offloaded_on_a_cpu_works(rank: int) -> None:
     """Torch dies with SIGSEGV."""
     model = per_block("fsdp_c")
     with type(model).summon_full_params(model, offload_to_cpu=True, rank0_only=True, writeback=False):
@@ -272,7 +266,7 @@ def test_row_7_the_cpu_is_a_device_like_others(
 
 
 @on_ranks(2)
-def test_row_8_state_dict_type_is_restored_when_the_body_raises(rank: int, world_size: int) -> None:  # A-132
+def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:  # A-132
     found = {}
     for which in BOTH:
         model = per_block(which)
@@ -283,7 +277,7 @@ def test_row_8_state_dict_type_is_restored_when_the_body_raises(rank: int, world
 
 
 @on_ranks(2)
-def test_row_9_no_shard_honours_rank0_only(rank: int, world_size: int) -> None:
+def test_row_9_no_shard_honours_rank0_only(rank: int) -> None:
     sizes = {}
     for which in BOTH:
         model = per_block(which, strategy="NO_SHARD")
@@ -296,7 +290,7 @@ def test_row_9_no_shard_honours_rank0_only(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("query", ["check_is_root", "state_dict"])
 @on_ranks(2)
-def test_row_11_a_query_on_an_inner_unit_decides_nothing(rank: int, world_size: int, query: str) -> None:
+def test_row_11_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None:
     def nested(which: str) -> Tensor:
         inner = wrap(which, plain())
         getattr(inner, query)()
@@ -470,7 +464,7 @@ def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> 
 )
 @on_ranks(2)
 def test_row_15_outputs_are_returned_as_they_were(
-    rank: int, world_size: int, container: type, type_of_torch: type
+    rank: int, container: type, type_of_torch: type
 ) -> None:  # D-043
     for which in BOTH:
         unit = Returns(lambda value: container(value=value))
@@ -489,7 +483,7 @@ class Recurrent(nn.Module):
 
 
 @on_ranks(2)
-def test_row_16_a_packed_sequence_is_cast(rank: int, world_size: int) -> None:  # A-082, D-046
+def test_row_16_a_packed_sequence_is_cast() -> None:  # A-082, D-046
     def run(which: str) -> Tensor:
         model = wrap(which, Recurrent(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))
@@ -522,7 +516,7 @@ def total_norm(gradients: list[Tensor | None]) -> float:
 
 
 @on_ranks(2)
-def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int, world_size: int) -> None:
+def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
     """In torch the views of frozen parameters require grad too; under no_sync their gradients stay, and are
     clipped."""
     trained, frozen = {}, {}
@@ -542,9 +536,7 @@ def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_row_28_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(
-    rank: int, world_size: int
-) -> None:
+def test_row_28_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(rank: int) -> None:
     """Torch trains what is inside, as the output of its frozen embeddings requires grad; see
     tests/distributed/test_units_without_gradient.py for what fsdp_c says then."""
 
@@ -582,7 +574,7 @@ def whole_optim_state(
 
 
 @on_ranks(2)
-def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int, world_size: int) -> None:
+def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
     """On a CPU device torch's exp_avg is its exp_avg_sq, without a word."""
     for which in BOTH:
         model, optimizer = adam_trained(which, rank)
@@ -593,7 +585,7 @@ def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_row_10_local_state_dict_with_original_parameters_loads(rank: int, world_size: int) -> None:
+def test_row_10_local_state_dict_with_original_parameters_loads() -> None:
     for which in BOTH:
         model = per_block(which)
         with type(model).state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -606,7 +598,7 @@ def test_row_10_local_state_dict_with_original_parameters_loads(rank: int, world
 
 
 @on_ranks(2)
-def test_row_23_each_parameter_has_a_step_of_its_own(rank: int, world_size: int) -> None:
+def test_row_23_each_parameter_has_a_step_of_its_own(rank: int) -> None:
     """Loaded with original parameters, a step that is shared is counted once per parameter."""
     steps = {}
     for which in BOTH:
@@ -636,9 +628,7 @@ def optimizer_groups(model: Any) -> list[dict[str, Any]]:
 
 @both_views
 @on_ranks(2)
-def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(use_orig_params: bool) -> None:
     """In torch a tied name stands after its module's other parameters; so it does here without original
     parameters."""
     names = {
@@ -653,7 +643,7 @@ def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(
 
 
 @on_ranks(2)
-def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int, world_size: int) -> None:
+def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
     def run(which: str) -> None:
         first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         second.weight = first.weight
@@ -666,9 +656,7 @@ def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int, world_siz
 
 
 @on_ranks(2)
-def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(
-    rank: int, world_size: int
-) -> None:
+def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -> None:
     """Torch gathers float32 zeros among float64 gradients, and the process dies in the collective
     (SIGABRT)."""
     model = wrap("fsdp_c", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double())
@@ -692,7 +680,7 @@ class Generator(nn.Linear):
 
 
 @on_ranks(2)
-def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int, world_size: int) -> None:
+def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int) -> None:
     messages = {}
     for which in BOTH:
         model = wrap(which, Generator(WIDTH, WIDTH))
@@ -709,7 +697,7 @@ def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int, worl
 
 
 @on_ranks(2)
-def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int, world_size: int) -> None:
+def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
     outputs = {}
     for which in BOTH:
         model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
@@ -741,7 +729,7 @@ def test_row_25_low_precision_gradients_of_tied_weights_are_kept(rank: int, worl
 
 
 @on_ranks(2)
-def test_new_data_of_a_flat_parameter_stays(rank: int, world_size: int) -> None:
+def test_new_data_of_a_flat_parameter_stays(rank: int) -> None:
     """Torch gathers from it once and then returns to the old shard without a word."""
     losses = {}
     for which in BOTH:
@@ -786,7 +774,7 @@ def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward
 
 
 @on_ranks(2)
-def test_row_31_data_put_into_a_flat_parameter_stays(rank: int, world_size: int) -> None:
+def test_row_31_data_put_into_a_flat_parameter_stays(rank: int) -> None:
     """Torch takes it for one gather, and then shows its own shard again."""
     found = {}
     for which in BOTH:
@@ -805,7 +793,7 @@ def test_row_31_data_put_into_a_flat_parameter_stays(rank: int, world_size: int)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @on_ranks(2)
 def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_backward(
-    rank: int, world_size: int, set_to_none: bool
+    set_to_none: bool,
 ) -> None:
     """Torch shows views there in the place of parameters, so that gradients add up over the steps."""
     losses = {}
@@ -825,7 +813,7 @@ def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_back
 
 
 @on_ranks(2)
-def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int, world_size: int) -> None:
+def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
     said = {}
     for which in BOTH:
         model = per_block(which, strategy="SHARD_GRAD_OP")
@@ -841,7 +829,7 @@ def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int, world_
 @pytest.mark.parametrize("which", BOTH)
 @on_ranks(2)
 def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_past(
-    rank: int, world_size: int, which: str
+    rank: int, which: str
 ) -> None:
     """The remedy: the unit's own, or the optimizer's parameters."""
     model = per_block(which, strategy="SHARD_GRAD_OP")
@@ -863,9 +851,7 @@ def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_
 
 @both_views
 @on_ranks(2)
-def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(rank: int, use_orig_params: bool) -> None:
     """Torch zeroes what no_sync has left, and adds what was reduced before that to the next gradient."""
 
     def step(model: Any, one: int) -> list[Tensor]:
@@ -892,7 +878,7 @@ def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(
 
 @all_strategies
 @on_ranks(2)
-def test_row_42_a_frozen_parameter_keeps_its_gradient(rank: int, world_size: int, strategy: str) -> None:
+def test_row_42_a_frozen_parameter_keeps_its_gradient(strategy: str) -> None:
     """Torch drops it in the next backward, but for a unit that is frozen as a whole under SHARD_GRAD_OP."""
 
     def step(model: Any, net: Net) -> list[Tensor]:
@@ -965,7 +951,7 @@ def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
 
 
 @on_ranks(2)
-def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int, world_size: int) -> None:
+def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int) -> None:
     def sliced() -> nn.Linear:
         layer = nn.Linear(WIDTH, WIDTH)
         layer.weight = nn.Parameter(
@@ -980,7 +966,7 @@ def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int,
 
 
 @on_ranks(2)
-def test_row_30_gradients_of_transposed_parameters_lie_as_those_do(rank: int, world_size: int) -> None:
+def test_row_30_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
     own, contiguous = (1, WIDTH + 1), (WIDTH, 1)
     strides = {}
     for which in BOTH:
@@ -1006,7 +992,7 @@ class CalledWithOthers(nn.Module):
 
 
 @on_ranks(2)
-def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int, world_size: int) -> None:
+def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int) -> None:
     expected, own = CalledWithOthers()(batch(rank)), CalledWithOthers().layer(batch(rank))
     found = {which: wrap(which, CalledWithOthers())(batch(rank)) for which in BOTH}
     assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
@@ -1042,9 +1028,7 @@ def shared(wrapped: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
 
 @both_views
 @on_ranks(2)
-def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, use_orig_params: bool) -> None:
     """With forwards of both before a backward torch trains under SHARD_GRAD_OP alone."""
 
     def wrapped(which: str) -> tuple[Any, Any]:
@@ -1090,7 +1074,7 @@ def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(
 
 
 @on_ranks(2)
-def test_row_70_compiled_autograd_is_refused_in_words(rank: int, world_size: int) -> None:
+def test_row_70_compiled_autograd_is_refused_in_words(rank: int) -> None:
     """Torch trains on with wrong gradients, without a word; larger models end in an error of Dynamo's."""
 
     def two_layers(which: str | None) -> Any:
@@ -1147,9 +1131,7 @@ def twentieths() -> Net:
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_load_state_dict_with_assign_loads_and_goes_on_training(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_load_state_dict_with_assign_loads_and_goes_on_training(strategy: str, use_orig_params: bool) -> None:
     """Torch goes on with what was there; under NO_SHARD with use_orig_params the optimizer trains nothing any
     more."""
 
@@ -1181,9 +1163,7 @@ def test_load_state_dict_with_assign_loads_and_goes_on_training(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_data_that_is_set_in_summon_full_params_is_kept(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_data_that_is_set_in_summon_full_params_is_kept(strategy: str, use_orig_params: bool) -> None:
     outputs = {}
     for which in BOTH:
         model = per_block(which, strategy=strategy, use_orig_params=use_orig_params)
@@ -1196,7 +1176,7 @@ def test_data_that_is_set_in_summon_full_params_is_kept(
 
 
 @on_ranks(2)
-def test_a_refused_set_state_dict_type_changes_no_unit(rank: int, world_size: int) -> None:
+def test_a_refused_set_state_dict_type_changes_no_unit() -> None:
     types = {}
     for which in BOTH:
         model = per_block(which)
@@ -1213,7 +1193,7 @@ def test_a_refused_set_state_dict_type_changes_no_unit(rank: int, world_size: in
 
 @both_views
 @on_ranks(2)
-def test_gradients_in_float64_are_clipped(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_gradients_in_float64_are_clipped(use_orig_params: bool) -> None:
     norms = []
     for which in BOTH:
         model = wrap(which, plain().double(), use_orig_params=use_orig_params)
@@ -1239,9 +1219,7 @@ def torch_raises_and_ours_is_as_plain(
 
 @both_views
 @on_ranks(2)
-def test_a_first_forward_in_inference_mode_leaves_a_model_that_trains(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_first_forward_in_inference_mode_leaves_a_model_that_trains(use_orig_params: bool) -> None:
     def losses(model: Any) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with torch.inference_mode():
@@ -1258,7 +1236,7 @@ def test_a_first_forward_in_inference_mode_leaves_a_model_that_trains(
 
 @both_views
 @on_ranks(2)
-def test_several_forwards_and_then_their_backwards(rank: int, world_size: int, use_orig_params: bool) -> None:
+def test_several_forwards_and_then_their_backwards(use_orig_params: bool) -> None:
     def gradients(model: Any) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for loss in [model(batch(0, index)).square().mean() for index in range(3)]:

@@ -100,7 +100,7 @@ class DtypeProbe(nn.Module):
 
 
 @on_ranks(2)
-def test_unit_without_parameters_does_not_cast_its_inputs(rank: int, world_size: int) -> None:
+def test_unit_without_parameters_does_not_cast_its_inputs() -> None:
     """D-031, as in torch: a cast makes inputs fit the parameters."""
     casting = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     seen = {}
@@ -138,7 +138,7 @@ def full_copy(model: nn.Module) -> Net:
 @both_views
 @on_ranks(2)
 def test_evaluation_equals_the_plain_model_after_every_step(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
+    rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     """D-123: outputs in fp32, of the parameters as they are now, and nothing stays gathered (parity 4)."""
     with full_precision_in_eval():
@@ -161,9 +161,7 @@ def test_evaluation_equals_the_plain_model_after_every_step(
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_backward_is_in_the_precision_of_its_forward(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool
-) -> None:
+def test_backward_is_in_the_precision_of_its_forward(rank: int, strategy: str, use_orig_params: bool) -> None:
     """An evaluation between a forward and its backward changes nothing; nor does a summon in eval mode."""
     x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     found = []
@@ -187,9 +185,7 @@ def test_backward_is_in_the_precision_of_its_forward(
 
 @both_views
 @on_ranks(2)
-def test_gradients_of_both_precisions_accumulate_in_no_sync(
-    rank: int, world_size: int, use_orig_params: bool
-) -> None:
+def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, use_orig_params: bool) -> None:
     """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either
     order."""
     x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))

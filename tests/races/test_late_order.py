@@ -38,7 +38,7 @@ def late(streams: str) -> Iterator[None]:
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("name", OPTIONS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_training_is_the_same(rank: int, world_size: int, name: str, streams: str) -> None:
+def test_training_is_the_same(rank: int, name: str, streams: str) -> None:
     with over("nccl") as options:
         assert_parity(
             rank, name, late(streams), no_sync=name == "FULL_SHARD", checkpoint=False, options=options
@@ -47,7 +47,7 @@ def test_training_is_the_same(rank: int, world_size: int, name: str, streams: st
 
 @pytest.mark.parametrize("streams", STREAMS)
 @on_ranks(4, TIMEOUT_S)
-def test_hybrid_training_is_the_same(rank: int, world_size: int, streams: str) -> None:
+def test_hybrid_training_is_the_same(rank: int, streams: str) -> None:
     rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     (shard, _), (replicate, _) = (dist.new_subgroups_by_enumeration(ranks) for ranks in (rows, columns))
     options = {

@@ -47,19 +47,19 @@ def run(program: str, rank: int) -> None:
 
 @pytest.mark.parametrize("program", OF_TWO)
 @on_ranks(2, label="races")
-def test_programs_are_in_order(rank: int, world_size: int, program: str) -> None:
+def test_programs_are_in_order(rank: int, program: str) -> None:
     run(program, rank)
 
 
 @pytest.mark.parametrize("program", OF_FOUR)
 @on_ranks(4, label="races")
-def test_hybrid_programs_are_in_order(rank: int, world_size: int, program: str) -> None:
+def test_hybrid_programs_are_in_order(rank: int, program: str) -> None:
     run(program, rank)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2, label="races")
-def test_offload_gives_the_same_numbers(rank: int, world_size: int, strategy: str) -> None:
+def test_offload_gives_the_same_numbers(rank: int, strategy: str) -> None:
     """By an optimizer that divides by nothing, which a CPU does otherwise than a GPU."""
     import torch
     from torch.distributed.fsdp import CPUOffload
@@ -96,16 +96,14 @@ def step_whole_parameters(rank: int, group: Any, offload: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2, label="races")
-def test_whole_parameters_move_in_order(rank: int, world_size: int, offload: bool) -> None:
+def test_whole_parameters_move_in_order(rank: int, offload: bool) -> None:
     with on_gpu() as group, races.none_found():
         step_whole_parameters(rank, group, offload)
 
 
 @pytest.mark.parametrize("missing", ["of the computation", "of the movement", "of a gather"])
 @on_ranks(2, label="races")
-def test_a_wait_of_whole_parameters_that_is_left_out_is_found(
-    rank: int, world_size: int, missing: str
-) -> None:
+def test_a_wait_of_whole_parameters_that_is_left_out_is_found(rank: int, missing: str) -> None:
     import torch
 
     from fsdp_c.state.whole_parameters import _Beside

@@ -151,7 +151,7 @@ def reports_without_waits(rank: int, settings: dict[str, Any]) -> list[str]:
 
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_twin_that_waits_for_less_is_found(rank: int, world_size: int) -> None:
+def test_a_twin_that_waits_for_less_is_found(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(timeline_models, "attention", attention)
         assert any(line.startswith("race") for line in reports_without_waits(rank, ON_ONE_NODE[0]))
@@ -159,11 +159,11 @@ def test_a_twin_that_waits_for_less_is_found(rank: int, world_size: int) -> None
 
 @pytest.mark.parametrize("settings", ON_ONE_NODE, ids=name_of)
 @on_ranks(2, TIMEOUT_S, label="nccl")
-def test_rows_on_one_node_are_in_order(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+def test_rows_on_one_node_are_in_order(rank: int, settings: dict[str, Any]) -> None:
     assert_same_bits(rank, settings)
 
 
 @pytest.mark.parametrize("settings", ON_NODES, ids=name_of)
 @on_ranks(4, TIMEOUT_S, label="nccl")
-def test_rows_on_several_nodes_are_in_order(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+def test_rows_on_several_nodes_are_in_order(rank: int, settings: dict[str, Any]) -> None:
     assert_same_bits(rank, settings)

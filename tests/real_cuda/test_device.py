@@ -11,7 +11,7 @@ from tests.real_cuda.programs import SLOW, disturb, run
 
 
 @on_ranks(2, 180.0)
-def test_what_does_not_wait_for_a_late_collective_reads_what_was_there(rank: int, world_size: int) -> None:
+def test_what_does_not_wait_for_a_late_collective_reads_what_was_there(rank: int) -> None:
     torch.cuda.set_device(rank)
     group, values = nccl_group(), torch.ones(4, device="cuda")
     torch.cuda.synchronize()
@@ -25,7 +25,7 @@ def test_what_does_not_wait_for_a_late_collective_reads_what_was_there(rank: int
 
 
 @on_ranks(2, 180.0)
-def test_an_event_is_over_once_the_collective_before_it_is(rank: int, world_size: int) -> None:
+def test_an_event_is_over_once_the_collective_before_it_is(rank: int) -> None:
     torch.cuda.set_device(rank)
     group, values, event = nccl_group(), torch.ones(4, device="cuda"), torch.cuda.Event()
     torch.cuda.synchronize()

@@ -212,7 +212,7 @@ def test_views_refuse_a_tensor_that_is_too_small() -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_unshard_gathers_the_parameters_and_reshard_frees_them(
-    rank: int, world_size: int, dtype: torch.dtype | None, use_orig_params: bool
+    dtype: torch.dtype | None, use_orig_params: bool
 ) -> None:
     before = settled_nbytes()
     model = sharded(use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=dtype))
@@ -230,7 +230,7 @@ def test_unshard_gathers_the_parameters_and_reshard_frees_them(
 
 
 @on_ranks(2)
-def test_unshard_error_of_the_runtime_reaches_the_caller_of_the_op(rank: int, world_size: int) -> None:
+def test_unshard_error_of_the_runtime_reaches_the_caller_of_the_op(rank: int) -> None:
     model = sharded()
     handle = handle_of(model)
     with torch.no_grad():
@@ -244,7 +244,7 @@ def test_unshard_error_of_the_runtime_reaches_the_caller_of_the_op(rank: int, wo
 
 
 @on_ranks(2)
-def test_profiler_shows_the_ops(rank: int, world_size: int) -> None:
+def test_profiler_shows_the_ops() -> None:
     handle = handle_of(sharded())
     full = handle.padded_unsharded_flat_param
     with profile(activities=[ProfilerActivity.CPU]) as seen:
