@@ -292,7 +292,8 @@ def result_of(
 
 def memory_of(row: Row) -> dict[str, str]:
     """What the simulated device is told of it."""
-    return {"SIMULATED_GPU_MEMORY": str(int(machine_of(row.machine).get("memory_GiB", 80) * 2**30))}
+    gib = 1024 if row.implementation == ALONE else machine_of(row.machine).get("memory_GiB", 80)
+    return {"SIMULATED_GPU_MEMORY": str(int(gib * 2**30))}
 
 
 def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
