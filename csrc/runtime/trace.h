@@ -68,7 +68,7 @@ static const struct traced_part {
 };
 
 /* `unit`: its index in the flight recorder, or -1. */
-static inline struct trace trace_begin(enum traced part, int32_t unit) {
+__attribute__((always_inline)) static inline struct trace trace_begin(enum traced part, int32_t unit) {
     const struct traced_part *traced = &traced_parts[part];
     struct trace trace = {.part = part};
     if (traced->range)
@@ -78,7 +78,7 @@ static inline struct trace trace_begin(enum traced part, int32_t unit) {
     return trace;
 }
 
-static inline void trace_end(struct trace *trace) {
+__attribute__((always_inline)) static inline void trace_end(struct trace *trace) {
     if (traced_parts[trace->part].phase && !traced_parts[trace->part].goes_on)
         flight_recorder_leave(trace->place);
     profile_end(trace->range);

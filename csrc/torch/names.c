@@ -210,10 +210,10 @@ int torch_will_execute(PyObject *node) {
 }
 
 int torch_requires_grad(PyObject *tensor) {
-    OWNED *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
-    if (!value)
-        return -1;
-    return value == Py_True;
+    PyObject *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
+    int result = value ? value == Py_True : -1;
+    Py_XDECREF(value); /* a leaf that is inlined everywhere, which OWNED would not be */
+    return result;
 }
 
 /* Inference tensors count nothing. */
