@@ -189,7 +189,11 @@ def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(
 
 @pytest.mark.parametrize(
     "options",
-    [{"master_dtype": torch.float32, "amsgrad": True}, {"rounding": "stochastic", "lr": 0.0}],
+    [
+        {"master_dtype": torch.float32, "amsgrad": True},
+        {"rounding": "stochastic", "lr": 0.0},
+        {"master_dtype": torch.float32, "state_dtype": torch.uint8},
+    ],
     ids=str,
 )
 def test_flat_adamw_keeps_what_bfloat16_lacks_as_on_the_cpu(options: dict[str, Any]) -> None:
