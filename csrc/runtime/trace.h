@@ -67,8 +67,11 @@ static const struct traced_part {
     [TRACED_REDUCTION] = {.phase = RECORDER_REDUCE},
 };
 
+/* Also where a cleanup calls it, which the compiler would not do by itself. */
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 /* `unit`: its index in the flight recorder, or -1. */
-__attribute__((always_inline)) static inline struct trace trace_begin(enum traced part, int32_t unit) {
+static ALWAYS_INLINE struct trace trace_begin(enum traced part, int32_t unit) {
     const struct traced_part *traced = &traced_parts[part];
     struct trace trace = {.part = part};
     if (traced->range)
@@ -78,7 +81,7 @@ __attribute__((always_inline)) static inline struct trace trace_begin(enum trace
     return trace;
 }
 
-__attribute__((always_inline)) static inline void trace_end(struct trace *trace) {
+static ALWAYS_INLINE void trace_end(struct trace *trace) {
     if (traced_parts[trace->part].phase && !traced_parts[trace->part].goes_on)
         flight_recorder_leave(trace->place);
     profile_end(trace->range);
