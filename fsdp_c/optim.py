@@ -330,8 +330,8 @@ def _why_not(dtype: torch.dtype, group: dict[str, Any]) -> str | None:
         return "master_dtype keeps masters of bfloat16 (put others in a group with master_dtype=None)"
     if group["state_dtype"] == torch.uint8 and dtype == torch.float64:
         return (
-            "state_dtype=torch.uint8 is for parameters that are stepped in float32 (put others in a group with "
-            "state_dtype=None)"
+            "state_dtype=torch.uint8 is for parameters that are stepped in float32 (put others in a group "
+            "with state_dtype=None)"
         )
     in_bfloat16 = dtype == torch.bfloat16 or (dtype, group["state_dtype"]) == (torch.float32, torch.bfloat16)
     if group["rounding"] == "stochastic" and not in_bfloat16:

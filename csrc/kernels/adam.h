@@ -90,8 +90,8 @@ HOST_DEVICE static inline uint16_t draw_rounded(uint32_t bits, uint32_t drawn) {
 
 /* [Note: states in 8 bits] An average is kept in blocks of 256 elements, counted by index in the whole; of a
  * block that lies in two tensors either has its part. A block has a scale, its element of the largest
- * magnitude with that one's sign, and each element the code of its quotient by the scale. So the largest is 1,
- * and what was once in 8 bits comes back to the same bits.
+ * magnitude with that one's sign, and each element the code of its quotient by the scale. So the largest is
+ * 1, and what was once in 8 bits comes back to the same bits.
  *
  * The codes are those of the dynamic map in "8-bit Optimizers via Block-wise Quantization" (Dettmers et al.,
  * 2022): a cell of even width in its decade, for which its middle stands. Zero and 1 have codes of their own.
