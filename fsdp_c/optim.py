@@ -134,7 +134,11 @@ class FlatAdamW(torch.optim.Optimizer):
 
     def sharded_state(self) -> dict[Tensor, dict[str, Any]]:
         """The state as it is saved: averages in 8 bits in float32. Not collective."""
-        return {param: _decoded_state(param, state) for param, state in self.state.items()}
+        return {param: self.saved_state(param) for param in self.state}
+
+    def saved_state(self, param: Tensor) -> dict[str, Any]:
+        """That of one parameter that has some."""
+        return _decoded_state(param, self.state[param])
 
     def state_dict(self) -> dict[str, Any]:
         """With the values of ``sharded_state``. Not collective."""

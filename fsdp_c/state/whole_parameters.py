@@ -352,9 +352,10 @@ class WholeParameters(Optimizer):
         return {name: each for name, each in kinds.items() if each}
 
     def _state_of(self, whole: _Whole) -> ParamState:
-        """The optimizer's own; empty on other ranks than the owner."""
-        state = self._inner_of[whole.held].state
-        return state[whole.held] if whole.held in state else {}
+        """The optimizer's own, as it is saved; empty on other ranks than the owner."""
+        inner = self._inner_of[whole.held]
+        saved = getattr(inner, "saved_state", inner.state.__getitem__)  # FlatAdamW's
+        return saved(whole.held) if whole.held in inner.state else {}
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""
