@@ -39,11 +39,11 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 )
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 158,
-    "csrc/layout": 558,
+    "csrc/layout": 559,
     "csrc/kernels": 4_327,
     "csrc/torch": 3_667,
     "csrc/collective": 321,
-    "csrc/handle": 4_917,
+    "csrc/handle": 4_916,
     "csrc/runtime": 5_611,
     "csrc/python": 1_660,
     "fsdp_c": 25_954,

@@ -1,11 +1,10 @@
 /* A unit's operations as torch custom ops, by the id of its handle: visible to the dispatcher, the profiler
  * and opcheck. The step itself calls the same functions without the dispatcher.
  *
- *   fsdp_c::unshard(Tensor(a!) full, int handle) -> ()        all-gather the unit; `full` holds its padded
- * flat parameter fsdp_c::reshard(Tensor(a!) full, int handle) -> ()        free it again
+ *   fsdp_c::unshard(Tensor(a!) full, int handle) -> ()                 all-gather the unit into `full`
+ *   fsdp_c::reshard(Tensor(a!) full, int handle) -> ()                 free it again
  *   fsdp_c::unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]   one view per parameter, differentiable
- *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   the same below autograd: bare aliases,
- * cheaply
+ *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   the same below autograd: bare aliases
  *
  * `full` is the handle's own padded_unsharded_flat_param, or any tensor of that size and dtype, which
  * receives a copy. */

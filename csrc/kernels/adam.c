@@ -3,10 +3,11 @@
  * [Note: as torch's] In the arithmetic dtype, where a fused product is rounded once, with its sum:
  *
  *   grad         negated to maximize
- *   exp_avg      fused(1 - beta1, grad - exp_avg) + exp_avg, or for beta1 <= 0.5 fused(-beta1, grad -
- * exp_avg) + grad exp_avg_sq   fused((1 - beta2) * grad, grad) + exp_avg_sq * beta2 param        param * (1 -
- * lr * weight_decay) + (-lr / (1 - beta1^step)) * exp_avg / denominator denominator  sqrt(exp_avg_sq or the
- * largest so far) / sqrt(1 - beta2^step) + eps
+ *   exp_avg      fused(1 - beta1, grad - exp_avg) + exp_avg,
+ *                or for beta1 <= 0.5 fused(-beta1, grad - exp_avg) + grad
+ *   exp_avg_sq   fused((1 - beta2) * grad, grad) + exp_avg_sq * beta2
+ *   param        param * (1 - lr * weight_decay) + (-lr / (1 - beta1^step)) * exp_avg / denominator
+ *   denominator  sqrt(exp_avg_sq or the largest so far) / sqrt(1 - beta2^step) + eps
  *
  * Those are the bits of torch's fused AdamW where its vectors have fused products, but for the elements that
  * its vectors leave over. Coefficients are computed in fp64. */

@@ -1,6 +1,6 @@
 /* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds
- * to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16, as the processor can. Those
- * for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none that are.
+ * to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16, as the processor can.
+ * Those for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none that are.
  *
  * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them. */
 #ifndef FSDP_KERNELS_CONVERT_H

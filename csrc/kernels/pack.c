@@ -4,8 +4,7 @@
  * A source whose strides are those of its place in the output is one run of memory. Any other one goes
  * through tiles:
  *
- *   source (fast dimension first)   -- gather -->   tile, row by row   -- cast, divide -->   rows of the
- * output
+ *   source (fast dimension first)  -- gather -->  tile, row by row  -- cast, divide -->  rows of the output
  *
  * Threads share the output's range: an element belongs to the thread whose range holds it, a row of a strided
  * source to the one whose range holds the row's first element. */

@@ -1,8 +1,9 @@
 /* A flat range of a contiguous n-D tensor, cut into boxes: n-D blocks that lie in one piece in the range.
  *
  *   start                                                    end
- *     | rest of a row | rest of a plane | whole planes | rows | part of a row |      at most 2n - 1 for n
- * dimensions
+ *     | rest of a row | rest of a plane | whole planes | rows | part of a row |
+ *
+ * They are at most 2n - 1 for n dimensions.
  *
  * Checkpoints describe shards as boxes; with these a rank saves its part of a flat parameter from where it
  * lies. */

@@ -11,7 +11,7 @@ static inline void ref_release(PyObject **reference) {
     Py_XDECREF(*reference);
 }
 
-/* An owned local, or NULL: released where its block is left. A function that hands it on clears it first. */
+/* An owned local, or NULL: released where its block is left. What is handed on is a new reference to it. */
 #define OWNED __attribute__((cleanup(ref_release))) PyObject
 
 /* -1 with an exception: its type, and a format with what it takes. */
