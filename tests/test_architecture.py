@@ -43,7 +43,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 4_327,
     "csrc/torch": 3_667,
     "csrc/collective": 321,
-    "csrc/handle": 4_916,
+    "csrc/handle": 4_917,
     "csrc/runtime": 5_611,
     "csrc/python": 1_660,
     "fsdp_c": 25_954,

@@ -1,4 +1,5 @@
-/* What modules show as their parameters: sharded Parameters, views of the unsharded storage, or full Parameters. */
+/* What modules show as their parameters: sharded Parameters, views of the unsharded storage, or full
+ * Parameters. */
 #include "handle/param_views.h"
 #include "handle/unit_error.h"
 

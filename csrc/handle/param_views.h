@@ -1,7 +1,7 @@
 /* What the modules of a unit show as their parameters.
  *
- * Invariant: while `shown` is not SHOWN_NOTHING, all param_views show the same kind of tensor. A change of kind
- * passes SHOWN_NOTHING, where it also ends when it fails half-way. Without original parameters there is
+ * Invariant: while `shown` is not SHOWN_NOTHING, all param_views show the same kind of tensor. A change of
+ * kind passes SHOWN_NOTHING, where it also ends when it fails half-way. Without original parameters there is
  * nothing sharded to show: the views stay. */
 #ifndef FSDP_HANDLE_PARAM_VIEWS_H
 #define FSDP_HANDLE_PARAM_VIEWS_H
