@@ -21,7 +21,7 @@ class Info(NamedTuple):
     @classmethod
     def of(cls, path: PathInDict, value: Any) -> Info:
         """Of a value, or what stands for it until it is read."""
-        is_tensor = isinstance(getattr(value, "dtype", None), torch.dtype)
+        is_tensor = isinstance(getattr(value, "dtype", None), torch.dtype) and hasattr(value, "shape")
         return cls(path, tuple(value.shape), value.dtype) if is_tensor else cls(path)
 
     @property

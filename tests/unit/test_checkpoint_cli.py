@@ -342,6 +342,13 @@ def test_inspect_lists_names_shapes_dtypes_and_values(
     }
 
 
+def test_a_storage_is_a_value_and_no_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"tensor": torch.ones(2), "storage": torch.ones(3)._typed_storage()}, tmp_path / "one.pt")
+    assert cli.main(["inspect", str(tmp_path / "one.pt"), "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    assert entries == {"tensor": {"dtype": "float32", "shape": [2]}, "storage": {}}
+
+
 def test_verify_says_what_is_damaged(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("verify", saved)
     assert "no problems" in capsys.readouterr().out
