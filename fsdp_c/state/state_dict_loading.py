@@ -143,16 +143,17 @@ def _waits(module: ShardedModule) -> bool:
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Sharded values of a unit that shows plain parameters become whole, as the modules take them.
     Collective."""
-    if is_full(module) or module._fsdp_extension is not None:
+    if module._fsdp_extension is not None:
         return
-    layouts = param_layouts(module)
+    layouts, full = param_layouts(module), is_full(module)
     for param in common.managed_params(module._handle):
         key = prefix + param.fqn
-        if key in state_dict and state_dict[key] is not _own_param(module, param.place):
+        value = state_dict.get(key, _ABSENT)
+        if full and not isinstance(value, (ShardedTensor, DTensor)):
+            continue
+        if value is not _ABSENT and value is not _own_param(module, param.place):
             layout = layouts[param.place]
-            state_dict[key] = whole_of_rows(
-                rows_of_value(state_dict[key], key, module, layout), layout, module
-            )
+            state_dict[key] = whole_of_rows(rows_of_value(value, key, module, layout), layout, module)
 
 
 def _check_shown(module: ShardedModule) -> None:
