@@ -410,8 +410,8 @@ def _expected_shapes(
             if shown is not None and name not in of_unit and not is_flat_param_name(name):
                 if not is_lazy(shown):
                     yield prefix + path + name, shown.shape
-        is_watched |= bool(module._load_state_dict_post_hooks) and not is_unit(module)
-        copies = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+        is_watched |= len(module._load_state_dict_post_hooks) > is_unit(module)
+        copies = getattr(module._load_from_state_dict, "__func__", None) is nn.Module._load_from_state_dict
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 if not is_lazy(buffer):

@@ -322,6 +322,21 @@ def test_loads_leave_buffers_and_words_as_those_of_the_plain_module(is_watched: 
     assert "1.repeated" in words
 
 
+@on_ranks(2)
+def test_what_a_script_puts_on_a_unit_inside_sees_no_buffer_missing() -> None:
+    model, found, missing = wrap(plain()), [], []
+    block = model.blocks[0].module
+    loads = block._load_from_state_dict
+    block._load_from_state_dict = lambda *args: (found.extend(args[0]), loads(*args))
+    state = full_state_dict(model)
+    model.load_state_dict(state)
+    assert len(found) == len(dict(block.named_buffers()))
+    model.blocks[1].register_load_state_dict_post_hook(lambda _, keys: missing.extend(keys.missing_keys))
+    model.load_state_dict(state)
+    buffers = {f"blocks.1.{name}" for name, _ in block.named_buffers()}
+    assert buffers <= state.keys() and not buffers.intersection(missing)
+
+
 @both_views
 @on_ranks(2)
 def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
