@@ -142,11 +142,16 @@ class FlatAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """With the values of ``sharded_state``. Not collective."""
-        own, self.state = self.state, self.sharded_state()  # type: ignore[assignment]
+
+        def save(_: torch.optim.Optimizer, found: dict[str, Any]) -> None:
+            every = chain.from_iterable(group["params"] for group in self.param_groups)
+            found["state"].update({n: self.saved_state(p) for n, p in enumerate(every) if p in self.state})
+
+        hook = self.register_state_dict_post_hook(save, prepend=True)
         try:
             return super().state_dict()
         finally:
-            self.state = own
+            hook.remove()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -236,6 +236,21 @@ def test_hooks_on_loading_are_followed_before_the_state_is_restored() -> None:
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("state_dtype", [None, torch.uint8])
+def test_hooks_on_saving_have_the_state_itself_and_what_is_saved_of_it(
+    state_dtype: torch.dtype | None,
+) -> None:
+    (param,) = params = params_of(torch.float32, [40])
+    optimizer, seen = FlatAdamW(params, state_dtype=state_dtype), []
+    optimizer.register_state_dict_pre_hook(lambda own: own.state[param].setdefault("noted", torch.ones(1)))
+    optimizer.register_state_dict_post_hook(lambda _, saved: seen.append(dict(saved["state"][0])))
+    assert "noted" in optimizer.state_dict()["state"][0] and "noted" in optimizer.state[param]
+    optimizer.state.clear()
+    train(optimizer, steps=1)
+    optimizer.state_dict()
+    assert seen[1]["exp_avg"].dtype == torch.float32 and "noted" in seen[1]
+
+
 # ----------------------------------------------------------------- masters
 
 MASTERS = {"master_dtype": torch.float32}
