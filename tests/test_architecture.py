@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 4_917,
     "csrc/runtime": 5_611,
     "csrc/python": 1_660,
-    "fsdp_c": 25_954,
+    "fsdp_c": 26_009,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

@@ -19,7 +19,6 @@ import os
 import pickletools
 import stat
 import struct
-import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,12 @@ from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.pickles import check_pickle, check_values, rebuilt
 from fsdp_c.checkpoint.pieces import memory
 
+_END = struct.Struct("<IHHHHIIH")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
+_MAX32 = 2**32 - 1
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files of before 1.6 begin
 _READ_NBYTES = 2**20
 
@@ -69,36 +73,81 @@ def _require(condition: object, problem: str) -> None:
 
 
 def _read(file: BinaryIO, offset: int, nbytes: int) -> bytes:
-    _require(offset >= 0, "it is torn")
     file.seek(offset)
     content = file.read(nbytes)
     _require(len(content) == nbytes, "it is torn")
     return content
 
 
+def _directory(file: BinaryIO) -> tuple[int, int, int]:
+    """Where the list of records begins, where it ends, and how many they are."""
+    end = file.seek(0, os.SEEK_END) - _END.size
+    _require(end >= 0, "it is torn")
+    magic, *disks, here, count, nbytes, start, comment = _END.unpack(_read(file, end, _END.size))
+    _require(
+        magic == 0x06054B50 and disks == [0, 0] and here == count and not comment,
+        "no archive of torch.save ends so",
+    )
+    if end >= _LOCATOR64.size:
+        magic, disk, at, _ = _LOCATOR64.unpack(_read(file, end - _LOCATOR64.size, _LOCATOR64.size))
+        if magic == 0x07064B50:
+            end -= _LOCATOR64.size + _END64.size
+            _require(disk == 0 and at == end, "no archive of torch.save ends so")
+            magic, length, _, _, *disks, here, count, nbytes, start = _END64.unpack(
+                _read(file, end, _END64.size)
+            )
+            sound = magic == 0x06064B50 and length == _END64.size - 12 and disks == [0, 0] and here == count
+            _require(sound, "no archive of torch.save ends so")
+    _require(start + nbytes == end, "its directory lies elsewhere than torch.save puts it")
+    return start, end, count
+
+
+def _in_64_bits(extra: bytes, fields: list[int]) -> list[int]:
+    """``fields`` with those that need more than 32 bits from the ``extra`` field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack(f"<{nbytes // 8}Q", extra[at + 4 :][: nbytes // 8 * 8]))
+            return [next(wide, each) if each == _MAX32 else each for each in fields]
+        at += 4 + nbytes
+    return fields
+
+
 def read_records(file: BinaryIO) -> dict[str, Record]:
     """The records of an archive, by the names that torch has for them: see [Note: One view of an archive].
 
-    ValueError or BadZipFile for one that is damaged, or laid out otherwise; RuntimeError where torch cannot
-    read it.
+    ValueError for one that is damaged, or laid out otherwise; RuntimeError where torch cannot read it.
     """
-    archive = zipfile.ZipFile(file)  # whose list of records lies right before the end that it has found
-    _require(not archive.comment, "no archive of torch.save ends so")
+    start, end, count = _directory(file)
+    directory = _read(file, start, end - start)
     records: dict[str, Record] = {}
     headers: list[tuple[int, int]] = []  # of each record, where it begins and where its data end
-    for info in archive.filelist:
-        stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
-        _require(
-            stored and not info.flag_bits & 1, "it holds compressed data, which torch.save does not write"
+    at = 0
+    for _ in range(count):
+        _require(at + _CENTRAL.size <= len(directory), "its directory is damaged")
+        magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = (
+            _CENTRAL.unpack_from(directory, at)
         )
-        local = _LOCAL.unpack(_read(file, info.header_offset, _LOCAL.size))
-        _require(local[0] == 0x04034B50 and local[3] == 0, f"its record {info.filename!r} is damaged")
-        offset = info.header_offset + _LOCAL.size + local[9] + local[10]
-        _, _, name = info.orig_filename.partition("/")
+        named = at + _CENTRAL.size
+        at = named + sum(lengths)
+        _require(magic == 0x02014B50 and at <= len(directory), "its directory is damaged")
+        whole = directory[named : named + lengths[0]].decode()
+        extra = directory[named + lengths[0] : at - lengths[2]]
+        nbytes, packed, header = _in_64_bits(extra, [nbytes, packed, header])
+        _require(
+            method == 0 and packed == nbytes and not flags & 1,
+            "it holds compressed data, which torch.save does not write",
+        )
+        local = _LOCAL.unpack(_read(file, header, _LOCAL.size))
+        _require(local[0] == 0x04034B50 and local[3] == 0, f"its record {whole!r} is damaged")
+        offset = header + _LOCAL.size + local[9] + local[10]
+        _, _, name = whole.partition("/")
         _require(name not in records, f"it holds {name!r} twice")
-        records[name] = Record(offset, info.file_size, info.CRC)
-        headers.append((info.header_offset, offset + info.file_size))
-    begins = [*(begin for begin, _ in sorted(headers)), archive.start_dir]
+        records[name] = Record(offset, nbytes, crc32)
+        headers.append((header, offset + nbytes))
+    _require(at == len(directory), "its directory is damaged")
+    begins = [*(begin for begin, _ in sorted(headers)), start]
     apart = begins[0] == 0 and all(
         end <= begin for (_, end), begin in zip(sorted(headers), begins[1:], strict=True)
     )

@@ -796,13 +796,20 @@ def zip_end(count: int, nbytes: int, at: int, comment: int = 0) -> bytes:
     return struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, nbytes, at, comment)
 
 
+def zip_end64(count: int, nbytes: int, at: int) -> bytes:
+    return struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, nbytes, at)
+
+
 def odd_archives() -> dict[str, bytes]:
     body, listed = zip_records(
         {"data.pkl": pickle.dumps({"a": 1}, 2), "version": b"3\n", "data/0": bytes(64)}
     )
     sound = zip_directory(listed)
     claims = zip_directory(listed, times=2**20)
+    deflated = zip_directory(listed, method=8)
     shifted = [(*each[:3], each[3] + 1) for each in listed]
+    behind = len(body + sound) + 22  # Python counts from where the directory should be, torch from the start
+    moved = zip_directory([(*each[:3], each[3] + behind - len(body)) for each in listed])
 
     def ended(directory: bytes, count: int) -> bytes:
         return body + directory + zip_end(count, len(directory), len(body))
@@ -810,8 +817,16 @@ def odd_archives() -> dict[str, bytes]:
     return {
         "sound": ended(sound, 3),
         "two directories": body + sound + claims + zip_end(3, len(sound), len(body)),
+        "a directory behind the end": body + moved + zip_end(3, len(sound), behind) + deflated,
+        "two ends of 64 bits": body
+        + deflated
+        + zip_end64(3, len(sound), len(body))
+        + sound
+        + zip_end64(3, len(sound), len(body + sound) + 56)
+        + struct.pack("<IIQI", 0x07064B50, 0, len(body + sound), 1)
+        + zip_end(0xFFFF, 2**32 - 1, 2**32 - 1),
         "sizes": ended(claims, 3),
-        "compressed": ended(zip_directory(listed, method=8), 3),
+        "compressed": ended(deflated, 3),
         "overlapping": ended(zip_directory([*listed, (b"archive/data/1", *listed[2][1:])]), 4),
         "twice": ended(zip_directory([*listed, listed[2]]), 4),
         "case": ended(zip_directory([*listed[:2], (b"archive/DATA.PKL", *listed[2][1:])]), 3),
