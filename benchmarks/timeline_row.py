@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import subprocess
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -315,25 +314,9 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
 
 
 def in_processes(rows: Sequence[Row], workers: int = 2) -> Iterator[Result]:
-    """The results in the rows' order, each from a process that is forked from one that has imported torch."""
-    from tests.simulated_gpu import timeline
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.timeline_models", "torch._meta_registrations"])
-    before = dict(os.environ)
-    os.environ.update(timeline.environment())
-    try:
-        with context.Pool(workers, maxtasksperchild=1) as pool:
-            yield from pool.imap(run_forked, rows, chunksize=1)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def run_forked(row: Row) -> Result:
-    os.environ.update(memory_of(row))
-    warnings.simplefilter("ignore")
-    return run_row(row, 0, None, None)
+    """The results in the rows' order, each from a process of its own."""
+    with ThreadPoolExecutor(workers) as threads:
+        yield from threads.map(in_a_process, rows)
 
 
 if __name__ == "__main__":
