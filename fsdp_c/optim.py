@@ -180,7 +180,7 @@ class FlatAdamW(torch.optim.Optimizer):
         states = [self._state_of(param, group) for param in params]
         averages = _averages(group["amsgrad"])
         names = averages + _MASTER_LOW * (group["master_dtype"] is not None)
-        is_coded = group["state_dtype"] == torch.uint8
+        is_coded = _is_coded(group)
         columns = [[state[name] for state in states] for name in names]
         given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *columns)]
         used = [[tensor.contiguous() for tensor in column] for column in given]
@@ -209,9 +209,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def _drawn(self, group: dict[str, Any], params: list[Tensor]) -> tuple[list[int], list[int]]:
         """For each parameter the stream of what is drawn, and its first element's index in the whole."""
         if group["rounding"] == "nearest":
-            return [], [_first_index(param) for param in params] if group[
-                "state_dtype"
-            ] == torch.uint8 else []
+            return [], [_first_index(param) for param in params] if _is_coded(group) else []
         if not self._positions.keys() >= set(params):  # others were put into the groups
             self._note_positions()
         streams = [(group["seed"] << 32) + self._positions[param] for param in params]
@@ -226,10 +224,10 @@ class FlatAdamW(torch.optim.Optimizer):
         for name in _averages(group["amsgrad"]):
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=_state_dtype(param, group))
-                if group["state_dtype"] == torch.uint8:
+                if _is_coded(group):
                     blocks = num_blocks(_first_index(param), tensor_parallel.local(param).numel())
                     state[_scale_of(name)] = torch.zeros(blocks, device=param.device)
-            elif group["state_dtype"] == torch.uint8 and state[name].dtype != torch.uint8:  # loaded
+            elif _is_coded(group) and state[name].dtype != torch.uint8:  # loaded
                 state |= _encoded_state(param, name, state[name])
         if group["master_dtype"] and "master_low" not in state:
             state["master_low"] = torch.zeros_like(param, dtype=torch.int16)
@@ -266,7 +264,7 @@ class FlatAdamW(torch.optim.Optimizer):
         for group, options, saved in zip(self.param_groups, own, loaded["param_groups"], strict=True):
             group.update(options)
             for param, key in zip(group["params"], saved["params"], strict=True):
-                is_coded = group["state_dtype"] == torch.uint8
+                is_coded = _is_coded(group)
                 dtype = torch.float32 if is_coded else _state_dtype(param, group)
                 dtypes = dict.fromkeys(_averages(True), dtype)
                 dtypes |= dict.fromkeys(_MASTER_LOW, torch.int16)
@@ -300,6 +298,11 @@ class FlatAdamW(torch.optim.Optimizer):
 def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
     dtype: torch.dtype = group["state_dtype"] or group["master_dtype"] or param.dtype
     return dtype
+
+
+def _is_coded(group: dict[str, Any]) -> bool:
+    """Whether averages are in 8 bits."""
+    return bool(group["state_dtype"] == torch.uint8)
 
 
 def _first_index(param: Tensor) -> int:
@@ -337,7 +340,7 @@ def _why_not(dtype: torch.dtype, group: dict[str, Any]) -> str | None:
         )
     if group["master_dtype"] and dtype != torch.bfloat16:
         return "master_dtype keeps masters of bfloat16 (put others in a group with master_dtype=None)"
-    if group["state_dtype"] == torch.uint8 and dtype == torch.float64:
+    if _is_coded(group) and dtype == torch.float64:
         return (
             "state_dtype=torch.uint8 is for parameters that are stepped in float32 (put others in a group "
             "with state_dtype=None)"

@@ -318,12 +318,13 @@ class WholeParameters(Optimizer):
         """
         if _LOADED in _told(self._stepped, {_LOADED: {}} if len(self.state) else {}):
             self._take_state()
-        described = _told(self._stepped, self._described())
+        own_states = {whole: self._state_of(whole) for whole in self._stepped}
+        described = _told(self._stepped, self._described(own_states))
         state: dict[Tensor, ParamState] = {}
         moving: list[tuple[_Whole, str, torch.dtype]] = []
         for whole in self._stepped:
             if whole.ranks is None:
-                own = self._state_of(whole)
+                own = own_states[whole]
                 state |= {whole.param: own} if own else {}
                 continue
             for key, kind in described.get(whole.name, {}).items():
@@ -333,9 +334,9 @@ class WholeParameters(Optimizer):
                 elif isinstance(kind, _Value):
                     state.setdefault(whole.param, {})[key] = copy.deepcopy(kind.value)
                 else:
-                    own = self._state_of(whole)[key] if whole.is_own else kind.value
+                    own = own_states[whole][key] if whole.is_own else kind.value
                     state.setdefault(whole.param, {})[key] = WholeState(own, kind.holder)
-        values = [self._state_of(whole).get(key) if whole.is_own else None for whole, key, _ in moving]
+        values = [own_states[whole].get(key) if whole.is_own else None for whole, key, _ in moving]
         parts = _moved_to_shards([(w, v, d) for (w, _, d), v in zip(moving, values, strict=True)])
         for (whole, key, _), part in zip(moving, parts, strict=True):
             state[whole.param][key] = part.to(whole.param.device)
@@ -346,9 +347,9 @@ class WholeParameters(Optimizer):
         """The parameters that this rank steps for all."""
         return frozenset(whole.name for whole in self._wholes if whole.is_own)
 
-    def _described(self) -> dict[str, _Described]:
+    def _described(self, own_states: dict[_Whole, ParamState]) -> dict[str, _Described]:
         own = [whole for whole in self._stepped if whole.ranks is not None and whole.is_own]
-        kinds = {whole.name: _kinds(self._state_of(whole), whole.held.shape) for whole in own}
+        kinds = {whole.name: _kinds(own_states[whole], whole.held.shape) for whole in own}
         return {name: each for name, each in kinds.items() if each}
 
     def _state_of(self, whole: _Whole) -> ParamState:
