@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -100,6 +102,18 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+@contextmanager
+def without_reduction(implementation: str, model: Any) -> Iterator[None]:
+    """Gradients stay unsharded in the body."""
+    if implementation == "torch.fsdp2":
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync():
+            yield
 
 
 def fsdp_class(implementation: str) -> type:

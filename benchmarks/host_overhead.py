@@ -165,16 +165,6 @@ def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) ->
         torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True) if extra == "optim" else None
     )
 
-    @contextlib.contextmanager
-    def without_sync() -> Iterator[None]:
-        if impl == "torch.fsdp2":
-            model.set_requires_gradient_sync(False)
-            yield
-            model.set_requires_gradient_sync(True)
-        else:
-            with model.no_sync():
-                yield
-
     accumulate = extra == "nosync" and impl != "plain"
 
     def step() -> None:
@@ -183,7 +173,7 @@ def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) ->
                 model(x)
             return
         if accumulate:
-            with without_sync():
+            with common.without_reduction(impl, model):
                 model(x).sum().backward()
         else:
             model(x).sum().backward()

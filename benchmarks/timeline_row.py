@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,8 +209,11 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
 
 
 def train(row: Row, model: Any, optimizer: Any, tokens: Any) -> None:
+    from benchmarks.common import without_reduction
+
     for number in range(row.accumulate):
-        with without_reduction(row, model) if number < row.accumulate - 1 else nullcontext():
+        waits = row.no_sync and row.implementation != ALONE and number < row.accumulate - 1
+        with without_reduction(row.implementation, model) if waits else nullcontext():
             model(tokens, tokens).backward()
     if row.clip and row.implementation == "torch.fsdp2":
         import torch
@@ -224,20 +227,6 @@ def train(row: Row, model: Any, optimizer: Any, tokens: Any) -> None:
     else:
         optimizer.step()
         optimizer.zero_grad()
-
-
-@contextmanager
-def without_reduction(row: Row, model: Any) -> Iterator[None]:
-    """Gradients stay unsharded, where the row says so."""
-    if not row.no_sync or row.implementation == ALONE:
-        yield
-    elif row.implementation == "torch.fsdp2":
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-    else:
-        with model.no_sync():
-            yield
 
 
 def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
