@@ -180,7 +180,6 @@ class FlatAdamW(torch.optim.Optimizer):
         states = [self._state_of(param, group) for param in params]
         averages = _averages(group["amsgrad"])
         names = averages + _MASTER_LOW * (group["master_dtype"] is not None)
-        is_coded = _is_coded(group)
         columns = [[state[name] for state in states] for name in names]
         given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *columns)]
         used = [[tensor.contiguous() for tensor in column] for column in given]
@@ -191,7 +190,7 @@ class FlatAdamW(torch.optim.Optimizer):
             used[2],
             used[3] if group["amsgrad"] else [],
             used[-1] if group["master_dtype"] else [],
-            [state[_scale_of(name)] for name in averages for state in states] if is_coded else [],
+            [state[_scale_of(name)] for name in averages for state in states] if _is_coded(group) else [],
             [state["step"] for state in states],
             [] if waits else [lr],
             float(lr) if waits else 0.0,
@@ -264,8 +263,7 @@ class FlatAdamW(torch.optim.Optimizer):
         for group, options, saved in zip(self.param_groups, own, loaded["param_groups"], strict=True):
             group.update(options)
             for param, key in zip(group["params"], saved["params"], strict=True):
-                is_coded = _is_coded(group)
-                dtype = torch.float32 if is_coded else _state_dtype(param, group)
+                dtype = torch.float32 if _is_coded(group) else _state_dtype(param, group)
                 dtypes = dict.fromkeys(_averages(True), dtype)
                 dtypes |= dict.fromkeys(_MASTER_LOW, torch.int16)
                 for name, value in loaded["state"].get(key, {}).items():
@@ -273,7 +271,7 @@ class FlatAdamW(torch.optim.Optimizer):
                         self.state[param][name] = value.to(dtype=dtypes[name], device=param.device)
                 if not group["master_dtype"] and param in self.state:
                     self.state[param].pop("master_low", None)
-                if is_coded and param in self.state:
+                if _is_coded(group) and param in self.state:
                     self._state_of(param, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -306,8 +304,7 @@ def _is_coded(group: dict[str, Any]) -> bool:
 
 
 def _first_index(param: Tensor) -> int:
-    index: int = getattr(param, "_first_index", 0)
-    return index
+    return int(getattr(param, "_first_index", 0))
 
 
 def _scale_of(name: str) -> str:

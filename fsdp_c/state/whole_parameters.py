@@ -324,8 +324,7 @@ class WholeParameters(Optimizer):
         moving: list[tuple[_Whole, str, torch.dtype]] = []
         for whole in self._stepped:
             if whole.ranks is None:
-                own = own_states[whole]
-                state |= {whole.param: own} if own else {}
+                state |= {whole.param: own_states[whole]} if own_states[whole] else {}
                 continue
             for key, kind in described.get(whole.name, {}).items():
                 if isinstance(kind, torch.dtype):
