@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-I32, I64, U8, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint8, ctypes.c_void_p
+I32, I64, U8, U64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint8, ctypes.c_uint64, ctypes.c_void_p
 TABLE_NBYTES, MOST_NDIM = 4096 - 128, 64
 KERNELS = Path(__file__).resolve().parents[2] / "csrc/kernels"
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]  # in the order of enum dtype
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, None, torch.uint8]  # as in enum dtype
 CUDA, NUM_OPERANDS = 2, 5
 
 
@@ -33,13 +33,32 @@ def structure(name: str, **fields: Any) -> Any:
 # ---- what launchers take: kernels.h
 
 TensorView = structure(
-    "TensorView", data=POINTER, dtype=I32, device=I32, index=I32, ndim=I32, sizes=POINTER, strides=POINTER
+    "TensorView",
+    data=POINTER,
+    dtype=I32,
+    device=I32,
+    device_index=I32,
+    ndim=I32,
+    sizes=POINTER,
+    strides=POINTER,
 )
-KernelStream = structure("KernelStream", parallel_for=POINTER, stream=POINTER, index=I32, device=I32)
+KernelStream = structure(
+    "KernelStream", parallel_for=POINTER, cuda_stream=POINTER, device_index=I32, device=I32
+)
 PackSource = structure("PackSource", view=TensorView, numel=I64, offset=I64, output_strides=POINTER)
 CopyRange = structure("CopyRange", input=POINTER, input_offset=I64, output_offset=I64, numel=I64)
 ByteRange = structure("ByteRange", data=POINTER, nbytes=I64)
-AdamTensor = structure("AdamTensor", operands=TensorView * NUM_OPERANDS, numel=I64, step=POINTER)
+AdamTensor = structure(
+    "AdamTensor",
+    operands=TensorView * NUM_OPERANDS,
+    numel=I64,
+    step=POINTER,
+    master_low=POINTER,
+    is_stochastic=ctypes.c_bool,
+    stream=U64,
+    first_index=I64,
+    scales=POINTER * NUM_OPERANDS,
+)
 AdamOptions = structure(
     "AdamOptions",
     **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), ctypes.c_double),
@@ -72,6 +91,10 @@ AdamItem = structure(
     "AdamItem",
     operands=POINTER * NUM_OPERANDS,
     step=POINTER,
+    master_low=POINTER,
+    stream=U64,
+    first_index=I64,
+    scales=POINTER * NUM_OPERANDS,
     numel=I64,
     first_chunk=I64,
     dtypes=U8 * NUM_OPERANDS,

@@ -309,6 +309,52 @@ def test_adamw_launches_a_step_and_a_count_for_each_arithmetic() -> None:
     assert small[0].tolist() != [3.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_coded"), [(1, False), (2, False), (0, True), (1, True), (2, True)], ids=str
+)
+def test_adamw_launches_masters_draws_and_averages_in_8_bits(kind: int, is_coded: bool) -> None:
+    """Of the last element of a whole past 2^31 what the kernel gives for that element alone."""
+    options = AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.01, False, None, 0)
+    averages = torch.uint8 if is_coded else BF16
+    steps = torch.zeros(2, device="cuda")
+
+    def part(numel: int) -> list[Tensor]:
+        operands = [reserve(kind, numel) for kind in (BF16, BF16, averages, averages)]
+        made = [*operands, reserve(torch.int16, numel), *(reserve(F32, -(-numel // 256)) for _ in range(2))]
+        for value, each in enumerate(made):
+            each[-256:] = 0
+            each[-1] = value + 3
+        return made
+
+    def tensor(made: list[Tensor], step: int, first_index: int) -> Any:
+        *operands, low, average, square = made
+        scales = [None, None, average, square, None] if is_coded else [None] * 5
+        return AdamTensor(
+            array(TensorView, *(view(each) for each in [*operands, None])),
+            operands[0].numel(),
+            at(steps[step]),
+            at(low if kind == 1 else None),
+            kind == 2,
+            77,
+            first_index,
+            array(ctypes.c_void_p, *(at(each) for each in scales)),
+        )
+
+    large, small = part(BIG), part(1)
+    launchers()["adamw"](array(AdamTensor, tensor(small, 0, BIG - 1)), I64(1), ctypes.byref(options))
+    with watched() as seen:
+        launchers()["adamw"](array(AdamTensor, tensor(large, 1, 0)), I64(1), ctypes.byref(options))
+    assert [launch.kernel for launch in seen] == ["step_tensors", "count_steps"]
+    expect(seen[0], "step_tensors", -(-BIG // 8192))
+    assert b"If" + b"L9adam_kind%dELb%dE" % (kind, is_coded) in seen[0].mangled
+    run_chunks(seen[0], (BIG - 1) // 8192)
+    for all_of_it, alone in zip(large, small, strict=True):
+        assert all_of_it[-1].item() == alone[-1].item()
+    assert small[0].item() != 3.0
+    assert (small[4].item() != 7) == (kind == 1)
+    assert (small[5].item() != 8.0) == is_coded
+
+
 # ---- whether all are met, and a violation is found
 
 
