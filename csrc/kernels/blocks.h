@@ -21,13 +21,12 @@ union block {
 void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
                 int64_t numel);
 
-/* The divisor 1 casts only. output may be input when the dtypes are equal. */
-void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
-                       int64_t numel, double divisor);
-
-/* accumulator += cast(input / divisor), each step rounded. */
-void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input,
-                      enum dtype input_dtype, int64_t numel, double divisor);
+/* cast_divide_block: the divisor 1 casts only. output may be input when the dtypes are equal.
+ * accumulate_block: output += cast(input / divisor), each step rounded. */
+typedef void elementwise_block(void *output, enum dtype output_dtype, const void *input,
+                               enum dtype input_dtype, int64_t numel, double divisor);
+extern elementwise_block cast_divide_block;
+extern elementwise_block accumulate_block;
 
 /* whether inf or NaN was found */
 bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor);

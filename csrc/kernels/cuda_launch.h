@@ -52,27 +52,15 @@ class device_guard {
     bool changed;
 };
 
-/* ---- the launchers: what table.h says of each, on the stream's device ---- */
+/* ---- the launchers: what kernels.h says of each, on the stream's device ---- */
 
 extern "C" {
-enum status cuda_pack(void *output, enum dtype output_dtype, int64_t output_numel,
-                      const struct pack_source *sources, int64_t num_sources, double divisor,
-                      const struct kernel_stream *stream);
-enum status cuda_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
-                          int64_t num_sources, const struct kernel_stream *stream);
-enum status cuda_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
-                             int64_t numel, double divisor, const struct kernel_stream *stream);
-enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
-                            enum dtype input_dtype, int64_t numel, double divisor,
-                            const struct kernel_stream *stream);
-enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
-                             int64_t num_ranges, const struct kernel_stream *stream);
-enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                         const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
-enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
-                           const struct kernel_stream *stream);
-enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
-                       const struct adamw_options *options, const struct kernel_stream *stream);
+pack_kernel cuda_pack;
+pack_add_kernel cuda_pack_add;
+elementwise_kernel cuda_cast_divide, cuda_accumulate;
+unscale_kernel cuda_unscale;
+checksums_kernel cuda_checksums;
+adamw_kernel cuda_adamw;
 }
 
 #endif

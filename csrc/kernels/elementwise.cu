@@ -13,20 +13,26 @@ enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dt
     });
 }
 
+/* `launch` what takes a table of one segment. */
+template <typename Launch>
+static enum status run(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                       int64_t numel, const struct kernel_stream *stream, Launch launch) {
+    enum status status = elementwise_check(output, output_dtype, input, input_dtype, numel);
+    if (status != STATUS_OK)
+        return status;
+    device_guard guard(stream);
+    struct segment_table table;
+    table.count = 0;
+    table_add(&table, output, input, numel, 0);
+    return guard.status == STATUS_OK ? launch(&table) : guard.status;
+}
+
 extern "C" enum status cuda_cast_divide(void *output, enum dtype output_dtype, const void *input,
                                         enum dtype input_dtype, int64_t numel, double divisor,
                                         const struct kernel_stream *stream) {
-    struct segment_table table;
-    if ((unsigned)output_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT)
-        return STATUS_UNSUPPORTED;
-    if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0))
-        return STATUS_INVALID;
-    device_guard guard(stream);
-    if (guard.status != STATUS_OK)
-        return guard.status;
-    table.count = 0;
-    table_add(&table, output, input, numel, 0);
-    return cuda_cast_segments(&table, output_dtype, input_dtype, divisor, stream);
+    return run(output, output_dtype, input, input_dtype, numel, stream, [&](struct segment_table *table) {
+        return cuda_cast_segments(table, output_dtype, input_dtype, divisor, stream);
+    });
 }
 
 /* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ----
@@ -49,22 +55,15 @@ template <typename Out, typename In> struct accumulate_operation {
 extern "C" enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
                                        enum dtype input_dtype, int64_t numel, double divisor,
                                        const struct kernel_stream *stream) {
-    if ((unsigned)accumulator_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT)
-        return STATUS_UNSUPPORTED;
-    if (numel < 0)
-        return STATUS_INVALID;
-    device_guard guard(stream);
-    if (guard.status != STATUS_OK)
-        return guard.status;
-    return with_types(accumulator_dtype, input_dtype, [&](auto out, auto in) {
-        using Out = decltype(out);
-        using In = decltype(in);
-        struct segment_table table;
-        table.count = 0;
-        table_add(&table, accumulator, input, numel, 0);
-        accumulate_operation<Out, In> operation = {division<In>(divisor)};
-        return enqueue_elementwise<Out, In>(&table, operation, stream);
-    });
+    return run(accumulator, accumulator_dtype, input, input_dtype, numel, stream,
+               [&](struct segment_table *table) {
+                   return with_types(accumulator_dtype, input_dtype, [&](auto out, auto in) {
+                       using Out = decltype(out);
+                       using In = decltype(in);
+                       accumulate_operation<Out, In> operation = {division<In>(divisor)};
+                       return enqueue_elementwise<Out, In>(table, operation, stream);
+                   });
+               });
 }
 
 /* ---- a gradient scaler's look for inf and NaN; what was found stays on the device ---- */
@@ -120,53 +119,4 @@ extern "C" enum status cuda_unscale(const struct tensor_view *tensors, const int
         });
     }
     return status;
-}
-
-/* ---- moving elements without conversion ---- */
-
-template <typename T> struct copy_operation {
-    static constexpr bool READS_OUTPUT = false;
-    static constexpr bool READS_INPUT = true;
-
-    __device__ void begin() {
-    }
-    __device__ T operator()(T, T value) const {
-        return value;
-    }
-};
-
-template <typename T>
-static enum status copy_ranges(T *output, const struct copy_range *ranges, int64_t num_ranges,
-                               const struct kernel_stream *stream) {
-    struct segment_table table;
-    enum status status = STATUS_OK;
-    table.count = 0;
-    for (int64_t i = 0; i < num_ranges && status == STATUS_OK; i++) {
-        const struct copy_range &range = ranges[i];
-        if (range.numel > 0) {
-            table_add(&table, output + range.output_offset, (const T *)range.input + range.input_offset,
-                      range.numel, 0);
-        }
-        if (table_is_full(&table))
-            status = enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream);
-    }
-    return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream) : status;
-}
-
-extern "C" enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
-                                        int64_t num_ranges, const struct kernel_stream *stream) {
-    device_guard guard(stream);
-    if (guard.status != STATUS_OK)
-        return guard.status;
-    switch (dtype) { /* as integers of their size: a copy never changes a NaN */
-    case DTYPE_BFLOAT16:
-    case DTYPE_FLOAT16:
-        return copy_ranges((uint16_t *)output, ranges, num_ranges, stream);
-    case DTYPE_FLOAT32:
-        return copy_ranges((uint32_t *)output, ranges, num_ranges, stream);
-    case DTYPE_FLOAT64:
-        return copy_ranges((uint64_t *)output, ranges, num_ranges, stream);
-    default:
-        return STATUS_UNSUPPORTED;
-    }
 }

@@ -78,48 +78,42 @@ struct pack_source {
 /* output = cast(source) / divisor for every source; the gaps between sources and up to output_numel are
  * zeroed. The sources are ordered by offset and do not overlap. One pass: flatten, cast and pre-divide of a
  * unit's gradients. */
-enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel,
-                        const struct pack_source *sources, int64_t num_sources, double divisor,
-                        const struct kernel_stream *stream);
+typedef enum status pack_kernel(void *output, enum dtype output_dtype, int64_t output_numel,
+                                const struct pack_source *sources, int64_t num_sources, double divisor,
+                                const struct kernel_stream *stream);
+extern pack_kernel kernel_pack;
 
 /* output += source for every source, each sum rounded to the output dtype; gaps and NULL sources leave output
  * alone. */
-enum status kernel_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
-                            int64_t num_sources, const struct kernel_stream *stream);
+typedef enum status pack_add_kernel(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                                    int64_t num_sources, const struct kernel_stream *stream);
+extern pack_add_kernel kernel_pack_add;
 
-/* output = cast(input) / divisor. output may be input when the dtypes are equal. */
-enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input,
-                               enum dtype input_dtype, int64_t numel, double divisor,
-                               const struct kernel_stream *stream);
-
-/* accumulator += cast(input / divisor): the quotient is rounded to the input dtype, then cast, then added. */
-enum status kernel_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
-                              enum dtype input_dtype, int64_t numel, double divisor,
-                              const struct kernel_stream *stream);
-
-/* One contiguous copy without conversion: numel elements from input + input_offset to output +
- * output_offset. */
-struct copy_range {
-    const void *input;
-    int64_t input_offset;
-    int64_t output_offset;
-    int64_t numel;
-};
-enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
-                               int64_t num_ranges, const struct kernel_stream *stream);
+/* Of contiguous elements.
+ * cast_divide: output = cast(input) / divisor. output may be input when the dtypes are equal.
+ * accumulate: output += cast(input / divisor): the quotient is rounded to the input dtype, then cast, then
+ * added. */
+typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, const void *input,
+                                       enum dtype input_dtype, int64_t numel, double divisor,
+                                       const struct kernel_stream *stream);
+extern elementwise_kernel kernel_cast_divide;
+extern elementwise_kernel kernel_accumulate;
 
 /* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN,
  * else left alone. */
-enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                           const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
+typedef enum status unscale_kernel(const struct tensor_view *tensors, const int64_t *numels,
+                                   int64_t num_tensors, const float *inverse_scale, float *found_inf,
+                                   const struct kernel_stream *stream);
+extern unscale_kernel kernel_unscale;
 
 /* 64 bits over each range of memory, of any alignment; checksum.c defines them. */
 struct byte_range {
     const void *data;
     int64_t nbytes;
 };
-enum status kernel_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
-                             const struct kernel_stream *stream);
+typedef enum status checksums_kernel(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
+                                     const struct kernel_stream *stream);
+extern checksums_kernel kernel_checksums;
 
 /* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without
  * amsgrad the data of the last is NULL. `step` counts those taken before, and is counted up: one number of
@@ -148,11 +142,21 @@ struct adamw_options {
 };
 
 /* One step of AdamW, in fp64 for fp64 parameters and in fp32 for all others: adam.c gives the formula. */
-enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
-                         const struct adamw_options *options, const struct kernel_stream *stream);
+typedef enum status adamw_kernel(const struct adam_tensor *tensors, int64_t num_tensors,
+                                 const struct adamw_options *options, const struct kernel_stream *stream);
+extern adamw_kernel kernel_adamw;
 
 static inline bool dtype_is_known(enum dtype dtype) {
     return (unsigned)dtype < DTYPE_COUNT;
+}
+
+/* What an elementwise kernel refuses, on any device. */
+static inline enum status elementwise_check(const void *output, enum dtype output_dtype, const void *input,
+                                            enum dtype input_dtype, int64_t numel) {
+    if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
+        return STATUS_UNSUPPORTED;
+    bool overwrites = output == input && output_dtype != input_dtype && numel > 0;
+    return numel < 0 || overwrites ? STATUS_INVALID : STATUS_OK;
 }
 
 /* The dtype for elements of that size that no kernel computes with. */

@@ -13,7 +13,6 @@ const struct kernel_table cpu_kernels = {
     .pack_add = kernel_pack_add,
     .cast_divide = kernel_cast_divide,
     .accumulate = kernel_accumulate,
-    .copy_ranges = kernel_copy_ranges,
     .unscale = kernel_unscale,
     .checksums = kernel_checksums,
     .adamw = kernel_adamw,
@@ -44,40 +43,11 @@ static enum status no_cast_divide(void *output, enum dtype output_dtype, const v
     return STATUS_OK;
 }
 
-static enum status no_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
-                                  int64_t num_ranges, const struct kernel_stream *stream) {
-    (void)output, (void)dtype, (void)ranges, (void)num_ranges, (void)stream;
-    return STATUS_OK;
-}
-
-static enum status no_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                              const float *inverse_scale, float *found_inf,
-                              const struct kernel_stream *stream) {
-    (void)tensors, (void)numels, (void)num_tensors, (void)inverse_scale, (void)found_inf, (void)stream;
-    return STATUS_OK;
-}
-
-static enum status no_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
-                                const struct kernel_stream *stream) {
-    (void)checksums, (void)ranges, (void)num_ranges, (void)stream;
-    return STATUS_OK;
-}
-
-static enum status no_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
-                            const struct adamw_options *options, const struct kernel_stream *stream) {
-    (void)tensors, (void)num_tensors, (void)options, (void)stream;
-    return STATUS_OK;
-}
-
 const struct kernel_table no_kernels = {
     .version = KERNEL_TABLE_VERSION,
     .pack = no_pack,
     .pack_add = no_pack_add,
     .cast_divide = no_cast_divide,
     .accumulate = no_cast_divide,
-    .copy_ranges = no_copy_ranges,
-    .unscale = no_unscale,
-    .checksums = no_checksums,
-    .adamw = no_adamw,
     .device_error = device_error,
 };

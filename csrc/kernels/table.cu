@@ -120,7 +120,7 @@ static const char *cuda_why_not_on(int32_t device_index) {
 /* ---- the table ---- */
 
 static const struct kernel_table cuda_kernels = {
-    KERNEL_TABLE_VERSION, cuda_pack,      cuda_pack_add, cuda_cast_divide, cuda_accumulate, cuda_copy_ranges,
+    KERNEL_TABLE_VERSION, cuda_pack,      cuda_pack_add, cuda_cast_divide, cuda_accumulate,
     cuda_unscale,         cuda_checksums, cuda_adamw,    cuda_error_text,  cuda_why_not_on,
 };
 

@@ -42,18 +42,18 @@ void op_flatten(StableIValue *stack, struct op_call *call) {
     stack[0] = op_give(&output);
 }
 
-/* Copy numel elements of a flat tensor into a new one. */
-static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand *flat, int64_t offset,
-                                  int64_t numel) {
-    AtenTensorHandle part = op_empty(1, &numel, flat->dtype_code, flat);
-    if (!call->is_meta) {
-        struct op_operand output;
-        op_read_operand(&output, part);
-        struct copy_range range = {flat->view.data, offset, 0, numel};
-        op_call_check(call, op_call_kernels(call)->copy_ranges(output.view.data, flat->view.dtype, &range, 1,
-                                                               tensor_kernel_stream(&flat->view)));
-    }
-    return part;
+/* `numel` elements of a flat tensor from `start` on, in a new one of `numel_padded`: zeros follow them. */
+static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand *flat, int64_t start,
+                                  int64_t numel, int64_t numel_padded, int32_t dtype) {
+    OP_OWNED part = op_empty(1, &numel_padded, dtype, flat);
+    struct op_operand output;
+    op_read_operand(&output, part);
+    struct pack_source source = {.view = flat->view, .numel = numel};
+    source.view.sizes = &numel;
+    if (!call->is_meta && flat->view.data)
+        source.view.data = (char *)flat->view.data + start * dtype_nbytes(flat->view.dtype);
+    op_call_pack(call, &output, &source, 1, 1.0);
+    return op_tensor(op_give(&part));
 }
 
 /* fsdp_c::unflatten: a copy of each segment, in one dimension. */
@@ -72,7 +72,9 @@ void op_unflatten(StableIValue *stack, struct op_call *call) {
         op_call_check_range(call, op_int(offsets.items[i]), op_int(numels.items[i]), flat.numel, "flat");
     OP_CALL(torch_abi.torch_new_list_reserve_size(offsets.count, &result.list));
     for (size_t i = 0; i < offsets.count; i++) {
-        AtenTensorHandle part = copy_part(call, &flat, op_int(offsets.items[i]), op_int(numels.items[i]));
+        int64_t numel = op_int(numels.items[i]);
+        AtenTensorHandle part =
+            copy_part(call, &flat, op_int(offsets.items[i]), numel, numel, flat.dtype_code);
         op_push(result.list, &part);
     }
     stack[0] = (StableIValue)(uintptr_t)result.list;
@@ -82,7 +84,6 @@ void op_unflatten(StableIValue *stack, struct op_call *call) {
 /* fsdp_c::shard: this rank's chunk in another dtype, zero-padded on the right to the size of rank 0's. */
 void op_shard(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
-    OP_OWNED output = NULL;
     int64_t rank = op_int(stack[1]);
     int64_t world_size = op_int(stack[2]);
     int32_t dtype = op_call_read_dtype(call, stack[3]);
@@ -94,14 +95,7 @@ void op_shard(StableIValue *stack, struct op_call *call) {
     int64_t shard_numel = (flat.numel + world_size - 1) / world_size;
     int64_t start = shard_numel * rank < flat.numel ? shard_numel * rank : flat.numel;
     int64_t valid_numel = flat.numel - start < shard_numel ? flat.numel - start : shard_numel;
-    output = op_empty(1, &shard_numel, dtype, &flat);
-    struct op_operand chunk;
-    op_read_operand(&chunk, output);
-    struct pack_source source = {.view = flat.view, .numel = valid_numel};
-    source.view.sizes = &valid_numel;
-    if (!call->is_meta && flat.view.data)
-        source.view.data = (char *)flat.view.data + start * dtype_nbytes(flat.view.dtype);
-    op_call_pack(call, &chunk, &source, 1, 1.0);
+    OP_OWNED output = copy_part(call, &flat, start, valid_numel, shard_numel, dtype);
     stack[0] = op_give(&output);
 }
 

@@ -132,10 +132,9 @@ static enum status pack_add(void *output, enum dtype output_dtype, const struct 
 static enum status run_flat(const char *name, void *output, enum dtype output_dtype, const void *input,
                             enum dtype input_dtype, int64_t numel, double divisor,
                             const struct kernel_stream *stream) {
-    if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
-        return STATUS_UNSUPPORTED;
-    if (numel < 0)
-        return STATUS_INVALID;
+    enum status status = elementwise_check(output, output_dtype, input, input_dtype, numel);
+    if (status != STATUS_OK)
+        return status;
     PyGILState_STATE lock = PyGILState_Ensure();
     PyObject *to = over_flat(output, output_dtype, numel, stream);
     PyObject *from = to ? over_flat(input, input_dtype, numel, stream) : NULL;
@@ -148,8 +147,6 @@ static enum status run_flat(const char *name, void *output, enum dtype output_dt
 static enum status cast_divide(void *output, enum dtype output_dtype, const void *input,
                                enum dtype input_dtype, int64_t numel, double divisor,
                                const struct kernel_stream *stream) {
-    if (output == input && output_dtype != input_dtype && numel > 0)
-        return STATUS_INVALID;
     return run_flat("cast_divide", output, output_dtype, input, input_dtype, numel, divisor, stream);
 }
 
@@ -157,17 +154,6 @@ static enum status accumulate(void *accumulator, enum dtype accumulator_dtype, c
                               enum dtype input_dtype, int64_t numel, double divisor,
                               const struct kernel_stream *stream) {
     return run_flat("accumulate", accumulator, accumulator_dtype, input, input_dtype, numel, divisor, stream);
-}
-
-static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
-                               int64_t num_ranges, const struct kernel_stream *stream) {
-    enum status status = STATUS_OK;
-    for (int64_t i = 0; i < num_ranges && status == STATUS_OK; i++) {
-        char *to = (char *)output + ranges[i].output_offset * dtype_nbytes(dtype);
-        const char *from = (const char *)ranges[i].input + ranges[i].input_offset * dtype_nbytes(dtype);
-        status = run_flat("cast_divide", to, dtype, from, dtype, ranges[i].numel, 1.0, stream);
-    }
-    return status;
 }
 
 /* ---- lists of tensors ---- */
@@ -272,7 +258,6 @@ const struct kernel_table operator_kernels = {
     .pack_add = pack_add,
     .cast_divide = cast_divide,
     .accumulate = accumulate,
-    .copy_ranges = copy_ranges,
     .unscale = unscale,
     .checksums = checksums,
     .adamw = adamw,

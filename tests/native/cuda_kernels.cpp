@@ -336,27 +336,6 @@ static void test_pack_refuses_what_the_cpu_refuses(void) {
     CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, &square, 1, 1.0, &on_gpu), STATUS_INVALID);
 }
 
-/* ---- copies ---- */
-
-static void test_copy_ranges_equal_the_cpus(void) {
-    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
-        memory input((enum dtype)dtype, 9000, 1), expected((enum dtype)dtype, 20000),
-            actual((enum dtype)dtype, 20000);
-        std::vector<struct copy_range> ranges;
-        for (int i = 0; i < 230; i++) {
-            ranges.push_back(
-                {input.data, random_below(&random_state, 8000), 80 * i, random_below(&random_state, 80)});
-        }
-        ranges.push_back({input.data, 3, 230 * 80, 1500});
-        actual.set(expected);
-        CHECK_EQUAL(kernel_copy_ranges(expected.data, (enum dtype)dtype, ranges.data(), 231, nullptr),
-                    STATUS_OK);
-        CHECK_EQUAL(table->copy_ranges(actual.data, (enum dtype)dtype, ranges.data(), 231, &on_gpu),
-                    STATUS_OK);
-        CHECK(actual.equals(expected));
-    }
-}
-
 /* ---- unscale ---- */
 
 /* 100 tensors of every dtype, changed by the CPU and by the GPU; `spoilt` of them hold what is not finite. */
@@ -545,7 +524,6 @@ static void test_nothing_to_do_is_no_launch(void) {
                 STATUS_OK);
     CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu),
                 STATUS_OK);
-    CHECK_EQUAL(table->copy_ranges(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->unscale(&view, &none, 1, nullptr, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->adamw(nullptr, 0, nullptr, &on_gpu), STATUS_OK);
@@ -640,7 +618,6 @@ int main(void) {
     RUN(test_transposed_sources_go_by_tiles);
     RUN(test_pack_of_a_unit_is_one_launch);
     RUN(test_pack_refuses_what_the_cpu_refuses);
-    RUN(test_copy_ranges_equal_the_cpus);
     RUN(test_unscale_equals_the_cpus_and_finds_what_is_not_finite);
     RUN(test_checksums_equal_the_cpus_at_any_length_and_address);
     RUN(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address);

@@ -216,16 +216,6 @@ static void test_pack_of_an_unknown_dtype_is_unsupported(void) {
     CHECK_EQUAL(kernel_pack(output, DTYPE_OTHER, 1, NULL, 0, 1.0, NULL), STATUS_UNSUPPORTED);
 }
 
-static void test_copy_ranges_moves_each_range(void) {
-    const uint16_t first[4] = {1, 2, 3, 4};
-    const uint16_t second[3] = {5, 6, 7};
-    uint16_t output[6] = {0};
-    const struct copy_range ranges[3] = {{first, 1, 0, 2}, {second, 0, 3, 3}, {first, 0, 0, 0}};
-    const uint16_t expected[6] = {2, 3, 0, 5, 6, 7};
-    CHECK_EQUAL(kernel_copy_ranges(output, DTYPE_BFLOAT16, ranges, 3, &cutting), STATUS_OK);
-    CHECK_EQUAL(memcmp(output, expected, sizeof expected), 0);
-}
-
 static void test_cast_divide_in_place_divides(void) {
     double tensor[2] = {3.0, -1.0};
     CHECK_EQUAL(kernel_cast_divide(tensor, DTYPE_FLOAT64, tensor, DTYPE_FLOAT64, 2, 2.0, NULL), STATUS_OK);
@@ -241,7 +231,6 @@ static void test_kernels_accept_nothing_to_do(void) {
     CHECK_EQUAL(kernel_pack_add(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_cast_divide(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_accumulate(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
-    CHECK_EQUAL(kernel_copy_ranges(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_unscale(NULL, NULL, 0, NULL, NULL, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_adamw(NULL, 0, NULL, &cutting), STATUS_OK);
@@ -372,7 +361,6 @@ int main(void) {
     RUN(test_pack_refuses_sources_that_overlap_or_leave_the_output);
     RUN(test_pack_refuses_output_strides_with_holes);
     RUN(test_pack_of_an_unknown_dtype_is_unsupported);
-    RUN(test_copy_ranges_moves_each_range);
     RUN(test_cast_divide_in_place_divides);
     RUN(test_kernels_accept_nothing_to_do);
     RUN(test_adamw_steps_operands_of_any_dtype);

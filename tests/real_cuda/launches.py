@@ -46,7 +46,6 @@ KernelStream = structure(
     "KernelStream", parallel_for=POINTER, cuda_stream=POINTER, device_index=I32, device=I32
 )
 PackSource = structure("PackSource", view=TensorView, numel=I64, offset=I64, output_strides=POINTER)
-CopyRange = structure("CopyRange", input=POINTER, input_offset=I64, output_offset=I64, numel=I64)
 ByteRange = structure("ByteRange", data=POINTER, nbytes=I64)
 AdamTensor = structure(
     "AdamTensor",

@@ -23,7 +23,6 @@ from tests.real_cuda.launches import (
     AdamOptions,
     AdamTensor,
     ByteRange,
-    CopyRange,
     Launch,
     TensorView,
     array,
@@ -137,24 +136,6 @@ def test_accumulate_launches_a_block_per_chunk() -> None:
     expect_segments(launch, 2048, (total.data_ptr(), input.data_ptr(), BIG, 0), operation=quotient(4.0))
     run_chunks(launch, *(place // 2048 for place in places))
     assert values(total, *places) == [3.75, 5.0, 6.25, 7.5]
-
-
-def test_copy_ranges_launches_as_often_as_a_table_is_full() -> None:
-    """98 segments are what 4 KiB of arguments hold. The large one's input lies beside vectors of 16 bytes."""
-    output, input = reserve(BF16, PAST + BIG + 4096), reserve(BF16, BIG + 7)
-    put(input, 7, BIG + 6)
-    large = (at(input), 7, PAST + 16, BIG)
-    small = [(at(input), 8 * i, 8 * i, 8) for i in range(99)]
-    with watched() as seen:
-        ranges = array(CopyRange, large, (at(input), 0, 0, 0), *small)
-        launchers()["copy_ranges"](at(output), dtype(output), ranges, I64(101))
-    first, second = seen
-    moved = [(output.data_ptr() + 16 * i, input.data_ptr() + 16 * i, 8, 0) for i in range(99)]
-    of_large = output.data_ptr() + 2 * (PAST + 16), input.data_ptr() + 14, BIG, 0
-    expect_segments(first, 8192, of_large, *moved[:97])
-    expect_segments(second, 8192, *moved[97:])
-    run_chunks(first, 0, (BIG - 1) // 8192)
-    assert values(output, PAST + 16, PAST + 16 + BIG - 1) == [3.0, 4.0]
 
 
 def test_pack_launches_flat_sources_together_with_all_zeros() -> None:

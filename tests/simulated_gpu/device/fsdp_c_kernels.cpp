@@ -66,8 +66,6 @@ template <typename Argument> class kept {
             keep(view);
         }
     }
-    void keep(struct copy_range &) {
-    }
     void keep(struct byte_range &) {
     }
     void keep(int64_t &) {
@@ -194,19 +192,6 @@ static enum status accumulate(void *output, enum dtype to, const void *input, en
     });
 }
 
-static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t count,
-                               const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c copy_ranges", stream);
-    int64_t size = dtype_nbytes(dtype);
-    for (int64_t i = 0; i < count; i++) {
-        now.reads((const char *)ranges[i].input + ranges[i].input_offset * size, ranges[i].numel * size);
-        now.writes((char *)output + ranges[i].output_offset * size, ranges[i].numel * size);
-    }
-    return now.run([=, kept_ranges = kept(ranges, count)](const struct kernel_stream *at) {
-        return inner->copy_ranges(output, dtype, kept_ranges.data(), count, at);
-    });
-}
-
 static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
                            const float *inverse, float *found_inf, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c unscale", stream);
@@ -275,9 +260,8 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack,    pack_add,  cast_divide, accumulate,
-        copy_ranges,          unscale, checksums, adamw,       device_error,
-        why_not_on,
+        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate, unscale, checksums, adamw,
+        device_error,         why_not_on,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;
