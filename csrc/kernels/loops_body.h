@@ -41,6 +41,7 @@
  * asked for in time: from memory beyond the caches this beats memcpy. A prefetch past the end does
  * nothing. */
 enum { PREFETCH_NUMEL = 512 };
+#define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
 
 /* Keeps the compiler from making vectors of what is too short for one, which would be most of the code. */
 static inline bool one_by_one(void) {

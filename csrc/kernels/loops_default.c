@@ -136,8 +136,6 @@ static inline floats floats_larger(floats a, floats b) {
     return (floats)select_bits((float_bits)(a > b) | (float_bits)(a != a), (float_bits)a, (float_bits)b);
 }
 
-#define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
-
 static inline words words_of(uint64_t value) {
     return (words){value, value};
 }

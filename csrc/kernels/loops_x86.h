@@ -1,0 +1,70 @@
+/* What the loops are made of on x86-64, for vectors of either width.
+ *
+ * The file before it defines FLOATS and WORDS, the compiler's types vector_floats and vector_bits, OF_WIDTH,
+ * which gives the intrinsic of a name, and what the two instruction sets have each in its own way. */
+typedef vector_floats floats;
+typedef uint32_t float_bits __attribute__((vector_size(4 * FLOATS)));
+typedef uint64_t words __attribute__((vector_size(8 * WORDS)));
+
+enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+
+static inline floats floats_of(float value) {
+    return OF_WIDTH(set1_ps)(value);
+}
+
+static inline floats floats_load_float(const float *input) {
+    return OF_WIDTH(loadu_ps)(input);
+}
+
+static inline floats floats_load_bfloat16(const bfloat16 *input) {
+    return (floats)OF_WIDTH(slli_epi32)(OF_WIDTH(cvtepu16_epi32)(halves_load(input)), 16);
+}
+
+static inline floats floats_load_float16(const float16 *input) {
+    return OF_WIDTH(cvtph_ps)(halves_load(input));
+}
+
+static inline floats floats_round_bfloat16(floats values) {
+    return (floats)((float_bits)round_to_bfloat16(values) & 0xffff0000u);
+}
+
+static inline floats floats_round_float16(floats values) {
+    return OF_WIDTH(cvtph_ps)(OF_WIDTH(cvtps_ph)(values, NEAREST));
+}
+
+static inline void floats_store_float(float *output, floats values) {
+    OF_WIDTH(storeu_ps)(output, values);
+}
+
+static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
+    halves_store(output, lower_halves(OF_WIDTH(srli_epi32)(round_to_bfloat16(values), 16)));
+}
+
+static inline void floats_store_float16(float16 *output, floats values) {
+    halves_store(output, OF_WIDTH(cvtps_ph)(values, NEAREST));
+}
+
+/* sum + a * b, rounded once. */
+static inline floats floats_fused(floats sum, floats a, floats b) {
+    return OF_WIDTH(fmadd_ps)(a, b, sum);
+}
+
+#define floats_add_product floats_fused
+
+static inline floats floats_root(floats values) {
+    return OF_WIDTH(sqrt_ps)(values);
+}
+
+static inline words words_of(uint64_t value) {
+    return (words){0} + value;
+}
+
+static inline words words_load(const void *input) {
+    words values;
+    memcpy(&values, input, sizeof values);
+    return values;
+}
+
+static inline words words_multiply_halves(words values) {
+    return (words)OF_WIDTH(mul_epu32)((vector_bits)values, (vector_bits)(values >> 32));
+}
