@@ -6,12 +6,7 @@
 #include <math.h>
 
 #include "kernels/checksum.h"
-#include "kernels/kernels.h"
-#ifdef __cplusplus
-#include "kernels/cuda_types.h"
-#else
 #include "kernels/convert.h"
-#endif
 
 enum { ADAM_OPERANDS = ADAM_MAX_EXP_AVG_SQ + 1 };
 

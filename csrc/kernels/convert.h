@@ -1,14 +1,27 @@
-/* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds
- * to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16, as the processor can.
- * Those for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none that are.
+/* Element types and their conversions, for the CPU and the GPU, bit for bit as torch's: every narrowing goes
+ * through fp32 and rounds to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16, as
+ * the processor can. Those for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none that
+ * are.
  *
- * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them. */
+ * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them.
+ *
+ * [Note: two ways to convert] A GPU has instructions for it. They round as the bit operations do and differ in
+ * one thing: the payload of a NaN is lost. That is also what torch does on CUDA. Where these files are plain
+ * C++, in the emulation of the tests, conversions are those of the CPU. */
 #ifndef FSDP_KERNELS_CONVERT_H
 #define FSDP_KERNELS_CONVERT_H
 
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "kernels/kernels.h"
+
+#ifdef __CUDA_ARCH__
+#define BFLOAT16_NAN 0x7fffu /* the instruction's, which GPUs before sm_80 lack */
+#else
+#define BFLOAT16_NAN 0x7fc0u
+#endif
 
 typedef struct {
     uint16_t bits;
@@ -17,32 +30,43 @@ typedef struct {
     uint16_t bits;
 } float16;
 
-static inline uint32_t bits_of_float(float value) {
+HOST_DEVICE static inline uint32_t bits_of_float(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline float float_of_bits(uint32_t bits) {
+HOST_DEVICE static inline float float_of_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline float float_from_bfloat16(bfloat16 value) {
+HOST_DEVICE static inline float float_from_bfloat16(bfloat16 value) {
     return float_of_bits((uint32_t)value.bits << 16);
 }
 
 /* Round to nearest even by adding half of the last place kept; a NaN would carry over into infinity. */
-static inline bfloat16 bfloat16_from_float(float value) {
+HOST_DEVICE static inline bfloat16 bfloat16_from_float(float value) {
+    bfloat16 result;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
     uint32_t bits = bits_of_float(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return (bfloat16){(uint16_t)(is_nan ? 0x7fc0u : rounded)};
+    result.bits = (uint16_t)(is_nan ? BFLOAT16_NAN : rounded);
+#endif
+    return result;
 }
 
 /* Exponents are rebased from 15 to 127; denormals are normalised by a subtraction that is exact. */
-static inline float float_from_float16(float16 value) {
+HOST_DEVICE static inline float float_from_float16(float16 value) {
+#ifdef __CUDA_ARCH__
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+    return result;
+#else
     uint32_t sign = ((uint32_t)value.bits & 0x8000u) << 16;
     uint32_t shifted = ((uint32_t)value.bits & 0x7fffu) << 13;
     uint32_t exponent = shifted & 0x0f800000u;
@@ -51,10 +75,15 @@ static inline float float_from_float16(float16 value) {
     uint32_t denormal = bits_of_float(float_of_bits(normal + (1u << 23)) - float_of_bits(113u << 23));
     uint32_t magnitude = exponent == 0x0f800000u ? special : exponent == 0 ? denormal : normal;
     return float_of_bits(sign | magnitude);
+#endif
 }
 
 /* Below 2^-14 the addition of a power of two lets the processor round at the denormal's last place. */
-static inline float16 float16_from_float(float value) {
+HOST_DEVICE static inline float16 float16_from_float(float value) {
+    float16 result;
+#ifdef __CUDA_ARCH__
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
     uint32_t bits = bits_of_float(value);
     uint32_t sign = (bits >> 16) & 0x8000u;
     uint32_t magnitude = bits & 0x7fffffffu;
@@ -62,9 +91,14 @@ static inline float16 float16_from_float(float value) {
     uint32_t denormal = bits_of_float(float_of_bits(magnitude) + float_of_bits(126u << 23)) - (126u << 23);
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     uint32_t half = magnitude >= (143u << 23) ? special : magnitude < (113u << 23) ? denormal : normal;
-    return (float16){(uint16_t)(sign | half)};
+    result.bits = (uint16_t)(sign | half);
+#endif
+    return result;
 }
 
+/* ---- what the CPU alone converts, by the names that its loops put together ---- */
+
+#ifndef __cplusplus
 #ifdef __aarch64__
 extern bool rounds_once_to_float16; /* set where torch is asked, before the first kernel runs */
 #endif
@@ -112,4 +146,5 @@ typedef float float16_arith;
 #define bfloat16_store      bfloat16_from_float
 #define float16_store       float16_from_float
 
+#endif
 #endif

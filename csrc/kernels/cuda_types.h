@@ -1,9 +1,4 @@
-/* Element types on the device, with the conversions of convert.h: by one instruction there, by its bits
- * elsewhere.
- *
- * [Note: two ways to convert] The instructions round as the bit operations do and differ in one thing: the
- * payload of a NaN is lost. That is also what torch does on CUDA. Elsewhere is the emulation of the tests,
- * where these files are plain C++. */
+/* Element types on the device, as templates take them. */
 #ifndef FSDP_KERNELS_CUDA_TYPES_H
 #define FSDP_KERNELS_CUDA_TYPES_H
 
@@ -14,81 +9,7 @@
 #include <string.h>
 
 extern "C" {
-#include "kernels/kernels.h"
-}
-
-#ifdef __CUDA_ARCH__
-#define BFLOAT16_NAN 0x7fffu /* the instruction's, which GPUs before sm_80 lack */
-#else
-#define BFLOAT16_NAN 0x7fc0u
-#endif
-
-struct bfloat16 {
-    uint16_t bits;
-};
-struct float16 {
-    uint16_t bits;
-};
-
-__host__ __device__ inline uint32_t bits_of_float(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-__host__ __device__ inline float float_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-__host__ __device__ inline bfloat16 bfloat16_from_float(float value) {
-    bfloat16 result;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
-#else
-    uint32_t bits = bits_of_float(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    result.bits = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? BFLOAT16_NAN : rounded);
-#endif
-    return result;
-}
-
-__host__ __device__ inline float float_from_bfloat16(bfloat16 value) {
-    return float_of_bits((uint32_t)value.bits << 16);
-}
-
-__host__ __device__ inline float float_from_float16(float16 value) {
-#ifdef __CUDA_ARCH__
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
-    return result;
-#else
-    uint32_t sign = ((uint32_t)value.bits & 0x8000u) << 16;
-    uint32_t magnitude = (uint32_t)value.bits & 0x7fffu;
-    if (magnitude >= 0x7c00u)
-        return float_of_bits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-    return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * 0x1p112f)); /* exact */
-#endif
-}
-
-__host__ __device__ inline float16 float16_from_float(float value) {
-    float16 result;
-#ifdef __CUDA_ARCH__
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
-#else
-    uint32_t bits = bits_of_float(value);
-    uint32_t sign = (bits >> 16) & 0x8000u;
-    uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude >= 0x47800000u) /* 2^16 and above, infinity, NaN */
-        magnitude = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    else if (magnitude < 0x38800000u) /* denormals: rounded by an addition at their last place */
-        magnitude = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
-    else
-        magnitude = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    result.bits = (uint16_t)(sign | magnitude);
-#endif
-    return result;
+#include "kernels/convert.h"
 }
 
 /* For each type: its arithmetic, and the way there and back. Every narrowing goes through fp32. */
