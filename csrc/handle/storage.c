@@ -34,24 +34,14 @@ void storage_share(struct storage *storage, struct deferred_free *full, struct p
 
 /* ---- the shard ---- */
 
-static int refuse_device(struct storage *storage, const char *why) {
-    return unit_error(PyExc_NotImplementedError, storage->param->layout.rank, storage->param->name,
-                      "it computes on %S, and there are no kernels for that: %s. Pass "
-                      "device_id=torch.device(\"cpu\") to compute on the CPU.",
-                      storage->param->device, why);
-}
-
 /* Follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
 int storage_read_shard(struct storage *storage) {
-    const char *why = "";
     ref_set(&storage->orig_dtype, PyObject_GetAttr(storage->param->tensor, torch_names.dtype));
     if (!storage->orig_dtype)
         return -1;
     ref_set(&storage->local_shard, torch_data(storage->param->tensor));
     if (!storage->local_shard || tensor_view_of(storage->local_shard, &storage->local_view) < 0)
         return -1;
-    if (!kernels_of(storage->local_view.device, storage->local_view.device_index, &why))
-        return refuse_device(storage, why);
     int64_t want = storage->param->layout.shard_numel, numel = tensor_view_numel(&storage->local_view);
     if (numel == want)
         return 0;
@@ -304,8 +294,6 @@ int storage_follow_shard(struct storage *storage) {
         ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
     bool is_fake = !shard->data && numel > 0;
     storage->kernels = is_fake ? &no_kernels : kernels_of(compute->device, compute->device_index, &why);
-    if (!storage->kernels)
-        return refuse_device(storage, why);
     buffer_fini(&storage->device_shard);
     if (storage->offload &&
         (buffer_init(&storage->device_shard, numel, storage->orig_dtype, storage->param->device, false) < 0 ||

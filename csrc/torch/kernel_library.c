@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include "torch/operator_kernels.h"
-#include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
 static const struct kernel_table *cuda_kernels;
@@ -86,12 +85,9 @@ static const char *why_not_ours(enum device_kind device, int32_t device_index) {
 
 const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why) {
     *why = why_not_ours(device, device_index);
-    if (!*why)
-        return device == DEVICE_CPU ? &cpu_kernels : cuda_kernels;
-    if (tensor_has_exchange())
+    if (*why)
         return &operator_kernels;
-    *why = "this torch does not let tensors be made over memory";
-    return NULL;
+    return device == DEVICE_CPU ? &cpu_kernels : cuda_kernels;
 }
 
 bool kernels_are_wanted_of_torch(void) {

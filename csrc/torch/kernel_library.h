@@ -8,8 +8,8 @@
 
 #include "kernels/table.h"
 
-/* Never raises, and takes no lock of the interpreter. *why says why they are not ours, or is NULL. NULL where
- * there are none. */
+/* Never NULL, never raises, and takes no lock of the interpreter. *why says why they are not ours, or is
+ * NULL. */
 const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why);
 
 bool kernels_are_wanted_of_torch(void); /* FSDP_C_KERNELS=torch */

@@ -55,28 +55,17 @@ struct dl_exchange {
 
 static struct {
     PyTypeObject *tensor_type;                            /* owned for ever */
-    int (*view_of)(void *tensor, struct dl_tensor *view); /* NULL: through Python attributes */
+    int (*view_of)(void *tensor, struct dl_tensor *view);
     int (*over)(struct dl_managed *managed, void **tensor);
     bool is_rocm;
     struct kernel_stream cpu_stream;
 } exchange;
 
-/* Type attribute, cleared error and NULL when it does not exist. */
-static PyObject *optional_attribute(PyObject *object, const char *name) {
-    PyObject *value = PyObject_GetAttrString(object, name);
-    if (!value)
-        PyErr_Clear();
-    return value;
-}
-
-/* The table's name changed between releases; its version is checked, and older versions of it are chained. */
+/* The table's version is checked, and older versions of it are chained. NULL where there is none. */
 static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
-    OWNED *capsule = optional_attribute(tensor_type, "__dlpack_c_exchange_api__");
-    if (!capsule)
-        capsule = optional_attribute(tensor_type, "__c_dlpack_exchange_api__");
-    const struct dl_exchange *table = NULL;
-    if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
-        table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    OWNED *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+    const struct dl_exchange *table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    PyErr_Clear();
     while (table && table->major != DLPACK_MAJOR)
         table = table->previous;
     return table;
@@ -92,16 +81,16 @@ int tensor_init(void) {
     if (exchange.tensor_type)
         return 0;
     OWNED *tensor_type = ref_find("torch", "Tensor");
-    if (!tensor_type || !PyType_Check(tensor_type))
-        return RAISED(PyExc_ImportError,
-                      "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
+    const struct dl_exchange *table = tensor_type ? find_exchange(tensor_type) : NULL;
+    if (!table || !PyType_Check(tensor_type))
+        return RAISED(PyExc_ImportError, "fsdp_c finds no torch.Tensor that it can look into by DLPack: this "
+                                         "torch is built in an unknown way");
     OWNED *hip = ref_find("torch.version", "hip");
     if (!hip)
         return -1;
-    const struct dl_exchange *table = find_exchange(tensor_type);
     exchange.is_rocm = hip != Py_None; /* torch calls an AMD GPU "cuda" too; DLPack does not */
-    exchange.view_of = table ? table->dltensor_from_py_object : NULL;
-    exchange.over = table ? table->managed_tensor_to_py_object : NULL;
+    exchange.view_of = table->dltensor_from_py_object;
+    exchange.over = table->managed_tensor_to_py_object;
     exchange.cpu_stream.parallel_for = cpu_parallel_for;
     exchange.tensor_type = (PyTypeObject *)Py_NewRef(tensor_type);
     return 0;
@@ -144,78 +133,9 @@ enum device_kind tensor_device_named(const char *type) {
     return device_at(index);
 }
 
-/* [Note: sizes without the table] Without the exchange table the sizes and strides have no address in torch
- * that could be borrowed. They are kept in a ring large enough for the views of one pass over a unit with
- * tens of thousands of parameters. */
-enum { RING_NUMEL = 1 << 17 };
-
-static int64_t *ring_reserve(Py_ssize_t count) {
-    static int64_t ring[RING_NUMEL];
-    static Py_ssize_t used = 0;
-    if (used + count > RING_NUMEL)
-        used = 0;
-    used += count;
-    return ring + used - count;
-}
-
-/* Copy a tuple of ints into the ring. NULL with an exception on failure. */
-static const int64_t *read_ints(PyObject *sequence) {
-    OWNED *tuple = sequence ? PySequence_Tuple(sequence) : NULL;
-    Py_ssize_t count = tuple ? PyTuple_Size(tuple) : 0;
-    int64_t *values = tuple ? ring_reserve(count) : NULL;
-    for (Py_ssize_t i = 0; values && i < count; i++) {
-        values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
-        if (values[i] == -1 && PyErr_Occurred())
-            values = NULL;
-    }
-    return values;
-}
-
 static PyObject *attribute_text(PyObject *object, const char *name) {
     OWNED *value = object ? PyObject_GetAttrString(object, name) : NULL;
     return value ? PyObject_Str(value) : NULL;
-}
-
-static enum dtype dtype_named(PyObject *text, PyObject *element_nbytes) {
-    static const char *const names[DTYPE_COUNT] = {
-        [DTYPE_FLOAT32] = "torch.float32",
-        [DTYPE_FLOAT64] = "torch.float64",
-        [DTYPE_BFLOAT16] = "torch.bfloat16",
-        [DTYPE_FLOAT16] = "torch.float16",
-    };
-    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
-        if (PyUnicode_CompareWithASCIIString(text, names[dtype]) == 0)
-            return (enum dtype)dtype;
-    return dtype_other(PyLong_AsLongLong(element_nbytes));
-}
-
-static int read_device(PyObject *tensor, struct tensor_view *view) {
-    OWNED *device = PyObject_GetAttrString(tensor, "device");
-    OWNED *type = attribute_text(device, "type");
-    OWNED *bytes = type ? PyUnicode_AsUTF8String(type) : NULL;
-    OWNED *index = bytes ? PyObject_GetAttrString(device, "index") : NULL;
-    if (!index)
-        return -1;
-    view->device = tensor_device_named(PyBytes_AsString(bytes));
-    view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
-    return 0;
-}
-
-/* The slow way, for a torch without the table. */
-static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
-    OWNED *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-    OWNED *shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
-    OWNED *strides = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
-    OWNED *dtype = strides ? attribute_text(tensor, "dtype") : NULL;
-    OWNED *element_nbytes = dtype ? PyObject_GetAttrString(tensor, "itemsize") : NULL;
-    if (!element_nbytes || read_device(tensor, view) < 0)
-        return -1;
-    view->data = PyLong_AsVoidPtr(address);
-    view->ndim = (int32_t)PySequence_Size(shape);
-    view->sizes = read_ints(shape);
-    view->strides = view->sizes ? read_ints(strides) : NULL;
-    view->dtype = dtype_named(dtype, element_nbytes);
-    return view->strides ? 0 : -1;
 }
 
 static int refuse(PyObject *object) {
@@ -242,8 +162,6 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
     struct dl_tensor dl;
     if (!PyObject_TypeCheck(tensor, exchange.tensor_type))
         return refuse(tensor);
-    if (!exchange.view_of)
-        return view_by_attributes(tensor, view) == 0 ? 0 : refuse_memory(tensor);
     if (exchange.view_of(tensor, &dl) != 0)
         return refuse_memory(tensor);
     const int32_t type = dl.device.type;
@@ -308,10 +226,6 @@ PyObject *tensor_over(const struct tensor_view *view) {
         return tensor;
     free(over);
     return NULL;
-}
-
-bool tensor_has_exchange(void) {
-    return exchange.over;
 }
 
 /* ---- what a view says ---- */

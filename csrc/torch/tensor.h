@@ -9,16 +9,14 @@
 
 #include "kernels/kernels.h"
 
-/* Find the exchange table of torch.Tensor (either name), once. 0, or -1 with ImportError. */
+/* Find the exchange table of torch.Tensor, which torch has from 2.10 on, once. 0, or -1 with ImportError. */
 int tensor_init(void);
 
 /* View `tensor` (a dense torch.Tensor or Parameter). 0, or -1 with an exception naming what it is instead. */
 int tensor_view_of(PyObject *tensor, struct tensor_view *view);
 
-/* The reverse: a new tensor over the memory of `view`, which must outlive it. NULL with an exception, as
- * where torch has no exchange table (tensor_has_exchange). */
+/* The reverse: a new tensor over the memory of `view`, which must outlive it. NULL with an exception. */
 PyObject *tensor_over(const struct tensor_view *view);
-bool tensor_has_exchange(void);
 
 int64_t tensor_view_numel(const struct tensor_view *view);
 bool tensor_view_is_contiguous(const struct tensor_view *view);

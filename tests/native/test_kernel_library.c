@@ -18,10 +18,6 @@ struct torch_abi torch_abi;
 const struct kernel_table cpu_kernels = {.version = KERNEL_TABLE_VERSION};
 const struct kernel_table operator_kernels = {.version = KERNEL_TABLE_VERSION};
 
-bool tensor_has_exchange(void) {
-    return true;
-}
-
 static AOTITorchError some_stream(int32_t device_index, void **stream) {
     (void)device_index;
     *stream = NULL;
