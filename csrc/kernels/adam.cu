@@ -108,21 +108,6 @@ __device__ static void store_operand(const A *values, const struct adam_item &it
     });
 }
 
-template <typename A> __device__ static A load_one(const struct adam_item &item, int operand, int64_t i) {
-    return with_known_type(item.dtypes[operand], [&](auto type) {
-        return converted<A>(((const decltype(type) *)item.operands[operand])[i]);
-    });
-}
-
-template <typename A, enum adam_kind kind>
-__device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i,
-                                 uint64_t key) {
-    with_known_type(item.dtypes[operand], [&](auto type) {
-        using T = decltype(type);
-        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, item.first_index + i, key);
-    });
-}
-
 /* ---- masters: [Note: masters] ---- */
 
 __device__ inline float join_master(bfloat16 param, int16_t low) {
@@ -133,6 +118,29 @@ __device__ inline void split_master(bfloat16 *param, int16_t *low, float master)
     uint32_t kept = master_kept(bits_of_float(master));
     param->bits = master_high(kept);
     *low = master_low(kept);
+}
+
+/* An element of an operand as the arithmetic has it, the master of a parameter that has one. */
+template <typename A, enum adam_kind kind>
+__device__ static A load_one(const struct adam_item &item, int operand, int64_t i) {
+    if constexpr (kind == ADAM_MASTERS)
+        if (operand == ADAM_PARAM)
+            return join_master(((const bfloat16 *)item.operands[operand])[i], item.master_low[i]);
+    return with_known_type(item.dtypes[operand], [&](auto type) {
+        return converted<A>(((const decltype(type) *)item.operands[operand])[i]);
+    });
+}
+
+template <typename A, enum adam_kind kind>
+__device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i,
+                                 uint64_t key) {
+    if constexpr (kind == ADAM_MASTERS)
+        if (operand == ADAM_PARAM)
+            return split_master((bfloat16 *)item.operands[operand] + i, item.master_low + i, value);
+    with_known_type(item.dtypes[operand], [&](auto type) {
+        using T = decltype(type);
+        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, item.first_index + i, key);
+    });
 }
 
 /* The width from i on, of which the parameters' words have come. */
@@ -200,25 +208,34 @@ __device__ adam_coefficients<A> coefficients_of(const struct adamw_options &opti
     return by;
 }
 
-/* One element's operands become what they are after the step; without amsgrad the last is not looked at. */
-template <typename A>
-__device__ static void step_element(A *operands, bool has_largest, const adam_coefficients<A> &by) {
+/* The operands of some elements become what they are after the step; without amsgrad the last is not looked
+ * at. */
+template <typename A, int NUMEL>
+__device__ static void step_elements(A (&values)[ADAM_OPERANDS][NUMEL], bool has_largest,
+                                     const adam_coefficients<A> &by) {
     bool is_small = by.grad_weight < (A)0.5;
     A weight = is_small ? by.grad_weight : by.grad_weight - 1;
-    A grad = operands[ADAM_GRAD] * by.sign, average = operands[ADAM_EXP_AVG];
-    average = fused(is_small ? average : grad, weight, grad - average);
-    A square = fused(operands[ADAM_EXP_AVG_SQ] * by.beta2, grad * by.square_weight, grad);
-    A old = has_largest ? operands[ADAM_MAX_EXP_AVG_SQ] : square;
-    A largest = old > square || old != old ? old : square;
-    A denominator = root(largest) / by.correction + by.eps;
-    operands[ADAM_PARAM] = operands[ADAM_PARAM] * by.decay + average * by.step_size / denominator;
-    operands[ADAM_EXP_AVG] = average;
-    operands[ADAM_EXP_AVG_SQ] = square;
-    operands[ADAM_MAX_EXP_AVG_SQ] = largest;
+#pragma unroll
+    for (int j = 0; j < NUMEL; j++) {
+        A grad = values[ADAM_GRAD][j] * by.sign, average = values[ADAM_EXP_AVG][j];
+        average = fused(is_small ? average : grad, weight, grad - average);
+        A square = fused(values[ADAM_EXP_AVG_SQ][j] * by.beta2, grad * by.square_weight, grad);
+        A old = has_largest ? values[ADAM_MAX_EXP_AVG_SQ][j] : square;
+        A largest = old > square || old != old ? old : square;
+        A denominator = root(largest) / by.correction + by.eps;
+        values[ADAM_PARAM][j] = values[ADAM_PARAM][j] * by.decay + average * by.step_size / denominator;
+        values[ADAM_EXP_AVG][j] = average;
+        values[ADAM_EXP_AVG_SQ][j] = square;
+        values[ADAM_MAX_EXP_AVG_SQ][j] = largest;
+    }
+}
+
+__device__ static bool is_read(int operand, bool has_largest) {
+    return operand != ADAM_MAX_EXP_AVG_SQ || has_largest;
 }
 
 __device__ static bool is_written(int operand, bool has_largest) {
-    return operand != ADAM_GRAD && (operand != ADAM_MAX_EXP_AVG_SQ || has_largest);
+    return operand != ADAM_GRAD && is_read(operand, has_largest);
 }
 
 /* A width of aligned operands from i on: all are on their way before the first is looked at. */
@@ -230,7 +247,7 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
     A values[ADAM_OPERANDS][WIDTH] = {};
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
+        if (is_read(of, has_largest))
             load_operand<A>(words[of], item, of, i);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
@@ -238,17 +255,7 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
             convert_operand<A>(values[of], words[of], item.dtypes[of]);
     if constexpr (kind == ADAM_MASTERS)
         join_masters(values[ADAM_PARAM], words[ADAM_PARAM], item, i);
-#pragma unroll
-    for (int j = 0; j < WIDTH; j++) {
-        A operands[ADAM_OPERANDS];
-#pragma unroll
-        for (int of = 0; of < ADAM_OPERANDS; of++)
-            operands[of] = values[of][j];
-        step_element(operands, has_largest, by);
-#pragma unroll
-        for (int of = 0; of < ADAM_OPERANDS; of++)
-            values[of][j] = operands[of];
-    }
+    step_elements(values, has_largest, by);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
         if (is_written(of, has_largest) && (kind != ADAM_MASTERS || of != ADAM_PARAM))
@@ -260,21 +267,16 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
 template <typename A, enum adam_kind kind>
 __device__ static void step_one(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
-    A operands[ADAM_OPERANDS] = {};
+    A values[ADAM_OPERANDS][1] = {};
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
-            operands[of] = load_one<A>(item, of, i);
-    bfloat16 *param = (bfloat16 *)item.operands[ADAM_PARAM] + i;
-    if constexpr (kind == ADAM_MASTERS)
-        operands[ADAM_PARAM] = join_master(*param, item.master_low[i]);
-    step_element(operands, has_largest, by);
+        if (is_read(of, has_largest))
+            values[of][0] = load_one<A, kind>(item, of, i);
+    step_elements(values, has_largest, by);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
-        if (is_written(of, has_largest) && (kind != ADAM_MASTERS || of != ADAM_PARAM))
-            store_one<A, kind>(operands[of], item, of, i, by.keys[of]);
-    if constexpr (kind == ADAM_MASTERS)
-        split_master(param, item.master_low + i, operands[ADAM_PARAM]);
+        if (is_written(of, has_largest))
+            store_one<A, kind>(values[of][0], item, of, i, by.keys[of]);
 }
 
 template <typename A, enum adam_kind kind>
@@ -304,9 +306,8 @@ struct lane {
         return block < adam_num_blocks(item.first_index, item.numel);
     }
 
-    __device__ void load(float *values, int operand) const {
+    template <enum adam_kind kind> __device__ void load(float *values, int operand) const {
         const uint8_t *codes = (const uint8_t *)item.operands[operand];
-        const bfloat16 *params = (const bfloat16 *)item.operands[operand];
         float scale = item.scales[operand] && has_block() ? item.scales[operand][block] : 0.0f;
 #pragma unroll
         for (int j = 0; j < LANE_NUMEL; j++) {
@@ -315,28 +316,21 @@ struct lane {
                 values[j] = 0.0f;
             else if (item.scales[operand])
                 values[j] = state_value(codes[i], adam_has_sign(operand)) * scale;
-            else if (operand == ADAM_PARAM && item.master_low)
-                values[j] = join_master(params[i], item.master_low[i]);
             else
-                values[j] = load_one<float>(item, operand, i);
+                values[j] = load_one<float, kind>(item, operand, i);
         }
     }
 
     template <enum adam_kind kind>
     __device__ void store(const float *values, int operand, uint64_t key) const {
         uint8_t *codes = (uint8_t *)item.operands[operand];
-        bfloat16 *params = (bfloat16 *)item.operands[operand];
         float scale = item.scales[operand] ? scale_of_warp(values) : 0.0f, inverse = state_inverse(scale);
 #pragma unroll
         for (int j = 0; j < LANE_NUMEL; j++) {
             int64_t i = first + j * LANES;
-            if (!has(i))
-                continue;
-            if (item.scales[operand])
+            if (has(i) && item.scales[operand])
                 codes[i] = state_code(values[j], inverse, adam_has_sign(operand));
-            else if (operand == ADAM_PARAM && item.master_low)
-                split_master(&params[i], &item.master_low[i], values[j]);
-            else
+            else if (has(i))
                 store_one<float, kind>(values[j], item, operand, i, key);
         }
         if (item.scales[operand] && has_block() && threadIdx.x % LANES == 0)
@@ -371,19 +365,9 @@ __device__ static void step_blocks(const struct adam_item &item, int64_t chunk,
         float values[ADAM_OPERANDS][LANE_NUMEL] = {};
 #pragma unroll
         for (int of = 0; of < ADAM_OPERANDS; of++)
-            if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
-                own.load(values[of], of);
-#pragma unroll
-        for (int j = 0; j < LANE_NUMEL; j++) {
-            float operands[ADAM_OPERANDS];
-#pragma unroll
-            for (int of = 0; of < ADAM_OPERANDS; of++)
-                operands[of] = values[of][j];
-            step_element(operands, has_largest, by);
-#pragma unroll
-            for (int of = 0; of < ADAM_OPERANDS; of++)
-                values[of][j] = operands[of];
-        }
+            if (is_read(of, has_largest))
+                own.load<kind>(values[of], of);
+        step_elements(values, has_largest, by);
 #pragma unroll
         for (int of = 0; of < ADAM_OPERANDS; of++)
             if (is_written(of, has_largest))
