@@ -37,17 +37,9 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_c.compat import upstream
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_c.interop import (
-    _common_utils,
-    _flat_param,
-    _fsdp_extensions,
-    _init_utils,
-    _runtime_utils,
-    _shard_utils,
-    _traversal_utils,
-    _wrap_utils,
-)
+from fsdp_c.interop import _flat_param, _init_utils, _runtime_utils, _traversal_utils
 from fsdp_c.interop import install as install
 from fsdp_c.interop import is_installed as is_installed
 from fsdp_c.interop import uninstall as uninstall
@@ -86,17 +78,15 @@ _BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
     "optional join plan summary api checkpoint debug optim wrap"
 ).split()
 
+_HELPERS = ("_common_utils", "_fsdp_extensions", "_shard_utils", "_wrap_utils")
 _ALIASES = {  # second names of modules, which libraries, pickles and programs use
-    "_common_utils": _common_utils,
     "_flat_param": _flat_param,
-    "_fsdp_extensions": _fsdp_extensions,
     "_init_utils": _init_utils,
     "_runtime_utils": _runtime_utils,
-    "_shard_utils": _shard_utils,
     "_traversal_utils": _traversal_utils,
-    "_wrap_utils": _wrap_utils,
     "flat_param": flat_param,
     "ledger": flight_recorder,
+    **{name: upstream.helpers(name) for name in _HELPERS},
 }
 globals().update(_ALIASES)
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ALIASES.items()})

@@ -9,6 +9,7 @@ modules are found under their old names, so that old pickles load: see ``fsdp_c.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -20,41 +21,13 @@ import torch
 WHY_NO_FSDP1 = ""
 try:
     from torch.distributed.fsdp._common_utils import (
-        FSDP_FLATTENED,
-        FSDP_PREFIX,
-        FSDP_WRAPPED_MODULE,
         HandleTrainingState,
         TrainingState,
-        _apply_to_modules,
-        _assert_in_training_states,
         _FSDPState,
-        _get_module_fsdp_state,
-        _get_module_fsdp_state_if_fully_sharded_module,
         _get_param_to_fqns,
-        _has_fsdp_params,
-        _is_composable,
-        _is_fsdp_flattened,
-        _module_handle,
-        _named_parameters_with_duplicates,
-        _set_fsdp_flattened,
-        clean_tensor_name,
     )
     from torch.distributed.fsdp._flat_param import HandleShardingStrategy
-    from torch.distributed.fsdp._fsdp_extensions import (
-        FSDPExtensions,
-        _ext_all_gather_dtensor,
-        _ext_chunk_dtensor,
-        _ext_chunk_tensor,
-        _ext_post_unflatten_transform,
-        _ext_pre_flatten_transform,
-        _ext_pre_load_state_dict_transform,
-        _set_fsdp_extensions,
-    )
-    from torch.distributed.fsdp._shard_utils import (
-        _all_gather_dtensor,
-        _create_chunk_dtensor,
-        _create_chunk_sharded_tensor,
-    )
+    from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
     from torch.distributed.fsdp.api import (
         BackwardPrefetch,
         CPUOffload,
@@ -81,7 +54,6 @@ try:
         _Policy,
         _post_order_apply,
         _recursive_wrap,
-        _run_mixed_precision_override_policy,
         _wrap_module_cls_individually,
         always_wrap_policy,
         enable_wrap,
@@ -98,6 +70,13 @@ except ImportError as _error:
     _finder.insert()
 
 HAS_FSDP1 = not WHY_NO_FSDP1
+
+
+def helpers(name: str) -> ModuleType:
+    """A module of FSDP1's that knows of no units: torch's own, or what stands in for it."""
+    torchs = f"torch.distributed.fsdp.{name}"
+    return importlib.import_module(torchs if HAS_FSDP1 else _finder.OURS[torchs])
+
 
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)

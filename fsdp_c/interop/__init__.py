@@ -2,7 +2,7 @@
 paths.
 
 Each ``_name.py`` here has the names of ``torch.distributed.fsdp._name`` that libraries use, and is
-``fsdp_c._name``.
+``fsdp_c._name``; of modules that know of no units torch's own are (``upstream.helpers``).
 """
 
 from fsdp_c.interop.installation import install, is_installed, uninstall

@@ -12,6 +12,8 @@ import torch.nn as nn
 from torch.distributed._composable_state import _get_module_state, _State
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
+from fsdp_c.compat.standins.api import HandleTrainingState, TrainingState  # noqa: F401  # torch has them here
+
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 FSDP_FLATTENED = "_fsdp_flattened"

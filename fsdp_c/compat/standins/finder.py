@@ -24,21 +24,26 @@ OURS = {
     **{
         f"{FSDP}.{name}": f"fsdp_c.interop.{name}" if name.startswith("_") else f"fsdp_c.{name}"
         for name in (
-            "_common_utils",
             "_flat_param",
-            "_fsdp_extensions",
             "_init_utils",
             "_runtime_utils",
-            "_shard_utils",
             "_traversal_utils",
-            "_wrap_utils",
             "api",
             "fully_sharded_data_parallel",
             "sharded_grad_scaler",
             "wrap",
         )
     },
-    "torch.distributed.tensor.parallel.fsdp": "fsdp_c.compat.standins.dtensor_extensions",
+    **{
+        f"{FSDP}.{name}": f"{__package__}.{ours}"
+        for name, ours in (
+            ("_common_utils", "common_utils"),
+            ("_fsdp_extensions", "fsdp_extensions"),
+            ("_shard_utils", "shard_utils"),
+            ("_wrap_utils", "wrap"),
+        )
+    },
+    "torch.distributed.tensor.parallel.fsdp": f"{__package__}.dtensor_extensions",
 }
 
 
