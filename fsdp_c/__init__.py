@@ -1,5 +1,4 @@
-"""PyTorch's FullyShardedDataParallel (FSDP1) with its runtime in C: the names of torch.distributed.fsdp, from
-here."""
+"""PyTorch's FullyShardedDataParallel (FSDP1), its runtime in C: the names of torch.distributed.fsdp."""
 
 __version__ = "0.1.0"
 

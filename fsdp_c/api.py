@@ -1,5 +1,4 @@
-"""Enums and configuration dataclasses: torch's own, so that users' objects compare equal from either
-package."""
+"""Enums and configuration dataclasses: torch's own, so that users' objects are equal from either package."""
 
 from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,

@@ -255,8 +255,7 @@ def env(argv: Sequence[str]) -> int:
 
 
 def selftest(argv: Sequence[str]) -> int:
-    """Try what fsdp_c promises, on this rank of torchrun, or on ranks that are started here. 1 if anything
-    failed."""
+    """Try what fsdp_c promises, on this rank of torchrun or ranks started here. 1 if anything failed."""
     parser = _parser(
         "selftest", description="Try fsdp_c on this machine, beside torch's FSDP1 and FSDP2: some minutes."
     )

@@ -24,8 +24,7 @@ _NOTHING = torch.iinfo(torch.int64).max
 
 
 class _Detector:
-    """Notes per unit the first parameter that received NaN or inf here, and asks the other ranks at the
-    reduction.
+    """Notes per unit the first parameter that got NaN or inf here, and asks other ranks at the reduction.
 
     First is the last in the unit's order: backward passes from the last to the first, and so does what goes
     wrong.
@@ -160,8 +159,7 @@ def _with_gradients(handle: FlatParamHandle) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def checksum(model: nn.Module, *, buffers: bool = True) -> None:
-    """Raise unless replicas hold the same bits: parameters of NO_SHARD and hybrid units, and the model's
-    buffers.
+    """Raise unless replicas hold the same bits: NO_SHARD's and hybrid units' parameters, the model's buffers.
 
     RuntimeError on every rank, naming the first parameter or buffer that differs and which ranks agree with
     each other. Sharded parameters have no replicas. Buffers that ranks compute from their own batch, like the

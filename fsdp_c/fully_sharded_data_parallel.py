@@ -1,5 +1,4 @@
-"""The public class: checks its arguments, builds one flat parameter, and hands every step to the unit in
-C."""
+"""The public class: checks arguments, builds one flat parameter, hands every step to the unit in C."""
 
 import contextlib
 import logging
@@ -132,8 +131,7 @@ class UnshardWork:
 
 
 class FullyShardedDataParallel(ShardedModule):
-    """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over the ranks of a
-    group.
+    """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over ranks.
 
     The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the
     same share. A forward gathers the whole, computes and frees it; a backward gathers it again and leaves
@@ -356,8 +354,7 @@ class FullyShardedDataParallel(ShardedModule):
     def _flatten(
         self, tree: Subtree, name: str, params: list[nn.Parameter], process_groups: construction.ProcessGroups
     ) -> list[Segment]:
-        """Flatten ``params`` and keep this rank's share, in as many flat parameters as they need. Returns
-        segments."""
+        """Flatten ``params`` and keep this rank's share, in as many flat parameters as needed: segments."""
         own, *further = grouping.groups_of(params, self._use_orig_params) or [[]]
         found = [Segment(self, number) for number in range(1, len(further) + 1)]
         handles = [
@@ -403,8 +400,7 @@ class FullyShardedDataParallel(ShardedModule):
     def _unit_for(
         self, part: ShardedModule, handle: FlatParamHandle | None, name: str, inner: tuple[_C.Unit, ...]
     ) -> _C.Unit:
-        """The unit in C of ``part``, this module or a segment; ``inner`` are those of this module's
-        segments."""
+        """The unit in C of ``part``, this module or a segment; ``inner``: those of this module's segments."""
         return _C.Unit(
             part,
             handle,
@@ -422,8 +418,7 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- the step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module
-        returns.
+        """Run the wrapped module with its parameters gathered, and return what it returns. Collective.
 
         An exception leaves nothing gathered, and goes on. Raises RuntimeError inside this unit's own forward,
         and inside ``summon_full_params`` with gradients enabled.
@@ -431,8 +426,7 @@ class FullyShardedDataParallel(ShardedModule):
         return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)  # type: ignore[arg-type]  # never None
 
     def _lazy_init(self, alone: bool = False) -> None:
-        """Make this unit the root of its tree unless that has one. The unit in C calls it in the first
-        forward.
+        """Make this unit the root of its tree unless that has one. The unit in C calls it in a first forward.
 
         Collective, unless the rank is ``alone`` in calling it: the ranks make sure that they wrap the same
         model. Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the
@@ -693,8 +687,7 @@ class FullyShardedDataParallel(ShardedModule):
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in nn.Module; also after a forward, where modules may show views in the place of parameters
-        (C-091)."""
+        """As in nn.Module; also after a forward, where modules may show views for parameters (C-091)."""
         for param in self._own_parameters():
             if set_to_none:
                 param.grad = None
@@ -702,8 +695,7 @@ class FullyShardedDataParallel(ShardedModule):
                 (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Self":
-        """As in nn.Module; also after a forward, where modules may show views in the place of parameters
-        (C-091)."""
+        """As in nn.Module; also after a forward, where modules may show views for parameters (C-091)."""
         for param in self._own_parameters():
             param.requires_grad_(requires_grad)
         return self
@@ -727,8 +719,7 @@ class FullyShardedDataParallel(ShardedModule):
             yield (name.replace(WRAPPED_PREFIX, "") if clean else name), tensor
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "Self":
-        """Call ``fn`` on every submodule and itself, with full parameters; what ``fn`` writes is kept.
-        Collective.
+        """Call ``fn`` on every submodule and itself, with full parameters; what it writes stays. Collective.
 
         Raises ValueError inside a step.
         """
@@ -887,8 +878,7 @@ def _param_names(path: str, module: ShardedModule) -> list[str]:
 
 
 def _register_flat_param(module: ShardedModule) -> None:
-    """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the
-    name."""
+    """Show the flat parameter on the wrapped module, past register_parameter: it need not know the name."""
     if module._flat_param is not None:
         module.module._parameters[module._flat_param_name] = module._flat_param
 
@@ -914,8 +904,7 @@ def _flat_params_shown(module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
-    """Show the flat parameter for the original ones; afterwards follow it to its new dtype, device or
-    storage."""
+    """Show the flat parameter for the original ones; then follow it to its new dtype, device or storage."""
     handle = handle_of(module)
     flat_param = handle.flat_param
     with torch.no_grad():

@@ -35,8 +35,7 @@ PARAMS = 2  # of a layer
 
 
 def measure() -> HostCost:
-    """Run ``python -m fsdp_c.host_cost`` in a process of its own, some seconds. RuntimeError where that
-    fails."""
+    """Run ``python -m fsdp_c.host_cost`` in its own process, some seconds. RuntimeError where that fails."""
     command = [sys.executable, "-m", "fsdp_c.host_cost", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

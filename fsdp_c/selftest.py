@@ -112,8 +112,7 @@ CASES = {
 
 
 class _Report:
-    """Runs the parts, and keeps what they say. Each part is run by all ranks, and failed where it failed on
-    one."""
+    """Runs the parts, and keeps what they say. All ranks run each, which fails where it failed on one."""
 
     def __init__(self, device: torch.device, width: int) -> None:
         self.device, self.width = device, width

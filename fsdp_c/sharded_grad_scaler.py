@@ -119,8 +119,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients of this rank; returns per device whether any rank found one that is not
-        finite.
+        """Unscale this rank's gradients; returns per device whether any rank found one that is not finite.
 
         Every look at gradients in the base class comes through here, so that none misses the other ranks. One
         reduction whatever devices a rank's gradients are on: the ranks need not have the same.
@@ -173,8 +172,7 @@ class ShardedGradScaler(GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _update_on_cpu(self, scale: Tensor, growth_tracker: Tensor, overflowed: bool) -> None:
-        """In fp32 as torch's FSDP1 does it here; torch's own CPU kernel multiplies in fp64 and rounds
-        otherwise."""
+        """In fp32 as torch's FSDP1 here; torch's own CPU kernel multiplies in fp64 and rounds otherwise."""
         if overflowed:
             scale *= self._backoff_factor
             growth_tracker.zero_()

@@ -1,5 +1,4 @@
-"""python -m fsdp_c.where FOLDER: where each rank is, by the flight recorder that FSDP_C_LEDGER=FOLDER
-started."""
+"""python -m fsdp_c.where FOLDER: where each rank is, by the flight records of FSDP_C_LEDGER=FOLDER."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Auto wrap policies, torch's own, so that users' objects compare equal from either package; and further
-options."""
+"""Auto wrap policies, torch's own, so that objects are equal from either package; and further options."""
 
 # ruff: noqa: F401  # libraries look for the private names here as well
 

@@ -49,8 +49,7 @@ class Record(NamedTuple):
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open for reading. CheckpointError for what is no file: a named pipe, which would be waited for, or a
-    device."""
+    """Open to read. CheckpointError for what is no file: a device, or a named pipe, which would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -196,8 +195,7 @@ StoredByAddress = dict[int, Stored]  # by UntypedStorage._cdata
 
 
 class Archive:
-    """A file of torch.save. Its values are read by ``unpickle``, and tensors among them by
-    ``read_stored``."""
+    """A file of torch.save: values are read by ``unpickle``, and tensors among them by ``read_stored``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -249,8 +247,7 @@ class Archive:
 
 
 class LegacyFile(Archive):
-    """A file of torch.save of before 1.6: five pickles, of which the fourth has the values, and then
-    storages."""
+    """A file of torch.save of before 1.6: five pickles, the fourth of them the values, and then storages."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.records, self.by_key, self.is_swapped = path, {}, {}, False

@@ -141,8 +141,7 @@ class GlooRanks(_DistWrapper):
         return made
 
     def _buffers(self, value: object, receives: bool) -> tuple[Tensor, list[int], list[Tensor]]:
-        """``value`` as it is sent, how much of each rank's is its own, and memory for all where this one
-        ``receives``."""
+        """``value`` as it is sent, the size of each rank's, and memory for all if this one ``receives``."""
         packed = _packed(value)
         outputs = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.get_world_size())]
         self.gloo.allgather([outputs], [torch.tensor([packed.numel()], device="cpu")]).wait()

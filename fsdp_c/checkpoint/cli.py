@@ -339,8 +339,7 @@ def _same(left: object, right: object) -> bool:
 
 
 def _largest_difference(left: Tensor, right: Tensor) -> tuple[int, float]:
-    """How many elements differ, and the largest absolute difference; NaN is equal to NaN, and infinitely far
-    else."""
+    """How many elements differ, and by how much at most; NaN is equal to NaN, and infinitely far else."""
     count, largest = 0, 0.0
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     lefts, rights = left.reshape(-1).split(_DIFF_NUMEL), right.reshape(-1).split(_DIFF_NUMEL)

@@ -176,8 +176,7 @@ class DcpSink:
 
 
 class TorchSink:
-    """A file that ``torch.load`` reads. What describes the tensors is written last, so none has to be
-    kept."""
+    """A file that ``torch.load`` reads. What describes tensors is written last, so that none is kept."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)

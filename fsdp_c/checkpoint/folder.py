@@ -81,8 +81,7 @@ def refusing(say: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def check_path(path: StrPath) -> None:
-    """Raise ValueError for what is no path of a file system: "s3://bucket/name" would become a folder
-    "s3:"."""
+    """ValueError for what is no path of a file system: "s3://bucket/name" would become a folder "s3:"."""
     text = os.fsdecode(path)
     if not text:
         raise ValueError("the path of a checkpoint is empty")
@@ -93,8 +92,7 @@ def check_path(path: StrPath) -> None:
 
 
 def absolute(path: StrPath) -> Path:
-    """The same with a name, beside which there is room: links are followed before ``..``, as the system does
-    it."""
+    """The same with a name, beside which there is room. Links are followed before ``..``, as systems do."""
     path = Path(path)
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
 
@@ -149,8 +147,7 @@ def lies_in(folder: Path, path: Path) -> bool:
 
 
 def unless_replaced(path: Path, work: Callable[[], T]) -> T:
-    """What ``work`` returns, which reads the checkpoint ``path``; done anew where another one took its
-    place."""
+    """What ``work``, which reads the checkpoint ``path``, returns; done anew where another took its place."""
     for _ in range(_TRIES):
         before = _generation(path)
         try:
@@ -162,8 +159,7 @@ def unless_replaced(path: Path, work: Callable[[], T]) -> T:
 
 
 def _generation(path: Path) -> tuple[int, ...] | None:
-    """Differs from one ``.metadata`` to the next. The file is opened, as servers' attributes may be old
-    ones."""
+    """Differs from one ``.metadata`` to the next. The file is opened, as servers' attributes may be old."""
     try:
         descriptor = os.open(path / METADATA, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -180,8 +176,7 @@ def _generation(path: Path) -> tuple[int, ...] | None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """The folder into which a checkpoint at ``path`` is to be written, for ``publish``; see [Note: In place
-    at once].
+    """The folder to write a checkpoint at ``path`` into, for ``publish``; see [Note: In place at once].
 
     What is not published is removed at the end. Raises CheckpointError where someone else saves to ``path``.
     """
@@ -212,8 +207,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """The name beside ``path`` under which it is made, for one writer at a time. What killed ones left is
-    removed."""
+    """The name beside ``path`` under which one writer at a time makes it. What killed ones left goes."""
     with _locked(_lock_beside(path), path) as locked:
         if locked:
             for left in _left_beside(path):
@@ -253,8 +247,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync_published(folder: Path, path: Path) -> bool:
-    """Bring the new name ``path`` in ``folder`` to the disk; a warning where that fails, as it has the name
-    already."""
+    """Bring the new name ``path`` in ``folder`` to the disk; a warning where that fails: it has the name."""
     try:
         _sync_folder(folder)
         return True
@@ -284,8 +277,7 @@ def _token() -> str:
 
 @contextmanager
 def _locked(lock: Path, path: Path) -> Iterator[bool]:
-    """Holds the file ``lock``, and removes it; False where there are no locks. CheckpointError where another
-    does."""
+    """Holds the file ``lock``, and removes it; False without locks. CheckpointError if another holds it."""
     descriptor = _lock(lock, path)
     try:
         yield descriptor is not None
@@ -338,8 +330,7 @@ def _lock_beside(path: Path) -> Path:
 
 
 def named_in(metadata: bytes) -> set[str]:
-    """The folders of data and the files of ranks that the content of a ``.metadata`` names; it is not
-    unpickled."""
+    """The folders of data and the files of ranks that a ``.metadata`` names; it is not unpickled."""
     found = (match for pattern in _NAMED for match in pattern.finditer(metadata))
     return {
         each[0].decode() for each in found if not _OF_A_NAME.match(metadata, each.start() - 1, each.start())
@@ -422,8 +413,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder of data to which nothing refers. What is not a checkpoint's file stays in
-    it."""
+    """Remove a file or folder of data to which nothing refers. What is not a checkpoint's stays in it."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             path.unlink()

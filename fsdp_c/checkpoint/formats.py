@@ -1,5 +1,4 @@
-"""Checkpoints of several formats, read tensor by tensor: without ranks, and without more memory than one
-takes."""
+"""Checkpoints of several formats, read tensor by tensor, without ranks and in the memory of one tensor."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class _Index(NamedTuple):
         return f" of {self.path.name} (left out: {', '.join(file.name for file in others)})" if others else ""
 
     def check(self, found: set[tuple[str, Path]]) -> None:
-        """``found``: each tensor with its file. CheckpointError for one that is missing, and for one too
-        many."""
+        """``found``: each tensor with its file. CheckpointError for one that is missing or too many."""
         listed = set(self.file_of.items())
         for key, file in sorted(listed - found)[:1]:
             raise CheckpointError(f"{file}: {key} is missing, which {self.path.name} says lies in it")

@@ -83,8 +83,7 @@ def range_boxes(
 
 
 def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut at multiples of ``step``, so that every holder of the tensor cuts at the same
-    places."""
+    """[start, end) cut at multiples of ``step``, so that all holders of the tensor cut at the same places."""
     while start < end:
         following = min(end, (start // step + 1) * step)
         yield start, following

@@ -109,8 +109,7 @@ def layout_content(table: list[Stored], order: list[str], token: str) -> Iterato
 
 
 def checked_layout(folder: Path) -> tuple[int, int] | None:
-    """Size and CRC-32 of ``.metadata`` where a load may read the layout in its place; None where it has to
-    read that.
+    """Size and CRC-32 of ``.metadata`` if a load may read the layout in its place; None if it must read that.
 
     One rank compares both files with their checksums, without parsing them. Warns of a layout that does not
     fit; raises CheckpointError for a ``.metadata`` that does not.

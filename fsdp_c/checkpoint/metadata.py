@@ -73,8 +73,7 @@ _MODULES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """See [Note: A pickle from a stranger]. The classes are made for one reading, so nothing can be left on
-    them."""
+    """See [Note: A pickle from a stranger]. Classes are made for one reading: nothing can be left on them."""
 
     persistent_load = Tuple
 
@@ -325,8 +324,7 @@ class _Reader:
         return not _is_layout(name) or (self.folder / name).is_file()
 
     def find_files(self, inner: str) -> None:
-        """Note the sizes of the files of ranks in a folder, all at once; links are looked at one by one
-        later."""
+        """Note the sizes of ranks' files in a folder, all at once; links are looked at one by one later."""
         prefix = "" if inner == "." else f"{inner}/"
         with os.scandir(self.folder / inner) as found:
             for each in found:
@@ -537,8 +535,7 @@ def _checksums(
 
 
 def read_checksums(folder: Path, inner: str, metadata: tuple[int, int] | None = None) -> dict[str, Any]:
-    """What the file beside the data says, which are in ``inner``. CheckpointError if ``metadata`` are of
-    another."""
+    """What the file beside the data in ``inner`` says. CheckpointError if ``metadata`` are of another."""
     if not lies_in(folder, folder / inner / CHECKSUMS):
         raise _without_checksums(folder)
     return _read_checksums(folder, folder / inner / CHECKSUMS, metadata)
@@ -549,8 +546,7 @@ def _without_checksums(folder: Path) -> CheckpointError:
 
 
 def checked_sizes(folder: Path, inner: str, checksums: dict[str, Any]) -> dict[str, int]:
-    """The sizes of the files that are listed, most in ``inner``. CheckpointError for one that is missing or
-    torn."""
+    """The sizes of the files listed, most in ``inner``. CheckpointError for one that is missing or torn."""
     reader = _Reader(folder)
     if inner == "." or not (folder / inner).is_symlink():
         reader.find_files(inner)

@@ -32,8 +32,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """The parameters and persistent buffers of ``model``, by the names that ``state_dict()`` gives them
-    uncompiled.
+    """The parameters and persistent buffers of ``model``, by the names of its uncompiled ``state_dict()``.
 
     A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's
     memory. So ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any
@@ -54,8 +53,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uncompiled_names(model: nn.Module) -> Callable[[str], str]:
-    """Takes the segments that torch.compile adds off names in ``model``; an ``_orig_mod`` of a user's module
-    stays."""
+    """Takes off names what torch.compile adds to them in ``model``; a user's own ``_orig_mod`` stays."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
         return lambda name: name  # nothing is compiled
@@ -76,8 +74,7 @@ _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 
 
 def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
-    """The same for names and keys in a checkpoint, whose model is not here. ``own``: the names that are
-    wanted."""
+    """The same for keys in a checkpoint, whose model is not here. ``own``: the names that are wanted."""
     kept = [name for name in own if _COMPILED.search(name)]
 
     def uncompiled(key: str) -> str:
@@ -130,8 +127,7 @@ def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tensor:
-    """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own
-    shape."""
+    """A unit's parameter, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
     box = None if layout.parallel is None else box_of_rank(layout.parallel)
     if part.dim() > 1 and box is None:
         return whole_value(part)

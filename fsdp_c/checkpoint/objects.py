@@ -107,8 +107,7 @@ _lock = threading.RLock()  # torch's list is one for all threads
 
 @contextmanager
 def names_known() -> Iterator[None]:
-    """While torch's weights_only reader reads for us. Arrays of numpy come as a class of ours: see
-    plain_arrays()."""
+    """While torch's weights_only reader reads for us. numpy's arrays come as ours: see plain_arrays()."""
     with _lock:
         theirs = {each[1] if isinstance(each, tuple) else _name(each) for each in get_safe_globals()}
         ours = [(stand_in, name) for name, stand_in in _known().items() if name not in theirs]
@@ -189,8 +188,7 @@ def _member(members: object, name: object) -> enum.Enum:
 
 
 class _DType:
-    """Stands for ``numpy.dtype``, of numbers, text and times: numpy's own believes any size and flag it is
-    told."""
+    """Stands for ``numpy.dtype``, of numbers, text and times: numpy's believes any size and flag."""
 
     def __init__(self, kind: str, *_: object) -> None:
         _require(type(kind) is str and re.fullmatch(r"[biufcmMSU][0-9]{1,9}", kind), f"arrays of {kind!r}")
@@ -262,8 +260,7 @@ def _dtype_classes() -> dict[str, Any]:
 
 
 def plain_arrays(value: Any) -> Any:
-    """``value`` with numpy's own arrays for those that were read; what stands in several places is made
-    once."""
+    """``value`` with numpy's own arrays for those that were read; what stands in several places, once."""
     return _with_plain_arrays(value, {})
 
 

@@ -73,8 +73,7 @@ def _params_of(
 
 @torch.no_grad()
 def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
-    """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as
-    ``RangeTensor``.
+    """{"state": {fqn: {...}}, "param_groups": [...]}; tensors sharded as parameters are as ``RangeTensor``.
 
     The memory is the optimizer's own, but for averages in 8 bits; see ``model_state``. Collective for
     WholeParameters alone: a rank has entries of what it holds. Raises ValueError for state that is not a
@@ -99,8 +98,7 @@ _REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in 
 
 
 def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """What is not the state of one parameter has no name in a checkpoint, and no place in another
-    wrapping."""
+    """State that is no parameter's has no name in a checkpoint, and no place in another wrapping."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
         raise ValueError(
@@ -114,8 +112,7 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_state(known: OptimParam, name: object, held: object) -> None:
-    """Raise ValueError for what DCP would take apart, or take from one rank where each has a tensor of its
-    own."""
+    """ValueError for what DCP would take apart, or take from one rank where each has a tensor of its own."""
     value = held.value if isinstance(held, WholeState) else held
     if isinstance(value, Tensor) and isinstance(name, str):
         return
@@ -184,8 +181,7 @@ def _on_holder(tensor: Tensor) -> Tensor:
 
 
 def _is_without_elements(known: OptimParam, fqn: str) -> bool:
-    """Of an original parameter: an optimizer may have no state of it, though it has of others in the flat
-    parameter."""
+    """Of an original parameter: there may be no state of it where there is of others in the flat one."""
     if known.module is None:
         return False
     return param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]].shape.numel() == 0
@@ -436,8 +432,7 @@ class OptimTarget:
     # ------------------------------------------------------------- taking over
 
     def check(self) -> None:
-        """Once objects and scalars have been read: raise ValueError for other groups, or for scalars that
-        differ."""
+        """Once objects and scalars have been read: ValueError for other groups, or scalars that differ."""
         for _ in self._groups():
             pass
         for own in self._state.values():

@@ -1,5 +1,4 @@
-"""Pickles from strangers: what is looked at before one is read, and the classes that stand in for those it
-names.
+"""Pickles from strangers: what is looked at before one is read, and classes that stand in for those named.
 
 [Note: A pickle from a stranger]
 A pickle can call anything that it names, so while one is read names stand for empty classes and functions of
@@ -93,14 +92,12 @@ def _runs(content: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def check_pickle(content: bytes) -> int:
-    """The length of the first pickle in ``content``. ValueError for one that takes far more memory than its
-    size."""
+    """The length of the first pickle in ``content``. ValueError for one that takes far more memory."""
     return max((end for _, end, _ in _runs(content)), default=0)
 
 
 def with_marked_tuples(content: bytes) -> bytes:
-    """``content``, checked as by ``check_pickle``, with tuples handed to ``persistent_load`` as they are
-    made."""
+    """``content``, checked as by ``check_pickle``, whose tuples go to ``persistent_load`` when made."""
     parts = []
     for start, end, is_fixed in _runs(content):
         while is_fixed and (found := _TO_TUPLE.match(content, start, end)):
@@ -146,8 +143,7 @@ class _Made(list[Any]):
 
 
 class _Graph:
-    """The values of a pickle: a list for one that holds others, which are its elements; anything else is a
-    leaf."""
+    """The values of a pickle: one that holds others is a list of them; anything else is a leaf."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -202,8 +198,7 @@ class _Graph:
 
 
 def _check_call(taken: list[Any]) -> None:
-    """Raise ValueError for what torch's own list of names would let take as much memory or time as it
-    likes."""
+    """ValueError for what torch's own list of names would let take as much memory or time as it likes."""
     callee, *arguments = taken
     if any(isinstance(each, _Made) for each in arguments):
         raise ValueError("it calls something with arguments that another call gave")
@@ -226,8 +221,7 @@ def _is_text(value: Any) -> bool:
 
 
 def check_values(content: bytes) -> None:
-    """Raise ValueError for a pickle whose values, each written wherever it stands, are far more than the
-    pickle.
+    """ValueError for a pickle whose values, each written wherever it stands, are far more than the pickle.
 
     What passes can be hashed, compared and walked in a time that follows from its size.
     """
@@ -250,8 +244,7 @@ def check_values(content: bytes) -> None:
 
 
 def _extent(value: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values it is with those within it, and how deep. ``sizes``: of those that are known, by
-    ``id()``."""
+    """How many values it is with those within, and how deep. ``sizes``: of known ones, by ``id()``."""
     path = [value] if isinstance(value, list) and id(value) not in sizes else []
     while path:
         inner = path[-1]

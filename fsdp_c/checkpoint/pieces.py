@@ -1,5 +1,4 @@
-"""One tensor in a checkpoint file: as ``torch.save`` would put it there, but straight from the tensor's
-memory.
+"""One tensor in a checkpoint file: as ``torch.save`` would write it, but straight from the tensor's memory.
 
 [Note: A piece]
 DCP keeps each part of a tensor as a file of ``torch.save`` of its own, one behind the other in a ``.distcp``
@@ -36,8 +35,7 @@ _ZIP32_LIMIT = 2**32 - 2**16
 
 
 class Place(NamedTuple):
-    """Where the data of a piece is in its file, and how it lies there: ``_StorageInfo.piece`` in DCP's
-    metadata."""
+    """Where a piece's data are in its file, and how they lie: ``_StorageInfo.piece`` in DCP's metadata."""
 
     offset: int  # from the beginning of the file
     nbytes: int
@@ -206,8 +204,7 @@ def _central_header(member: _Member) -> bytes:
 def _framing(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], crc32: int, misalignment: int
 ) -> tuple[bytes, bytes]:
-    """What stands in front of and behind the data of a piece that begins ``misalignment`` bytes off
-    alignment."""
+    """What is before and behind the data of a piece that begins ``misalignment`` bytes off alignment."""
     head, members = b"", []
     content = [(b"archive/data.pkl", _data_pkl(dtype, shape, strides)), (b"archive/byteorder", b"little")]
     for name, value in [*content, (b"archive/version", b"3\n")]:

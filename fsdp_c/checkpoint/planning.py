@@ -42,8 +42,7 @@ Kept = dict[
 
 
 class Source(NamedTuple):
-    """Who writes keys of a group: ``positions`` in the list of its part are ``slots`` in that of the
-    group."""
+    """Who writes keys of a group: ``positions`` in its part's list are ``slots`` in the group's."""
 
     rank: int
     part: int
@@ -100,8 +99,7 @@ class _Row(NamedTuple):
 
 
 def merged(plans: Sequence[RankPlan]) -> Planned:
-    """One writer for all that ranks hold. ValueError where that is not all of a tensor, or some of it
-    twice."""
+    """One writer for all that ranks hold. ValueError where that is part of a tensor, or some of it twice."""
     lists: dict[bytes, list[PathInDict]] = {}
     for part in (part for plan in plans for part in plan):
         if part.packed not in lists:
@@ -178,8 +176,7 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) 
 
 
 def _shared_out(rows: list[_Row], count: int, loads: list[int]) -> list[Source]:
-    """Of ranks that have the same, each writes a share of the keys, and those with less to write the first
-    ones."""
+    """Of ranks that have the same, each writes a share of the keys, those with less to write the first."""
     rows = sorted(rows, key=lambda row: loads[row.rank])[:count]
     sources = []
     for nth, row in enumerate(rows):

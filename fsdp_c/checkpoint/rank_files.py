@@ -1,5 +1,4 @@
-"""State dicts that each rank saved as a file of its own with ``torch.save``: SHARDED, and LOCAL with flat
-parameters.
+"""State dicts that each rank saved in a file of its own with ``torch.save``: SHARDED, and LOCAL.
 
 [Note: One rank's file]
 Such a file holds ShardedTensors or DTensors, which torch loads only within a process group, and by a pickle
@@ -87,8 +86,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Te
 
 
 class _Unpickler(pickle.Unpickler):
-    """See [Note: One rank's file]. Classes and functions are made for one reading: nothing can be left on
-    them."""
+    """See [Note: One rank's file]. Classes are made for one reading: nothing can be left on them."""
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
@@ -143,8 +141,7 @@ def load_rank_file(path: Path) -> tuple[dict[str, Any], Archive]:
 
 
 def put_together(key: str, values: Sequence[Sharded | None], stored: StoredByAddress) -> Parted:
-    """``values``: by rank; ``stored``: what their tensors stand for. ValueError where they make no whole
-    tensor."""
+    """``values``: by rank; ``stored``: what tensors stand for. ValueError where they make no whole tensor."""
     there = [value for value in values if value is not None]
     first = there[0]
     if any((each.kind, each.shape, each.dtype) != (first.kind, first.shape, first.dtype) for each in there):
@@ -235,8 +232,7 @@ def _replica(rank: int, axes: Sequence[int], kinds: Sequence[str]) -> int:
 
 
 class Shape(NamedTuple):
-    """Of a parameter. Flat parameters have the elements of a dense one in the order in which they lie in
-    memory."""
+    """Of a parameter. A dense one's elements are in flat parameters in the order they have in memory."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

@@ -119,8 +119,7 @@ def save(
     keep: int | None = None,
     background: bool = False,
 ) -> BackgroundSave | None:
-    """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which torch's DCP reads
-    too.
+    """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which DCP reads too.
 
     Each rank writes its own shards from their memory; parameters are not gathered, and of replicas one is
     written. An existing checkpoint is replaced once the new one is complete and on disk, and what else is in
@@ -412,8 +411,7 @@ def progress_bar(title: str, shown: bool) -> Iterator[tuple[Report, Report]]:
 
 
 class _Loading:
-    """One ``load``: made, it has read and checked all but the tensors that lie in the model and the
-    optimizer."""
+    """One ``load``: made, it has read and checked all but the tensors in the model and the optimizer."""
 
     @torch.no_grad()
     def __init__(

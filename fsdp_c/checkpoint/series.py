@@ -1,5 +1,4 @@
-"""The checkpoints of one run, in folders side by side whose names end in a number:
-``runs/lm/step-000200``."""
+"""The checkpoints of one run, in folders side by side that end in a number: ``runs/lm/step-000200``."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ Report = Callable[[int], object]  # takes the number of bytes that were just don
 def finish_folder(
     temporary: Path, path: Path, metadata: Iterable[bytes], files: dict[str, tuple[int, int]]
 ) -> None:
-    """Write what says where everything is, and publish it. ``files`` are named as from the checkpoint's
-    folder."""
+    """Write what says where everything is, and publish it. ``files``: named from the checkpoint's folder."""
     for name, (size, _) in files.items():
         written = temporary / Path(name).name
         found = written.stat().st_size if written.exists() else None
@@ -157,8 +156,7 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
 
 
 def joined(of: TensorEntry | Info, parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """The tensor of which these are the parts, with their offsets: one that is all of it, or a copy of
-    each."""
+    """The tensor of which these are the parts, with offsets: the one that is all of it, or a copy of each."""
     whole: Tensor | None = None
     for offsets, part in parts:
         if tuple(part.shape) == of.shape:
@@ -176,8 +174,7 @@ def read_entry(checkpoint: Checkpoint, key: str) -> Any:
 
 
 def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
-    """Put ``value`` into nested dicts and lists. CheckpointError where others say that something else stands
-    there."""
+    """Put ``value`` into nested dicts and lists. CheckpointError where others say there are none."""
     try:
         set_element(nested, path, value)
     except (AttributeError, IndexError, KeyError, TypeError) as error:

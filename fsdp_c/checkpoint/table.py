@@ -1,5 +1,4 @@
-"""Where everything that ranks have written lies, in a few bytes for each box; and ``.metadata``, made of
-that."""
+"""Where all that ranks have written lies, in a few bytes for each box; and ``.metadata``, made of that."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class RankResult(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A group, and the records of its keys: of each box by range, by key, by box of the range; or of objects
-    by key."""
+    """A group, and the records of its keys: by box, range, key and box of the range; or of objects by key."""
 
     group: Group
     boxes: list[bytes]
@@ -127,8 +125,7 @@ def metadata_content(
 
 
 class _Pickled:
-    """The bytes of one value after the other, each written in full where it comes first; for every torch
-    from 2.10."""
+    """The bytes of one value after the other, each in full where it is first; for every torch from 2.10."""
 
     def __init__(self) -> None:
         self.buffer = io.BytesIO()
@@ -158,8 +155,7 @@ def _reduced(properties: dcp.TensorProperties) -> tuple[Any, ...]:
 
 
 def _by_value(member: enum.Enum) -> tuple[Any, ...]:
-    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should
-    make."""
+    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which none should make."""
     return type(member), (member.value,)
 
 
@@ -259,8 +255,7 @@ def _bytes(content: bytes) -> Tensor:
 
 
 def _index(group: Group) -> tuple[Tensor, Tensor]:
-    """Of each box of the first tensor of a group the number of its record, and how much more it is in the
-    next."""
+    """The record of each box of a group's first tensor, and how much further on it is for the next tensor."""
     index: list[int] = []
     step: list[int] = []
     before = 0

@@ -164,8 +164,7 @@ class RankFilesSource:
         self.values[key], self.entries[key] = value, Info.of(path, value)
 
     def _is_view(self, values: Sequence[Any]) -> bool:
-        """Whether tensors are the ranks' own parts of a parameter that is in a flat one
-        (use_orig_params=True)."""
+        """Whether tensors are the ranks' own parts of parameters in a flat one (use_orig_params=True)."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         in_flat = any(each.untyped_storage()._cdata in self.flat_storages for each in tensors)
         return bool(self.flat_storages) and (in_flat or len({each.shape for each in tensors}) > 1)

@@ -1,5 +1,4 @@
-"""What a checkpoint is given for a sharded tensor: this rank's range of its elements, as boxes, in its own
-memory.
+"""What a checkpoint is given for a sharded tensor: this rank's range of it, as boxes, in its own memory.
 
 [Note: Boxes of a range]
 A shard of a flat parameter holds a range of each parameter's elements, in memory order. DCP knows parts of a
@@ -271,8 +270,7 @@ def global_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 class _Part(NamedTuple):
-    """A box of the larger tensor, and where it begins in the local one; () for a local one that is the
-    box."""
+    """A box of the larger tensor, and where it begins in the local one; () for a local one that is it."""
 
     offsets: Offsets
     local_offsets: Offsets
@@ -305,8 +303,7 @@ class LocalParts(PartialTensor):
 
     @classmethod
     def of(cls, local: Tensor, described: Tensor) -> LocalParts:
-        """``local`` as the protocol's attributes of ``described`` say. Raises ValueError where they do not
-        fit."""
+        """``local`` as the protocol's attributes of ``described`` say. ValueError where they do not fit."""
         columns = [tuple(map(tuple, getattr(described, name))) for name in _PROTOCOL[1:]]
         shape = global_shape(described)
         if len({len(column) for column in columns}) != 1:
@@ -351,8 +348,7 @@ class LocalParts(PartialTensor):
 
     @torch.no_grad()
     def taken_from(self, whole: Tensor) -> Tensor:
-        """A plain tensor like the one that this was made of, attributes included, with the elements of
-        ``whole``."""
+        """A plain tensor as this was made of, attributes included, with the elements of ``whole``."""
         if whole.shape != self.shape:
             raise ValueError(
                 f"shape {tuple(whole.shape)} in the checkpoint, {tuple(self.shape)} in the model"
@@ -370,16 +366,14 @@ class LocalParts(PartialTensor):
 
 
 def value_of_state(state: Tensor, param: Tensor) -> Tensor:
-    """Optimizer state of a parameter that no unit manages: in the parameter's parts where it has its
-    shape."""
+    """Optimizer state of a parameter of no unit: in the parameter's parts where it has its shape."""
     if is_in_parts(param) and not is_in_parts(state) and state.shape == param.shape:
         return LocalParts.of(state, param)
     return whole_value(state)
 
 
 def as_held(value: object, held: object) -> object:
-    """What was read whole, in nested dicts and lists: parts of it where ``held``, of the same form, has
-    parts."""
+    """What was read whole, in dicts and lists: parts of it where ``held``, of the same form, has parts."""
     if isinstance(held, LocalParts) and isinstance(value, Tensor):
         return held.taken_from(value)
     if isinstance(held, dict) and isinstance(value, dict):

@@ -1,5 +1,4 @@
-"""What torch's FSDP1 keeps on a unit and its handle and fsdp_c does not: which attribute, and what to use
-instead.
+"""What torch's FSDP1 keeps on a unit and its handle and fsdp_c does not, and what to use instead.
 
 All of it is state or steps of a runtime that is in C here. Asking for one raises an AttributeError that says
 so.
@@ -57,8 +56,7 @@ REASONS = {
 
 
 def explain(owner: str, name: str) -> None:
-    """Raise AttributeError with what to use instead, if ``name`` is one of these; the exception being handled
-    goes."""
+    """AttributeError with what to use instead, if ``name`` is one of these, in place of the one handled."""
     reason = REASONS[owner].get(name)
     if reason is None:
         return

@@ -91,8 +91,7 @@ NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
 
 
 def dtensor_extensions() -> Callable[[ModuleType], FSDPExtensions]:
-    """The class that flattens DTensors: torch's, which lives beside tensor parallelism, or ours where it has
-    gone."""
+    """The class that flattens DTensors: torch's, beside tensor parallelism, or ours where it has gone."""
     try:
         from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
     except ImportError:

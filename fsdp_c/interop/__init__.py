@@ -1,5 +1,4 @@
-"""Standing where torch's FSDP1 stood: ``install()``, scripts that are run unmodified, torch's private module
-paths.
+"""In the place of torch's FSDP1: ``install()``, scripts that are run unmodified, torch's private paths.
 
 Each ``_name.py`` here has the names of ``torch.distributed.fsdp._name`` that libraries use, and is
 ``fsdp_c._name``; of modules that know of no units torch's own are (``upstream.helpers``).

@@ -53,8 +53,7 @@ def _post_backward_reshard(state: ShardedModule, handle: FlatParamHandle, *unuse
 def _register_pre_backward_hooks(
     state: ShardedModule, module: nn.Module, outputs: T, handle: FlatParamHandle
 ) -> T:
-    """After a forward: gather the unit's parameters again when a gradient comes to its outputs, which are
-    returned."""
+    """After a forward: gather the parameters again once a gradient comes to ``outputs``, returned here."""
     state._unit.register_pre_backward_hooks(outputs)
     return outputs
 
@@ -91,8 +90,7 @@ _current: dict[str, Callable[..., Any]] = dict(ORIGINALS)
 
 
 def put(name: str, function: Callable[..., Any]) -> None:
-    """Have the runtime call ``function`` in the place of what stands here under this name; the original
-    undoes it."""
+    """Have the runtime call ``function`` for what stands here under this name; the original undoes it."""
     _current[name] = function
     if name == "_get_training_state":  # the runtime calls it only through _get_handle_to_prefetch
         name = "_get_handle_to_prefetch"

@@ -48,8 +48,7 @@ from fsdp_c.training.grad_clipping import clip_params_
 def _register_fsdp_forward_method(
     original: Callable[[nn.Module, str], None], module: nn.Module, method_name: str
 ) -> None:
-    """torch's leaves FSDP1's modules alone; ours gather for the method. See
-    ``fsdp_c.register_forward_method``."""
+    """torch's leaves FSDP1's modules alone; ours gather for it. See ``fsdp_c.register_forward_method``."""
     if is_unit(module):
         register_forward_method(module, method_name)
     else:
@@ -236,8 +235,7 @@ def _torchs_class() -> Any:
 
 
 def _hand_on(theirs: type) -> dict[str, object]:
-    """Have torch's class make our units and call our static methods; returns what it had under those
-    names."""
+    """Have torch's class make our units and call our static methods; returns what it had under the names."""
     had = dict(vars(theirs))
     ours = {
         name: value

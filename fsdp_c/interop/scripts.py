@@ -1,5 +1,4 @@
-"""Scripts run unmodified, with fsdp_c in the place of torch's FSDP1: what ``python -m fsdp_c script.py``
-does."""
+"""Scripts run unmodified, with fsdp_c for torch's FSDP1: what ``python -m fsdp_c script.py`` does."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from fsdp_c.interop.installation import install, is_installed
 
 
 def run_script(path: str, args: list[str]) -> None:
-    """Install, then run the script at ``path`` as ``python path *args`` would, in processes that it spawns as
-    well.
+    """Install, then run the script at ``path`` as ``python path *args`` would, also in processes it spawns.
 
     Raises FileNotFoundError without one.
     """
@@ -27,8 +25,7 @@ def run_script(path: str, args: list[str]) -> None:
 
 
 def run_module(name: str, args: list[str]) -> None:
-    """Install, then run the module ``name`` as ``python -m name *args`` would, in processes that it spawns as
-    well.
+    """Install, then run the module ``name`` as ``python -m name *args`` would, also in processes it spawns.
 
     Raises ModuleNotFoundError without one.
     """
@@ -39,8 +36,7 @@ def run_module(name: str, args: list[str]) -> None:
 
 
 def module_exists(name: str) -> bool:
-    """Whether there is a module ``name``; its parents are imported to find out, and errors of their own are
-    theirs."""
+    """Whether there is a module ``name``. Its parents are imported to find out, and may raise."""
     importlib.invalidate_caches()
     try:
         return importlib.util.find_spec(name) is not None

@@ -1,5 +1,4 @@
-"""Whether all ranks wrap the same model: compared once, before the first collective of a tree of units
-(parity 21).
+"""Whether all ranks wrap the same model: compared once, before the first collective of a tree (parity 21).
 
 Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups.
 Only where they differ are the plans themselves exchanged, and every rank raises the same error, which names
@@ -52,8 +51,7 @@ class RankPlan(NamedTuple):
 
 
 def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], error: Exception | None) -> None:
-    """Raise unless the ``modules``, given with their paths from the root, fit those of all ranks of the
-    root's groups.
+    """Raise unless ``modules``, with paths from the root, fit those of all ranks of the root's groups.
 
     Collective over those groups, unless this rank's plan is the one agreed on before. ``error`` is what this
     rank found by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with
@@ -78,8 +76,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
 
 
 def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Raise unless all ranks of ``groups`` wrap with sync_module_states, as this one does in the unit
-    ``name``.
+    """Raise unless all ranks of ``groups`` wrap with sync_module_states, as this one does in unit ``name``.
 
     Collective. The others are first heard of at their first step, by what ``agree`` sends there: it is as
     long.
@@ -110,8 +107,7 @@ def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
 
 
 def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
-    """Whether the unit has the root's groups. One over part of the ranks, as of experts, is another unit
-    elsewhere."""
+    """Whether the unit has the root's groups. One over part of the ranks is another unit elsewhere."""
     same = module.process_group is root.process_group and module._replicate_group is root._replicate_group
     return same and module._handle is not None
 

@@ -22,8 +22,7 @@ def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
 
 
 def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device) -> None:
-    """Cast each floating buffer to the ``buffer_dtype`` of the innermost unit around it; move all to
-    ``device``.
+    """Cast floating buffers to the ``buffer_dtype`` of the innermost unit around; move all to ``device``.
 
     ``modules`` in traversal order. Ignored buffers stay as they are.
     """
@@ -55,8 +54,7 @@ LOWERED = (
 
 
 def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[str]:
-    """The frequencies of rotary embeddings, known by the name ``inv_freq``, that are computed with in fewer
-    bytes.
+    """The frequencies of rotary embeddings, known by the name ``inv_freq``, that are used in fewer bytes.
 
     Their rounding is multiplied by a position: in bfloat16 the angle is off by more than one from position
     512 on. Other buffers are rounded as activations are. ``modules`` with their paths, in traversal order.

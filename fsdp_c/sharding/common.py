@@ -20,8 +20,7 @@ _ABSENT = object()
 
 
 def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
-    """The original parameters of ``handle``, then the further names of shared ones; empty without a
-    handle."""
+    """The original parameters of ``handle``, then further names of shared ones; empty without a handle."""
     return [] if handle is None else handle.managed_params
 
 
@@ -83,8 +82,7 @@ def _newly_bound(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
-    """Whether the units have been moved from where they compute, and each rank has all: nothing is to be
-    sent."""
+    """Whether the units were moved from where they compute, and each rank has all: nothing is sent."""
     if fsdp_module._unit.runtime is not None:
         return False
     handles = [unit._handle for unit in units_of(fsdp_module) if unit._handle is not None]

@@ -23,8 +23,7 @@ _OURS = "fsdp_c"
 
 
 class _WhenRulesCome(importlib.abc.MetaPathFinder):
-    """Adds to the rules as they are imported, however long after the first unit was made. Finds nothing
-    itself."""
+    """Adds to the rules as they are imported, however long after the first unit. Finds nothing itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /

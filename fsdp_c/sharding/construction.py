@@ -1,5 +1,4 @@
-"""What a unit decides from its arguments: ignored states, process groups, strategy, device, owned
-parameters."""
+"""What a unit decides from its arguments: ignored states, groups, strategy, device, own parameters."""
 
 import atexit
 import contextlib
@@ -40,16 +39,14 @@ CPU = torch.device("cpu")
 
 
 def public_strategy(strategy: ShardingStrategy | HandleShardingStrategy | None) -> ShardingStrategy | None:
-    """What users pass, for the handle's own name of it as well, which torch takes where a group has one
-    rank."""
+    """What users pass, also for the handle's own name of it, which torch takes for groups of one rank."""
     return ShardingStrategy[strategy.name] if isinstance(strategy, HandleShardingStrategy) else strategy
 
 
 def check_settings(
     strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
 ) -> None:
-    """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for
-    None."""
+    """TypeError for settings of other types than torch.distributed.fsdp's; what is false stands for None."""
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
     if mixed_precision:
@@ -70,8 +67,7 @@ def check_switches(**switches: object) -> None:
 
 
 def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
-    """TypeError for arguments that name no group, mesh or device; ValueError for a group that this rank is
-    not in."""
+    """TypeError for what names no group, mesh or device; ValueError for a group that this rank is not in."""
     _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')
     is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(
         device_id, bool
@@ -152,8 +148,7 @@ def warn_of_useless_unit(module: nn.Module) -> None:
 
 
 class IgnoredStates(NamedTuple):
-    """What a unit leaves alone. Buffers have the names that they have in the wrapped module before any
-    wrapping."""
+    """What a unit leaves alone. Buffers have the names that they have in the module before any wrapping."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -165,8 +160,7 @@ _shared: contextvars.ContextVar[set[nn.Parameter] | None] = contextvars.ContextV
 
 @contextlib.contextmanager
 def sharing(ignored_params: set[nn.Parameter]) -> Iterator[None]:
-    """Units that are built meanwhile, and are passed this very set, take it as theirs: one for all units of a
-    tree."""
+    """Units built meanwhile that are passed this very set take it as theirs: one for all units of a tree."""
     before = _shared.set(ignored_params)
     try:
         yield
@@ -282,8 +276,7 @@ def resolve_process_groups(
     has_policy: bool,
     device: torch.device,
 ) -> ProcessGroups:
-    """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all
-    ranks."""
+    """The groups that the arguments name. Making those of a hybrid strategy is collective over all ranks."""
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time: the groups are those of the "
@@ -342,8 +335,7 @@ def _hybrid_groups(
 
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
-    """Shard inside a node, replicate over the ranks of equal place in their nodes. Every rank makes every
-    group."""
+    """Shard in a node, replicate over ranks of equal place in their nodes. Every rank makes every group."""
     on_cpu = device.type == "cpu"
     ranks_per_node = torch.get_device_module(device).device_count()
     if on_cpu:
@@ -368,8 +360,7 @@ def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGro
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns where it is not the one
-    asked for."""
+    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns if another was asked for."""
     effective = effective_strategy(strategy, world_size)
     asked = strategy or ShardingStrategy.FULL_SHARD
     if effective is not asked:
@@ -397,8 +388,7 @@ def _global_rank() -> int:
 
 
 def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> FSDPExtensions | None:
-    """The extension that flattens DTensor parameters, where ``device_mesh`` is a slice of a larger mesh; else
-    None."""
+    """The extension that flattens DTensors, where ``device_mesh`` is a slice of a larger mesh; else None."""
     if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
         return None
     return dtensor_extensions()(torch.get_device_module(device))
@@ -410,8 +400,7 @@ def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.devi
 def resolve_device(
     tree: Subtree, ignored_params: set[nn.Parameter], device_id: int | torch.device | None
 ) -> torch.device:
-    """The device that computes: ``device_id``, else the parameters' own, else the current accelerator, else
-    the CPU."""
+    """The device that computes: ``device_id``, else the parameters', else the accelerator, or the CPU."""
     if device_id is not None:
         return _with_index(device_id if isinstance(device_id, torch.device) else _device_of_index(device_id))
     params = (param for param in own_params(tree, ignored_params) if not is_flattened(param))
@@ -479,8 +468,7 @@ def check_single_device(
     unit: str,
     rank: int,
 ) -> None:
-    """RuntimeError unless ``params`` are on one device, or partly on the CPU with a ``device_id`` to go
-    to."""
+    """RuntimeError unless ``params`` are on one device, or some on the CPU with a ``device_id`` to go to."""
     devices = {param.device for param in params}
     if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
         return
@@ -528,8 +516,7 @@ def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Para
 
 
 def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """ValueError for a parameter no unit can own: a lazy one, a scalar, or one that another unit owns
-    already."""
+    """ValueError for a parameter no unit can own: a lazy one, a scalar, or one that another unit owns."""
     for param in params:
         if nn.parameter.is_lazy(param):
             raise ValueError(

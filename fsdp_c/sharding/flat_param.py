@@ -1,5 +1,4 @@
-"""The flat parameter of a unit and the Python face of its handle: names and metadata; storage is the business
-of C."""
+"""The flat parameter of a unit and the Python face of its handle: names and metadata; C has the storage."""
 
 import functools
 import itertools
@@ -54,8 +53,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class ShardParamInfo(NamedTuple):
-    """The part of a parameter that this rank's shard holds; all None when there is none. The end index is
-    inclusive."""
+    """The part of a parameter in this rank's shard; all None for none. The end index is inclusive."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -65,8 +63,7 @@ class ShardParamInfo(NamedTuple):
 
 
 class FlatParamShardMetadata(NamedTuple):
-    """What this rank's shard holds: per parameter in it, with inclusive (start, end) offsets in the
-    parameter."""
+    """What this rank's shard holds: per parameter in it, inclusive (start, end) offsets in the parameter."""
 
     param_names: tuple[str, ...]
     param_shapes: tuple[torch.Size, ...]
@@ -107,8 +104,7 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch giv
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """A plain ``nn.Parameter`` that holds the parameters of a unit one after the other, or this rank's shard
-    of them.
+    """A plain ``nn.Parameter`` of a unit's parameters one after the other, or of this rank's shard of them.
 
     ``isinstance(x, FlatParameter)`` is true for what this constructs. Its attributes have the names torch
     gives them: ``_fqns``, ``_shapes``, ``_numels``, ``_param_infos``, ``_shard_param_infos`` and so on.
@@ -155,8 +151,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether ``tensor`` is contiguous, and its last stride is 1 even if that dimension has size 1
-    (C-020)."""
+    """Whether ``tensor`` is contiguous, with a last stride of 1 even if that size is 1 (C-020)."""
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
@@ -238,8 +233,7 @@ _SETTERS = ("__setattr__", "__delattr__", "register_parameter")
 
 
 def _way_to_set(module: nn.Module) -> int:
-    """``setattr`` where the module's class, or a hook of others on all registrations, would notice it; else
-    directly."""
+    """``setattr`` where the module's class, or others' hook on registrations, would notice; else directly."""
     hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", {}).values()
     are_ours = all(getattr(hook, "__module__", "").partition(".")[0] == "fsdp_c" for hook in hooks)
     methods = [getattr(type(module), name) for name in _SETTERS]
@@ -283,8 +277,7 @@ def check_uniform(
 
 
 class _Watched(type):
-    """A metaclass that tells the runtime when ``unshard`` is replaced, so that it calls the replacement
-    (H-016)."""
+    """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement (H-016)."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -449,8 +442,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return params
 
     def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """``tensor`` as the parameter at ``place`` is shown: a parameter, of its class and with its
-        attributes."""
+        """``tensor`` as the parameter at ``place`` is shown: of its class and with its attributes."""
         guise = self._guises[place]
         return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.put_on(tensor)
 
@@ -461,16 +453,14 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.show_sharded()
 
     def init_flat_param_attributes(self) -> None:
-        """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023,
-        B-024)."""
+        """Give the flat parameter the attributes it has from lazy initialisation on (B-011, B-023, B-024)."""
         self._follow_dtype(self.flat_param.dtype)
         self.publish()
         if self.uses_sharded_strategy:
             self.flat_param._padded_unsharded_size = torch.Size((self.layout.padded_numel,))
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move the flat parameter between steps: ``.to()`` in place, with the arguments of
-        ``torch.Tensor.to``.
+        """Move the flat parameter between steps: ``.to()`` in place, with ``torch.Tensor.to``'s arguments.
 
         The original parameters and the handle follow. Away from the device that computes nothing can be
         gathered until it is moved back; ``torch.cuda.empty_cache()`` then gives all that the units held there
@@ -485,8 +475,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
-        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` may have changed
-        (C-018)."""
+        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` changes (C-018)."""
         param_dtype, reduce_dtype = self._mixed_precision_dtypes
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
@@ -515,8 +504,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         refuse_torchs_functions(self.name)
 
     def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Torch's ``optim_state_dict`` calls it; nothing is left to do, as gradients are followed in every
-        step."""
+        """Torch's ``optim_state_dict`` calls it. Nothing is left to do: every step follows gradients."""
 
     @property
     def _uses_param_mixed_precision(self) -> bool:
@@ -585,8 +573,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return [fqn for fqn, info in infos if info.in_shard]
 
     def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
-        """One 1-D tensor of ``tensors``, of one dtype, in their memory order; padded as parameters are
-        (C-016).
+        """One 1-D tensor of ``tensors``, of one dtype, in memory order; padded as parameters are (C-016).
 
         ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not
         fit.
@@ -628,8 +615,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return set(self.flat_param._modules)
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """(first, last) element of each piece of the unsharded flat parameter, padding included, as torch
-        counts."""
+        """(first, last) element of each piece of the unsharded flat parameter, with padding, as in torch."""
         ends = list(itertools.accumulate(self.layout.numels_with_padding))
         return [
             (end - numel, end - 1) for end, numel in zip(ends, self.layout.numels_with_padding, strict=True)
@@ -638,15 +624,13 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     def _get_shard_metadata(
         self, unsharded_start_idx: int, unsharded_end_idx: int
     ) -> tuple[ShardParamInfo, ...]:
-        """What a shard with these elements of the unsharded flat parameter, the last one included, has of
-        each parameter."""
+        """What a shard of these elements of the unsharded flat parameter, both included, has of each one."""
         first, last = unsharded_start_idx, unsharded_end_idx
         starts = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
         return tuple(_part_in_range(start, start + numel - 1, first, last) for start, numel in starts)
 
     def _get_unflat_views_aligned(self, tensor: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The parameters as views of ``tensor``, an unsharded flat tensor; of the flat parameter itself
-        without one."""
+        """The parameters as views of ``tensor``, an unsharded flat one; by default of the flat parameter."""
         whole = self.flat_param if tensor is None else tensor
         layout, flat_param = self.layout, self.flat_param
         places = zip(
@@ -794,8 +778,7 @@ def _shard_param_infos(layout: _C.FlatLayout) -> tuple[ShardParamInfo, ...]:
 
 
 def _part_in_range(start: int, last: int, range_start: int, range_last: int) -> ShardParamInfo:
-    """What a shard that is [range_start, range_last] has of a parameter that is [start, last]; all
-    inclusive."""
+    """What a shard of [range_start, range_last] has of a parameter of [start, last]; all inclusive."""
     begin, end = max(start, range_start), min(last, range_last)
     if begin > end:
         return _NOT_IN_SHARD

@@ -11,8 +11,7 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 
 
 class FlatRange(nn.Parameter):
-    """What this rank's shard holds of one original parameter, as a view; under NO_SHARD the whole, in its
-    shape.
+    """What this rank's shard holds of one original parameter, as a view; under NO_SHARD the whole of it.
 
     Its ``grad`` is that part of the flat parameter's. Setting it to None clears the flat parameter's. It
     follows a shard that is moved, when ``grad`` is looked at next.

@@ -17,8 +17,7 @@ _splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
 
 @contextlib.contextmanager
 def split_frozen() -> Iterator[None]:
-    """Units built in the body keep frozen parameters in a flat parameter of their own, also with
-    ``use_orig_params``.
+    """Units built in the body keep frozen parameters in flat ones of their own, with ``use_orig_params`` too.
 
     Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. State
     dicts have the same names and shapes. Values are the same bits on two ranks without clipping: norms, and
@@ -41,8 +40,7 @@ def splits_frozen() -> bool:
 
 
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
-    """``params`` as they share flat parameters: by dtype and ``requires_grad``, trainable ones first,
-    integers last.
+    """``params`` as they share flat ones: by dtype and ``requires_grad``, trainable first, integers last.
 
     One group where one flat parameter can hold them all: where their dtypes agree, and they are trainable
     alike, or are shown as the original parameters without ``split_frozen``.
@@ -58,8 +56,7 @@ def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[lis
 def precision_for(
     dtype: torch.dtype, mixed_precision: MixedPrecision
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of computation and of reduction: those of ``mixed_precision``, which leaves integers as they
-    are."""
+    """The dtypes of computation and reduction: those of ``mixed_precision``, but for integers."""
     if not dtype.is_floating_point:
         return None, None
     return mixed_precision.param_dtype, mixed_precision.reduce_dtype

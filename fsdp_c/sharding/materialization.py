@@ -34,8 +34,7 @@ def materialize(
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> tuple[Subtree, list[nn.Parameter]]:
-    """Give values to a module on the meta device: by ``param_init_fn`` on each submodule, or
-    ``reset_parameters()``.
+    """Give values to a module on the meta device: by ``param_init_fn``, or by ``reset_parameters()``.
 
     ``params`` are those the unit will own. Returns the tree and them as they are then.
     """
@@ -79,8 +78,7 @@ def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) ->
 
 @torch.no_grad()
 def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Allocate and initialise the modules that have tensors of their own; each is taken to initialise only
-    those."""
+    """Allocate and initialise modules that have tensors of their own; each is to initialise only those."""
     for module in modules:
         if not any(True for _ in module.parameters(recurse=False)) and not any(
             True for _ in module.buffers(recurse=False)
@@ -128,8 +126,7 @@ def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: t
 def sync_states(
     module: nn.Module, params: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup], where: str
 ) -> None:
-    """Give every rank the values of rank 0: ``params`` and each buffer not yet sent. Collective over
-    ``groups``.
+    """Give all ranks rank 0's values: of ``params`` and buffers not yet sent. Collective over ``groups``.
 
     With the group of the replicas first, every shard group's rank 0 has the right values when its turn comes.
     Raises ValueError, naming ``where``, for tensors on the CPU that a group cannot send.

@@ -25,8 +25,7 @@ _groups_by_size = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def reshard_after_forward(ranks: int | DeviceMesh) -> Iterator[None]:
-    """Units built in the body keep what a forward has gathered between the ranks of a node, until their
-    backward.
+    """Units built in the body keep what a forward has gathered within a node, until their backward.
 
     After its forward each rank keeps a part of the unit's unsharded parameters, and the backward gathers
     these parts within the node instead of the shards over all ranks: less travels between nodes, by a third
@@ -109,8 +108,7 @@ def node_group(shard_group: dist.ProcessGroup, strategy: ShardingStrategy) -> di
 
 
 class _Promised:
-    """Stands for the group of ``ranks``: making it is a collective of all ranks, of which some may not know
-    of it."""
+    """Stands for the group of ``ranks``, which is made by a collective of all: some may not know of it."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
@@ -123,8 +121,7 @@ class _Promised:
 
 
 def make_groups(modules: Iterable[ShardedModule]) -> None:
-    """Make the groups that were promised to these units, on whose plans all ranks agree. Collective over all
-    ranks."""
+    """Make the groups promised to these units, on whose plans all ranks agree. Collective over all ranks."""
     waiting = [module for module in modules if isinstance(module._node_group, _Promised)]
     for module in waiting:
         group = _group_of_size(_size_of(module))

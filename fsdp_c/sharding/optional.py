@@ -1,5 +1,4 @@
-"""Optional modules: those that a rank need not run in a step, such as experts and the encoders of
-modalities."""
+"""Optional modules, which a rank need not run in a step: experts, and the encoders of modalities."""
 
 from __future__ import annotations
 

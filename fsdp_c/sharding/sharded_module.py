@@ -1,5 +1,4 @@
-"""What a FullyShardedDataParallel holds, for the modules of this package that it is built on, and how they
-find it.
+"""What a FullyShardedDataParallel holds, for modules of this package below it, and how they find it.
 
 A module is a FullyShardedDataParallel to the user. Its unit is the object in C that runs its steps.
 """
@@ -141,8 +140,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def params(self) -> list[FlatParameter]:
-        """The unit's flat parameters: one, none for a unit without parameters, several for one with
-        segments."""
+        """The unit's flat parameters: one, none without parameters, several for a unit with segments."""
         return [part._handle.flat_param for part in parts_of(self) if part._handle is not None]
 
     @property
@@ -226,8 +224,7 @@ class ShardedModule(nn.Module, _FSDPState):
         self._unit.sync_gradients = value
 
     def check_is_root(self) -> bool:
-        """True for the root of its tree. Before the first step: for a unit that no other unit was wrapped
-        around.
+        """True for the root of its tree. Before the first step: for a unit that no other was wrapped around.
 
         Asking decides nothing.
         """
@@ -331,8 +328,7 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
 
 
 def units_of(module: nn.Module) -> list[ShardedModule]:
-    """The units of a tree in traversal order, each with its segments, ``module`` itself included if it is
-    one."""
+    """The units of a tree in traversal order, each with its segments, ``module`` among them if it is one."""
     return [fsdp_module for _, fsdp_module in units_with_paths(module)]
 
 

@@ -1,5 +1,4 @@
-"""Frozen parameters of classes of their own, or with attributes, as quantisers make them: their views look
-the same."""
+"""Frozen parameters of classes of their own, or with attributes, as of quantisers: views look the same."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Guise(NamedTuple):
 
 
 def guise_of(param: nn.Parameter) -> Guise | None:
-    """How ``param`` looks; None for a plain one, and for a trained one, through whose class gradients would
-    pass."""
+    """How ``param`` looks; None for a plain one, and a trained one, whose class gradients would meet."""
     if param.requires_grad or (type(param) is nn.Parameter and vars(param).keys() <= _MARKS):
         return None
     return Guise(type(param), vars(param))

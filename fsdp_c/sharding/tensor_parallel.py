@@ -79,8 +79,7 @@ def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torc
 
 
 def like(value: object, shown: Tensor) -> object:
-    """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's
-    DTensor."""
+    """``value`` as loading into ``shown`` needs it: a plain one of full shape becomes this rank's DTensor."""
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     # All ranks have the same value: nothing is sent.
@@ -88,8 +87,7 @@ def like(value: object, shown: Tensor) -> object:
 
 
 def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
-    """What a parameter's local tensor is like for a whole ``value``, a plain tensor or a DTensor however
-    placed.
+    """What a parameter's local tensor is for a whole ``value``, plain or a DTensor however placed.
 
     Collective over the mesh of a DTensor.
     """
@@ -114,8 +112,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
-    """The tensor parallel groups whose ranks hold different parts of a parameter; none for what is no
-    DTensor."""
+    """The tensor parallel groups whose ranks hold other parts of a parameter; none for no DTensor."""
     if not isinstance(param_extension, DTensorSpec):
         return ()
     mesh, placements = param_extension.mesh, param_extension.placements

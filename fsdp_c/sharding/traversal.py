@@ -39,8 +39,7 @@ def is_flat_param_name(name: str) -> bool:
 
 
 def clean_name(name: str) -> str:
-    """The name of a tensor or module as the user's own model has it, without the segments that wrappers
-    add."""
+    """A tensor's or module's name as the user's own model has it, without what wrappers add."""
     return name.replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")
 
 
@@ -106,8 +105,7 @@ def at_home(homes: Homes) -> Iterator[None]:
 
 
 class Subtree:
-    """What a unit around ``root`` has to deal with, found in one walk in pre-order that stops at the units
-    inside.
+    """What a unit around ``root`` has to deal with, found in one pre-order walk that stops at units inside.
 
     Names and paths are from ``root``. What is shared counts once, where it is first; only the further places
     of a parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few
@@ -188,8 +186,7 @@ def _is_never(module: nn.Module) -> bool:
 def walk(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never, *, once: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``nn.Module.named_modules``, with a dot at the end of each path; of what is shared ``once``, or at
-    every path.
+    """``nn.Module.named_modules``, each path with a dot at its end; shared ones ``once``, or at every path.
 
     nn.Module's own takes a time for each that grows with the depth of the tree.
     """
@@ -210,8 +207,7 @@ def walk(
 def named_buffers(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left
-    out."""
+    """``nn.Module.named_buffers``, with all names of what is shared, without modules that are left out."""
     for prefix, current in walk(module, is_left_out, once=False):
         for name, buffer in current._buffers.items():
             if buffer is not None:
@@ -232,8 +228,7 @@ def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[
 def named_params(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
 ) -> dict[str, nn.Parameter]:
-    """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method
-    shows."""
+    """``nn.Module.named_parameters``, several times as fast, and whatever a unit's own method shows."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for prefix, current in walk(module, is_left_out, once=True):

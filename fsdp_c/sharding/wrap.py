@@ -29,8 +29,7 @@ _paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def unit_name(module: nn.Module, path: str = "") -> str:
-    """What errors call the unit around ``module``: its class and its path, which auto wrapping may have
-    seen."""
+    """What errors call the unit around ``module``: class and path, which auto wrapping may have seen."""
     path = path or _paths.get(module, "")
     return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
 
@@ -43,8 +42,7 @@ def auto_wrap(
     root_kwargs: Kwargs,
     unit_class: type[nn.Module],
 ) -> Homes:
-    """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself
-    stays.
+    """Replace submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` stays.
 
     A parameter that modules of several units share is left to the lowest unit around all of them. Returns the
     homes of such parameters, see Subtree.
@@ -77,8 +75,7 @@ def auto_wrap(
 
 
 def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes:
-    """Of each parameter whose modules would land in different units: the root of the lowest unit around all
-    of them.
+    """Of parameters whose modules would land in several units: the root of the lowest unit around them.
 
     ``chosen`` are the modules that become units beside the root.
     """
@@ -109,8 +106,7 @@ def chosen_modules(
     ignored_params: set[nn.Parameter],
     root_kwargs: Kwargs,
 ) -> dict[nn.Module, Kwargs]:
-    """The submodules that ``auto_wrap`` makes units, and their keyword arguments. Changes nothing; errors are
-    its."""
+    """The submodules that ``auto_wrap`` makes units, and their arguments. Changes nothing; errors are its."""
     _refuse_existing_units(tree)
     check_policy(policy)
     classes = _full_precision_classes(root_kwargs)
@@ -199,8 +195,7 @@ def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn
 
 
 class _FullPrecisionRegion:
-    """Casts floating inputs of one module to fp32, and floating outputs back to the dtype of the last of
-    them."""
+    """Casts a module's floating inputs to fp32, and floating outputs back to the last one's dtype."""
 
     def __init__(self) -> None:
         self.input_dtype: torch.dtype | None = None
@@ -262,8 +257,7 @@ def _warn_of_frozen_params(
 
 
 def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The named modules of a tree, children before their parent, in registration order; shared modules
-    once."""
+    """A tree's named modules, children before parents, in registration order; shared ones once."""
     visited = {root}
 
     def walk(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,2 +1,1 @@
-"""State dicts of models and optimizers: what a unit holds, in the shapes and under the names of the user's
-model."""
+"""State dicts of models and optimizers: what units hold, in shapes and under names of the user's model."""

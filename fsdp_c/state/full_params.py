@@ -1,5 +1,4 @@
-"""The whole parameters of a sharded model, a unit or a bucket at a time: for exporters, and copies that follow
-the training."""
+"""The whole parameters of a sharded model, by units or buckets: for exporters, and copies that follow it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An optimizer's state by original names, made into what this rank's optimizer holds: shards, keyed by its
-own keys."""
+"""An optimizer's state by original names, made into what this rank's holds: shards, by its own keys."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ def _check_shape(
 def _shards(
     targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """By FQN and state name, this rank's part of each tensor: 1-D, or in its own shape if the unit shards
-    nothing."""
+    """By FQN and state name, this rank's part of each tensor: 1-D, or in its shape if nothing is sharded."""
     parallel = [target for target in targets if target.module._fsdp_extension is not None]
     others = [target for target in targets if target.module._fsdp_extension is None]
     sharded = [target for target in others if isinstance(target.value, (ShardedTensor, DTensor))]
@@ -226,8 +224,7 @@ def _shards(
 def _shards_over_meshes(
     targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Where tensor parallelism divides parameters as well (parity 24): whole over the unit's ranks, then this
-    one's."""
+    """Where tensor parallelism divides too (parity 24): whole over the unit's ranks, then this one's."""
     for group in dict.fromkeys(target.module.process_group for target in targets):
         _agree_on([target for target in targets if target.module.process_group is group], group)
     for target in targets:
@@ -260,8 +257,7 @@ def _parts_of_rows(
 
 
 def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamLayout, Tensor]]:
-    """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other
-    state."""
+    """This rank's rows of sharded values. All ranks raise what is wrong on one, or held differently."""
     error, rows = None, []
     try:
         rows = [(t.layout, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]
@@ -272,8 +268,7 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
 
 
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
-    """Raise where one rank has an error, or the ranks pass different state: before anything moves.
-    Collective."""
+    """Raise, before anything moves, where a rank has an error or ranks pass different state. Collective."""
     known = [(*t.key, str(dtype_of(t.value))) for t in targets]
     ranks = dist.get_process_group_ranks(group)
     told = common.tell((digest_of(repr(known).encode()), error), group)
@@ -555,8 +550,7 @@ def _flat_tensor(
     shards: dict[tuple[str, str], Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """One call joins the parts, and those that ``_own_parts`` has left in their values, with zeros
-    between."""
+    """One call joins the parts, and those that ``_own_parts`` left in their values, with zeros between."""
     layout = handle_of(known.owner).layout
     parts: list[
         tuple[Tensor | None, int, int]

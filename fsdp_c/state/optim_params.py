@@ -1,5 +1,4 @@
-"""The parameters of a model as its optimizer knows them: flat ones or original ones, their names, ids and
-units."""
+"""A model's parameters as its optimizer knows them: flat or original ones, names, ids and units."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class OptimParam(NamedTuple):
 
     @property
     def takes_any_shape(self) -> bool:
-        """Whether state is kept as the optimizer has it, of whatever shape: every rank has the whole of
-        it."""
+        """Whether state is kept as it is, of whatever shape: every rank has the whole of it."""
         unit = self.owner
         return self.is_original and not handle_of(unit).layout.sharded and unit._fsdp_extension is None
 
@@ -130,8 +128,7 @@ class OptimParams:
     def keys(
         self, optim: torch.optim.Optimizer | None, optim_input: OptimInput, names: Iterable[object] | None
     ) -> dict[Key, nn.Parameter]:
-        """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not
-        None.
+        """The parameters by keys in the optimizer's state dict; ``optim_input`` counts if it is not None.
 
         ``names``: those in a state dict that is keyed by names, which may have the wrappers' segments or not.
         """

@@ -79,8 +79,7 @@ class _Held(NamedTuple):
 def save_optim_state(
     params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: SaveOptions
 ) -> StateDict:
-    """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared
-    with it."""
+    """The state dict by original names. Collective. ``osd`` is not changed, and no tensor shared with it."""
     key_of = {param: key for key, param in keys.items()}
     local = _local_states(params, key_of, osd["state"])
     held = _agree(params, local, options.group)
@@ -123,8 +122,7 @@ class _Told(NamedTuple):
 def _agree(
     params: OptimParams, local: dict[OptimParam, ParamState], group: dist.ProcessGroup | None
 ) -> dict[OptimParam, _Held]:
-    """What there is of each managed parameter's state, in the order of the result; see [Note: One
-    agreement]."""
+    """What there is of each managed parameter's state, in the result's order; see [Note: One agreement]."""
     managed = {known.name: known for known in params.by_param.values() if known.module is not None}
     own = {
         known.name: state
@@ -498,8 +496,7 @@ def _assembled(
 
 
 def _order_of_orig(known: OptimParam, one: _Held, local: dict[OptimParam, ParamState]) -> Iterable[str]:
-    """torch's: that of the optimizer where nothing is gathered, else tensors of the parameter's shape are the
-    last."""
+    """torch's: the optimizer's where nothing is gathered, else tensors of the parameter's shape come last."""
     if known in local and not handle_of(known.owner).layout.sharded:
         return local[known]
     return [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]

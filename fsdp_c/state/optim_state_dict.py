@@ -32,8 +32,7 @@ Group = dist.ProcessGroup | None
 def optim_state_dict(
     model: nn.Module, optim: Optimizer, optim_state_dict: StateDict | None = None, group: Group = None
 ) -> StateDict:
-    """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type.
-    Collective.
+    """The state dict of ``optim`` by the unwrapped model's names, of the selected type. Collective.
 
     ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole
     tensors, on rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as
@@ -81,8 +80,7 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Group = None,
 ) -> StateDict:
-    """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()``
-    returns it.
+    """What ``optim.load_state_dict()`` takes, from a state dict by names as of ``optim_state_dict()``.
 
     It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With
     ``rank0_only`` only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays
@@ -136,8 +134,7 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Group = None,
 ) -> StateDict:
-    """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is.
-    Collective."""
+    """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, like ``optim_input``. Collective."""
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
     return _save(
@@ -170,8 +167,7 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
 ) -> StateDict:
-    """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated.
-    Collective."""
+    """``optim_state_dict_to_load()`` of ``sharded_optim_state_dict()``'s result. Deprecated. Collective."""
     _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _load(sharded_optim_state_dict, model, None, optim, False, None)
 
@@ -183,8 +179,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Group = None,
 ) -> StateDict:
-    """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None.
-    Deprecated. Collective."""
+    """``optim_state_dict_to_load()`` of rank 0's whole tensors; others pass None. Deprecated. Collective."""
     _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
     return _load(full_optim_state_dict or {}, model, optim_input, optim, True, group)
@@ -223,8 +218,7 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a
-    plain model.
+    """A state dict keyed by names from one keyed by ids, or back, as an optimizer of a plain model has it.
 
     The same object where the keys are of that type already. Raises ValueError for keys of mixed types,
     RuntimeError for a parameter with several names.

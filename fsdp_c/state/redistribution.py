@@ -1,5 +1,4 @@
-"""Moving tensors between the ways they are divided over ranks: shards of flat parameters, chunks of rows, one
-rank.
+"""Moving tensors between ways to divide them over ranks: flat parameters' shards, chunks of rows, one rank.
 
 [Note: Few large transfers]
 A state dict has thousands of small tensors. Each is divided by a ``Partition``, and all ranks know all
@@ -60,8 +59,7 @@ def shard_partition(layout: _C.FlatLayout, index: int) -> Partition:
 
 
 def chunk_partition(shape: Sequence[int], world_size: int) -> Partition:
-    """``torch.chunk(world_size)`` of a contiguous tensor along its first dimension; rank 0 holds a 0-d
-    one."""
+    """``torch.chunk(world_size)`` of a contiguous tensor's first dimension; rank 0 holds a 0-d one."""
     numel = math.prod(shape)
     if numel == 0 or not shape:
         return rank0_partition(numel)
@@ -104,8 +102,7 @@ def redistribute(
     shapes: Sequence[Sequence[int]] | None = None,
     batch_nbytes: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield this rank's part of each tensor under ``targets``, freshly allocated, from its part under
-    ``sources``.
+    """Yield this rank's part of each tensor under ``targets``, new, from its part under ``sources``.
 
     ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need
     not hold them all. Ranks pass the same dtypes and partitions in the same order. Collective: every rank
@@ -168,8 +165,7 @@ def gather_flat(
     group: dist.ProcessGroup,
     space: Space,
 ) -> Iterator[Tensor]:
-    """Of each flat parameter the tensors that lie at its ``places``, (first element, numel), whole and
-    freshly made.
+    """Of each flat parameter the tensors at its ``places``, (first element, numel), whole and new.
 
     ``shards``: this rank's, padding included, of equal size on every rank; all go in one all-gather.
     Collective.
@@ -266,8 +262,7 @@ def _runs(wholes: Sequence[Tensor]) -> Iterator[slice]:
 
 
 def _begins(last: Partition, following: Partition) -> bool:
-    """Shards of a whole flat parameter are even, which parts of it are not: an all-gather would be mostly
-    padding."""
+    """Shards of a whole flat parameter are even, parts are not: an all-gather would be mostly padding."""
     return following.step != last.step or following.offset <= last.offset
 
 
@@ -342,8 +337,7 @@ def join_ranges(
     likes: list[Tensor],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """New tensors of ``shapes``, in the dtypes of ``likes``, each joined of ``counts`` byte ranges of the
-    sources.
+    """New tensors of ``shapes`` and ``likes``' dtypes, each joined of ``counts`` byte ranges of sources.
 
     ``ranges``: (source, start, nbytes) of each, one behind the other in one list. Sources are contiguous.
     """

@@ -1,5 +1,4 @@
-"""Parameters as state dicts hold them under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a
-DTensor.
+"""Parameters under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a DTensor.
 
 [Note: Rows of parameters that lie otherwise in memory]
 Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the
@@ -122,8 +121,7 @@ def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
-    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives, in any
-    shape."""
+    """A view of ``shape``, with ``order``'s strides, of what ``to_memory_order`` gives, in any shape."""
     return (
         tensor.view(shape)
         if order is None
@@ -152,8 +150,7 @@ def rows_of_shards(
     layouts_of: Callable[[ShardedModule], Sequence[tuple[ParamLayout, Tensor]]],
     offloads: Callable[[ShardedModule], bool],
 ) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and this rank's 1-D part of each
-    shard.
+    """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and its 1-D part of each shard.
 
     A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole
     everywhere. In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large
@@ -238,8 +235,7 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
 def shards_of_rows(
     items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
-    """The inverse of ``rows_of_shards`` for one group: this rank's 1-D part of each parameter's shard.
-    Collective."""
+    """The inverse of ``rows_of_shards`` for a group: this rank's 1-D part of each shard. Collective."""
     direct = [(layout, rows) for layout, rows in items if layout.rows is not None]
     shards = redistribute(
         (to_memory_order(rows, layout.order) for layout, rows in direct),
@@ -300,8 +296,7 @@ def sharded_values(
 
 @custom_sharded_op_impl(torch.Tensor.data_ptr)  # type: ignore[untyped-decorator]  # torch declares no types
 def _refuse_address(types: object, args: object, kwargs: object, process_group: object) -> None:
-    """What torch's ``async_save`` asks a ShardedTensor for first, and torch's own answer leaves one alone
-    with."""
+    """What torch's ``async_save`` asks a ShardedTensor for first; torch's own answer helps nobody."""
     raise RuntimeError(
         "a ShardedTensor has no data_ptr(), so that torch.distributed.checkpoint.async_save cannot copy it: wrap "
         "the model with device_mesh=..., whose state dicts it takes, or pass fsdp_c.checkpoint.model_state(model) "
@@ -323,8 +318,7 @@ def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTenso
 
 
 class _Places:
-    """Where each rank of a unit's group keeps its rows; kept with the unit, as there are many values and few
-    places."""
+    """Where each rank of a unit's group keeps its rows; kept with the unit: many values, few places."""
 
     def __init__(self, module: ShardedModule, device_type: str) -> None:
         self.group = module.process_group
@@ -378,8 +372,7 @@ class _Places:
         return self.specs[len(shards)]
 
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
-        """As ShardedTensor's own constructors build one, without their checks of what was computed just
-        now."""
+        """As ShardedTensor's own constructors do it, without their checks of what was just computed."""
         properties = self._properties(local)
         tensor: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
@@ -435,8 +428,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
-    """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed
-    otherwise.
+    """This rank's rows of a loaded value. Collective only for one divided over other ranks or otherwise.
 
     Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is
     not divided into rows over the ranks of its group (X-142).

@@ -1,5 +1,4 @@
-"""State dicts of models: which kind is selected, and the hooks that give ``state_dict()`` the unwrapped
-module's names.
+"""State dicts of models: which kind is selected, and the hooks that give them the unwrapped module's names.
 
 What the values are, and how they come and go, stands in state_dict_saving and state_dict_loading.
 """
@@ -88,8 +87,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns:
-    deprecated.
+    """Set what ``state_dict()`` of units in ``module`` returns; returns the old settings. Warns: deprecated.
 
     Not collective; all ranks set the same. The configurations default to those of the type. Raises
     RuntimeError for a configuration of another type's class, AssertionError where the units disagreed
@@ -106,8 +104,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context with the settings of set_state_dict_type(); leaving it, also by an exception, restores
-    the old."""
+    """A context with the settings of set_state_dict_type(); leaving it in any way restores the old."""
     _warn_deprecated(stacklevel=4)
     previous = _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
@@ -208,8 +205,7 @@ def _settings(module: ShardedModule) -> StateDictSettings:
 
 
 def _note_dtensors(config: StateDictConfig | OptimStateDictConfig) -> None:
-    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it, declared or
-    not."""
+    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it."""
     vars(config)["_use_dtensor"] = True
 
 
@@ -234,8 +230,7 @@ def register_hooks(fsdp_module: ShardedModule) -> None:
 
 
 class _Saving(threading.local):
-    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share their
-    transfers."""
+    """The outermost ``state_dict()`` of a unit that runs in this thread: its units share their transfers."""
 
     outermost: ShardedModule | None = None
     values: dict[ShardedModule, list[Tensor]]
@@ -266,8 +261,7 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(fsdp_module: ShardedModule) -> Iterator[None]:
-    """While the body saves or loads, no other thread may begin a step. Raises RuntimeError where one is amid
-    it."""
+    """While the body saves or loads, no other thread begins a step. RuntimeError where one is amid it."""
     runtime = fsdp_module._unit.runtime
     held_here = runtime is not None and runtime.hold()
     try:
@@ -278,8 +272,7 @@ def held(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
-    """RuntimeError where the dict would have a shard, or nothing, of a parameter that a unit around this one
-    holds."""
+    """RuntimeError where the dict would have a shard, or nothing, of what a unit around this one holds."""
     for holder, names in holders_around(fsdp_module).items():
         if not is_summoned(holder):
             around = unit_name(holder._whole.module)
@@ -299,8 +292,7 @@ def _copies_on_every_rank(fsdp_module: ShardedModule) -> bool:
 
 @contextlib.contextmanager
 def closing_units() -> Iterator[None]:
-    """Around a save or load: units whose post hook did not run, as another one has raised, are closed at
-    exit."""
+    """Around a save or load: units whose post hook did not run, as another raised, are closed at exit."""
     already_open = set(_open)
     try:
         yield
@@ -310,8 +302,7 @@ def closing_units() -> Iterator[None]:
 
 
 def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
-    """What is saved of the unit's parameters, which the first unit to ask has made for all units being
-    saved."""
+    """What is saved of the unit's parameters, which the first unit to ask has made for all that are saved."""
     if _saving.outermost is None or fsdp_module not in _saving.values:
         # somebody may have called nn.Module.state_dict itself, or have put units where no walk finds them
         together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
@@ -439,8 +430,7 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
 
 
 def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool = True) -> None:
-    """What saving and loading open alike. ``binds``: the units come together, which raises where they have
-    moved."""
+    """What saving and loading open alike. ``binds``: the units come together, which raises if they moved."""
     if fsdp_module in _open:
         raise AssertionError(
             "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
@@ -486,8 +476,7 @@ def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> T
 
 
 def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
-    """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just
-    added."""
+    """Take the wrapper's segment out of a unit's keys: the dict's last ones, which it has just added."""
     old = prefix + WRAPPED_PREFIX
     added = reversed(state_dict)
     if prefix:

@@ -73,8 +73,7 @@ def is_full(module: ShardedModule) -> bool:
 
 
 def _is_local(module: ShardedModule) -> bool:
-    """Whether the unit loads its flat parameter's part, in its own turn; also inside one that loads whole
-    tensors."""
+    """Whether the unit loads its flat parameter's part, in its turn; also inside a unit that is full."""
     return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
 
 
@@ -141,8 +140,7 @@ def _waits(module: ShardedModule) -> bool:
 
 
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Sharded values of a unit that shows plain parameters become whole, as the modules take them.
-    Collective."""
+    """Sharded values of a unit that shows plain parameters become whole, as modules take them. Collective."""
     if module._fsdp_extension is not None:
         return
     layouts, full = param_layouts(module), is_full(module)
@@ -186,8 +184,7 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
 def _found(
     module: ShardedModule, prefix: str, state_dict: StateDict
 ) -> list[tuple[ParamLayout, Tensor, Tensor]]:
-    """For the parameters that have a value: the layout, the value or this rank's rows of it, the part of the
-    shard."""
+    """For parameters that have a value: the layout, the value or this rank's rows, the part of the shard."""
     targets = list(shard_pieces(module))
     values: dict[int, tuple[ParamLayout, Tensor, Tensor]] = {}
     full, parallel = is_full(module), module._fsdp_extension is not None
@@ -214,8 +211,7 @@ def _found(
 
 
 def _own_param(module: ShardedModule, index: int) -> object:
-    """The original parameter as the optimizer has it: where DCP passes it for want of another, it says "as it
-    is"."""
+    """The original parameter as the optimizer has it, which DCP passes where there is nothing to load."""
     params = handle_of(module).flat_param._params
     return _NO_PARAM if params is None else params[index]
 
@@ -277,8 +273,7 @@ def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str)
 
 
 def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> None:
-    """After ``load_state_dict(assign=True)`` the modules hold other tensors: take their values, keep our
-    parameters."""
+    """After ``load_state_dict(assign=True)`` modules hold other tensors: take their values, keep ours."""
     for param, ours in registered:
         loaded = getattr(param.module, param.name)
         if loaded is not ours:

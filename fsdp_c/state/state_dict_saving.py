@@ -138,8 +138,7 @@ Shard = tuple[ShardedModule, Tensor]
 def wholes_of_shards(
     shards: Sequence[Shard], group: dist.ProcessGroup, rank0_only: bool, offload_to_cpu: bool
 ) -> Iterator[list[Tensor]]:
-    """Of each shard the parameters' parts, whole; nothing on ranks that get nothing. Collective over
-    ``group``."""
+    """Of each shard the parameters, whole; nothing on ranks that get nothing. Collective over ``group``."""
     space = Space()
     for batch in _batches(shards):
         with flight_recorder.gathering(*(handle_of(module) for module, _ in batch)):
@@ -291,8 +290,7 @@ def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
 
 @contextlib.contextmanager
 def names_shown(module: ShardedModule) -> Iterator[None]:
-    """Placeholders for the parameters of a unit without original ones, so that their names come in their
-    order."""
+    """Placeholders for parameters of a unit without original ones, for their names to come in order."""
     nothing = torch.empty(0, device="cpu")
     params = [] if module._use_orig_params else common.managed_params(module._handle)
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]

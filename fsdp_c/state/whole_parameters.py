@@ -97,8 +97,7 @@ class _Whole:
 
     @property
     def cost(self) -> int:
-        """Of a step, in proportion to multiplications: a matrix X counts as X @ X.T, its square, and that times
-        X."""
+        """Of a step, as multiplications: a matrix X counts as X @ X.T, its square, and that times X."""
         rows = self.held.shape[0] if self.held.dim() > 1 else 0
         least = min(rows, self.numel // rows) if rows else 0
         return least * (2 * self.numel + least**2) if least else self.numel
@@ -689,8 +688,7 @@ def _return_to_shards(wholes: Sequence[_Whole]) -> None:
 
 
 def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]) -> list[Tensor]:
-    """Of each tensor, which its owner has whole, this rank's part, on the device that computes.
-    Collective."""
+    """Of each tensor, whole on its owner, this rank's part, on the device that computes. Collective."""
     parts: dict[int, Tensor] = {}
     for ranks in dict.fromkeys(whole.ranks for whole, _, _ in values):
         assert ranks is not None

@@ -1,5 +1,4 @@
-"""torch's caching allocator on CUDA, as far as one pool and one stream go: which blocks a step's gathers are
-given.
+"""torch's caching allocator on CUDA, for one pool and one stream: which blocks a step's gathers are given.
 
 What is given is a whole block: the smallest free one that is large enough. What it has beyond the size asked
 for becomes a block of its own, unless that would be 1 MiB or less of a large one. Free neighbours of one

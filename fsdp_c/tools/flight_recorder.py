@@ -77,8 +77,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
-    """Record these units, given with their paths from the root, under their names, if recording is asked
-    for."""
+    """Record these units, with paths from the root, under their names, if recording is asked for."""
     _open_if_wanted()
     if _open_folder is None:
         return
@@ -177,8 +176,7 @@ def describe(entries: Sequence[Entry]) -> str:
 
 
 def _gaps(ranks: Collection[int], world_size: int) -> list[tuple[int, int]]:
-    """The runs of ranks, first and last, that are not among ``ranks``: as few as those, whatever a file
-    claims."""
+    """The runs, first and last, of ranks not among ``ranks``: as few as those, whatever a file claims."""
     known = sorted(rank for rank in ranks if rank < world_size)
     pairs = zip([-1, *known], [*known, world_size], strict=True)
     return [(before + 1, after - 1) for before, after in pairs if after - before > 1]
@@ -284,8 +282,7 @@ def _is_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def gathering(*handles: FlatParamHandle) -> Iterator[None]:
-    """For a body that gathers these units outside of a step: adds to an error that there is no memory for
-    them."""
+    """For a body that gathers units outside of a step: adds to an error that there is no memory for them."""
     try:
         yield
     except RuntimeError as error:
@@ -298,8 +295,7 @@ def gathering(*handles: FlatParamHandle) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_of_memory(handle: FlatParamHandle) -> Iterator[None]:
-    """For a body that takes the memory of a unit's first gather, before it: adds to an error that there is
-    none."""
+    """For a body that takes the memory of a unit's first gather: adds to an error that there is none."""
     try:
         yield
     except RuntimeError as error:
@@ -320,8 +316,7 @@ def _read_settled(folder: str) -> list[Entry]:
 
 @contextlib.contextmanager
 def explained(doing: str, of_step: bool = True) -> Iterator[None]:
-    """For a body that only calls collectives, outside of any unit: adds to their RuntimeError what they were
-    for.
+    """For a body that only calls collectives, outside of units: adds to RuntimeErrors what they were for.
 
     Without ``of_step`` a thread beside the training calls them, and where that is does not count as failed.
     """

@@ -1,5 +1,4 @@
-"""Where the host decides how long a step takes: units so small that the device is done before the host
-launches more.
+"""Where the host decides how long a step takes: units so small that the device waits for launches.
 
 What is assumed stands in the numbers that are given: the host's costs, measured by ``fsdp_c.host_cost``; the
 tokens of a rank's batch, each of which meets each parameter once; and the floating-point operations that the
@@ -20,8 +19,7 @@ FROZEN_OPERATIONS = 4
 
 
 class HostCost(NamedTuple):
-    """What a unit takes of the host's time in a training step, the model's own operators included, in
-    microseconds."""
+    """What a unit takes of the host's time in a step, with the model's own operators, in microseconds."""
 
     unit_us: float  # of the unit itself
     param_us: float  # of each of its parameters
@@ -56,8 +54,7 @@ class HostBound(NamedTuple):
 
 
 def host_bound(units: Sequence[HostUnit], cost: HostCost, *, tokens: int, flops: float) -> HostBound:
-    """Compare the two, unit by unit. Raises ValueError for tokens, flops or costs that are not more than
-    nothing."""
+    """Compare the two, unit by unit. ValueError for tokens, flops or costs that are not more than nothing."""
     for name, value in (("tokens", tokens), ("flops", flops), ("unit_us", cost.unit_us)):
         if not value > 0:
             raise ValueError(f"{name} must be more than 0, not {value}")

@@ -36,8 +36,7 @@ class Entry(NamedTuple):
 
 
 def read_one(path: Path | None) -> Entry:
-    """Of the file ``path``, or with None of this process's memory. OSError or ValueError where there is
-    none."""
+    """Of the file ``path``, or with None of this process's memory. OSError or ValueError for none."""
     rank, world_size, pid, step, phase, unit, failed, host, events, saving = _C.read_flight_recorder(path)
     is_here = path is not None and host == socket.gethostname()
     process = _process_state(pid) if is_here else ""
@@ -64,8 +63,7 @@ class Entries(Protocol):
         """This rank is at another place than at the last look."""
 
     def everyone(self, own: Entry, looks: int) -> list[Entry] | None:
-        """Those of all ranks, where it is time to read them: this rank has been at one place for so many
-        looks."""
+        """Those of all ranks, if it is time to read them: this rank has not moved for so many looks."""
 
 
 class FolderEntries:

@@ -1,5 +1,4 @@
-"""How much unsharded parameter storage a training step holds at once: bytes, summed over what the runtime
-says.
+"""How much unsharded parameter storage a step holds at once: bytes, summed over what the runtime says.
 
 It takes a dry run of the step (csrc/runtime/dry_run.h, which says what is taken for granted of the model) and
 decides there, as in training, what is gathered, held back and freed when. Nothing of that is known here.
@@ -100,8 +99,7 @@ class _Storage:
         self._count(nbytes, block.nbytes)
 
     def _kept_nbytes(self, index: int, nbytes: int) -> int:
-        """That is memory of nobody's pool: what it takes beyond its rounded size depends on what else is
-        there."""
+        """Memory of nobody's pool: what it takes beyond its rounded size depends on what else is there."""
         return nbytes if self._pools[index] is None else allocator.rounded(nbytes)
 
     def _count(self, nbytes: int, allocated_nbytes: int) -> None:

@@ -1,5 +1,4 @@
-"""What wrapping makes of a model, or would make of it: units, sizes, collectives and memory (``summary``,
-``plan``)."""
+"""What wrapping makes of a model, or would: units, sizes, collectives, memory (``summary``, ``plan``)."""
 
 from __future__ import annotations
 
@@ -161,8 +160,7 @@ class Summary:
         )
 
     def _hint_of_a_long_start(self) -> str | None:
-        """A step begins with the gather of the outermost unit and ends with its reduction: nothing hides the
-        two."""
+        """A step begins with the outermost unit's gather and ends with its reduction: nothing hides them."""
         first, others = (
             self.units[0],
             [unit.all_gather_nbytes for unit in self.units[1:] if unit.all_gather_nbytes],
@@ -479,8 +477,7 @@ class _Planner:
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a parameter before it is flattened: its part, where tensor parallelism has sharded
-    it."""
+    """What a rank holds of a parameter before it is flattened: its part, with tensor parallelism."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
@@ -510,8 +507,7 @@ def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
 
 
 def log_units(root: ShardedModule) -> None:
-    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to
-    fsdp_c.
+    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or who listens.
 
     That torch's operators compute in place of fsdp_c's kernels is a warning, once in a process.
     """
@@ -670,8 +666,7 @@ def _ranks(unit: UnitSummary) -> str:
 
 
 def _dtypes(unit: UnitSummary) -> str:
-    """For example float32, or float32>bfloat16>float32 where the unit computes and reduces in other
-    dtypes."""
+    """For example float32, or float32>bfloat16>float32 where a unit computes and reduces in others."""
     if unit.dtype is None:
         return "-"
     dtypes = [

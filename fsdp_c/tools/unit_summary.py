@@ -65,8 +65,7 @@ class UnitSummary:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """What a rank has beside that while the unit computes: nothing, where the parameters are whole
-        already."""
+        """What a rank has beside that while the unit computes: nothing, where parameters are whole."""
         moves = self.offload_params and self.device_type != "cpu"
         is_whole = not self.is_sharded and self.dtype == self.param_dtype and not moves
         return 0 if is_whole else _nbytes(self.padded_numel, self.param_dtype)
@@ -88,8 +87,7 @@ class UnitSummary:
 
     @property
     def all_reduce_nbytes(self) -> int:
-        """The gradients that its all-reduce is given: of the replicas of a shard, or of all under
-        NO_SHARD."""
+        """The gradients in its all-reduce: of the replicas of a shard, or of all under NO_SHARD."""
         ranks = self.replicas if self.is_sharded else self.replicas * self.shards
         return _nbytes(self.shard_numel, self.reduce_dtype) if ranks > 1 and self.is_trainable else 0
 

@@ -57,8 +57,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 def clip_params_(
     params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    """The same of ``params``, those of units and others: None, and nothing done, where no unit has a part of
-    one only.
+    """The same of ``params``, of units and others: None, with nothing done, where no unit has part of one.
 
     Collective over the groups of their units.
     """
@@ -95,8 +94,7 @@ def _roots() -> list[ShardedModule]:
 def _found(
     root: ShardedModule, norm_type: float, wanted: Container[int] | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """The gradients in the tree, of the ``wanted`` parameters alone where they are given, and their norm over
-    ranks."""
+    """The gradients in the tree, of ``wanted`` parameters alone if given, and their norm over ranks."""
     sharded_handles, whole_handles = _handles(root)
     handles = sharded_handles + whole_handles
     sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
@@ -143,8 +141,7 @@ def _number(name: str, value: float) -> float:
 
 
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
-    """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every
-    rank."""
+    """The handles of the tree whose gradients are sharded, and those with whole ones on every rank."""
     root._lazy_init()
     if not root._unit.is_root:
         raise RuntimeError(
@@ -305,8 +302,7 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
 
 
 def _norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> Tensor:
-    """The p-norm of each tensor, with the bits that ``torch.linalg.vector_norm`` gives, as FSDP1 calls it for
-    each."""
+    """The p-norm of each tensor, with the bits of ``torch.linalg.vector_norm``, as FSDP1 calls it."""
     is_on_cpu = tensors[0].device.type == "cpu"
     if p == math.inf and is_on_cpu:  # a maximum has no order, and vector_norm is slow to find it
         bounds = torch.stack([bound for tensor in tensors for bound in torch.aminmax(tensor)])
@@ -337,8 +333,7 @@ def scale(grads: list[Tensor], coefficient: Tensor) -> None:
 
 @torch.no_grad()
 def _clip_op(tensors: list[Tensor], coefficient: Tensor) -> None:
-    """``torch.ops.fsdp_c.clip_``: each times the one number of ``coefficient``, rounded to the tensor's dtype
-    first."""
+    """``torch.ops.fsdp_c.clip_``: each times ``coefficient``, first rounded to the tensor's dtype."""
     scale(tensors, coefficient.reshape(()))
 
 

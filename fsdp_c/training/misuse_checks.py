@@ -1,5 +1,4 @@
-"""Mistakes that show at the end of a backward: of the first one, and of the first after modules or
-parameters were registered.
+"""Mistakes that show at the end of a backward: the first, and the first after something was registered.
 
 A step costs nothing for it: the runtime in C calls ``check_backward`` where it is ``unchecked``.
 """
@@ -121,8 +120,7 @@ def _has_hook(param: nn.Parameter) -> bool:
 
 
 def _warn_of_stale_optimizers(root: ShardedModule) -> None:
-    """Optimizers made before wrapping, or of a module on the meta device, unless one holds what is
-    trained."""
+    """Optimizers made before wrapping, or of a module on meta, unless one holds what is trained."""
     before = {id(param): param for unit in units_of(root) for param in _take_params_before(unit)}
     if not before:
         return

@@ -1,5 +1,4 @@
-"""What an optimizer's step ends: between a forward and its backward modules may show whole parameters
-(C-091)."""
+"""What an optimizer's step ends: after a forward modules may show whole parameters (C-091)."""
 
 from __future__ import annotations
 

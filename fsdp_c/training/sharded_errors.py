@@ -25,8 +25,7 @@ _in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", 
 
 
 def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:
-    """The same bound method of a wrapped module, whose errors on sharded parameters name the unit and the
-    remedy."""
+    """The same bound method of a wrapped module, whose errors on sharded parameters name unit and remedy."""
     function = method.__func__
 
     @functools.wraps(function)
@@ -44,14 +43,12 @@ def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.Me
 
 
 def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None:
-    """The same for an ``error`` in the forward of the unit, of a layer whose forward was called past its
-    unit."""
+    """The same for an ``error`` in the unit's forward, of a layer that was called past its unit."""
     _explain_layer(error, units_of(fsdp_module))
 
 
 class CallGuard:
-    """What a layer's ``__call__`` calls while its unit keeps its parameters sharded: explains the error this
-    ends in.
+    """What a layer's ``__call__`` calls while its unit keeps parameters sharded: explains an error there.
 
     It stands in ``_compiled_call_impl`` of the layer, which copies and pickles leave behind, and is taken
     away while the unit's forward runs. Called where the parameters are gathered after all (in a
@@ -81,8 +78,7 @@ class CallGuard:
 
 
 def explain_layers(fsdp_module: ShardedModule) -> None:
-    """From now on an error of a layer of the unit that is called past it, anywhere, names the unit and the
-    remedy.
+    """From now on errors of the unit's layers that are called past it, anywhere, name unit and remedy.
 
     So until the unit has run a few training steps; after them a step costs nothing, and such calls are
     explained where the last forward was one without gradients.
@@ -96,16 +92,14 @@ def explain_layers(fsdp_module: ShardedModule) -> None:
 
 
 def _layers(handle: FlatParamHandle) -> dict[nn.Module, str]:
-    """The modules that show parameters of the unit, shared ones included, and the names of their places in
-    it."""
+    """The modules that show parameters of the unit, shared ones too, and their places' names in it."""
     flat_param = handle.flat_param
     own = {info.module: info.module_name for info in flat_param._param_infos}
     return {info.module: info.module_name for info in flat_param._shared_param_infos} | own
 
 
 def _explain_method(error: Exception, fsdp_module: ShardedModule, method: str) -> None:
-    """Add to the message where the innermost module on the way to ``error`` has parameters that are sharded
-    now."""
+    """Add to the message where the innermost module on the way to ``error`` has sharded parameters."""
     found = _sharded_unit(error, units_of(fsdp_module))
     if found is not None:
         _add(
@@ -143,8 +137,7 @@ def _explain_layer(error: BaseException, units: Iterable[ShardedModule]) -> None
 def _read_past_unit(
     error: BaseException, units: Iterable[ShardedModule]
 ) -> tuple[nn.Module, ShardedModule, str] | None:
-    """The innermost module in the traceback, the unit below it that keeps parameters sharded, and what is
-    there."""
+    """The innermost module in the traceback, the unit below that keeps parameters sharded, what is there."""
     reader, in_forward = _innermost(error)
     for inner in units:
         handle = inner._handle
@@ -170,8 +163,7 @@ def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: s
 
 
 def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple[ShardedModule, str] | None:
-    """The one of ``units`` that keeps the parameters of the innermost module in the traceback, and that
-    module's name.
+    """The one of ``units`` that keeps the innermost module's parameters, and that module's name.
 
     None where that unit had gathered them: it was in its own forward when the error came.
     """

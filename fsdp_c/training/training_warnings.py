@@ -17,8 +17,7 @@ _REENTRANT = CheckpointFunction.forward.__code__
 
 
 def is_in_reentrant_checkpoint() -> bool:
-    """True where the caller was called by the forward of a reentrant checkpoint, which computes without
-    gradients."""
+    """True if the caller was called by a reentrant checkpoint's forward, which runs without gradients."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _REENTRANT:
         frame = frame.f_back

@@ -19,8 +19,7 @@ from fsdp_c.compat import upstream
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``fn`` to every tensor in ``value``; containers without a changed tensor are returned as they
-    are."""
+    """``value`` with ``fn`` applied to its tensors; containers without a changed one stay themselves."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -82,8 +81,7 @@ def convert_inputs(
 
 
 def _with_own_containers(value: Any, empty_ones: bool) -> Any:
-    """``value`` with copies of the lists and dicts in it, and in them; empty ones stay the caller's unless
-    wanted."""
+    """``value`` with copies of its lists and dicts, and within; empty ones stay unless wanted."""
     if isinstance(value, tuple) and not isinstance(value, PackedSequence):
         items = tuple(_with_own_containers(item, empty_ones) for item in value)
         return _rebuilt(
@@ -185,7 +183,6 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
 def hook_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]
 ) -> RemovableHandle | None:
-    """Call ``hook`` once all inputs that require grad have their gradients. Returns a removable handle, or
-    None."""
+    """Call ``hook`` once all inputs that require grad have gradients. Returns a removable handle, or None."""
     tensors = tensors_of((args, kwargs))
     return register_multi_grad_hook(tensors, lambda _: hook()) if tensors else None

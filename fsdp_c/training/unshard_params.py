@@ -36,8 +36,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in
-    a context.
+    """Show whole parameters of units in ``module``, in their own dtype and names, in a context.
 
     Collective on entry. Inside, forwards use what is shown and gather nothing; they run under
     ``torch.no_grad()``, and no backward may. On exit this rank's share of what was written is kept,
@@ -143,8 +142,7 @@ def _place(fsdp_module: ShardedModule) -> str:
 
 
 def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
-    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned``
-    allows it.
+    """AssertionError unless the unit's handle may be unsharded by hand, or is, if ``summoned`` allows it.
 
     What a backward that raised has left is dropped first.
     """
@@ -206,8 +204,7 @@ def _summon_unit(
 
 @contextlib.contextmanager
 def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
-    """Inside summon: show copies in CPU memory and free the gathered parameters; at exit carry edits back to
-    them."""
+    """Inside summon: show copies in CPU memory, free what is gathered; at exit carry edits back to that."""
     params = common.managed_params(handle)
     copies: dict[int, nn.Parameter] = {}
     shown = []

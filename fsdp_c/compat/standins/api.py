@@ -58,8 +58,7 @@ class HandleTrainingState(Enum):
 
 
 class StateDictType(Enum):
-    """The form of a state dict: whole tensors, this rank's flat parameters, or this rank's rows of each
-    tensor."""
+    """The form of a state dict: whole tensors, this rank's flat parameters, or its rows of each tensor."""
 
     FULL_STATE_DICT = 1
     LOCAL_STATE_DICT = 2

@@ -1,5 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp._common_utils``: a unit's base class, helpers over units and
-tensors."""
+"""Stands in for ``torch.distributed.fsdp._common_utils``: a unit's base class, helpers over units."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
 
 
 def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[tuple[str, nn.Parameter]]:
-    """``named_parameters`` with shared ones under all their names, where the module's own method can give
-    them."""
+    """``named_parameters`` with shared ones under all names, where the module's own method can give them."""
     if "remove_duplicate" in kwargs:
         raise AssertionError("remove_duplicate cannot be passed: duplicates are what this is for")
     try:
@@ -104,8 +102,7 @@ def _apply_to_modules(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order, and return what ``return_fn``
-    does.
+    """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order; return ``return_fn``'s result.
 
     With ``filter_fqns``, a wrapper that none of these names goes through adds nothing to the prefix.
     """
@@ -150,8 +147,7 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
 
 
 def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that require grad in dicts, lists, tuples and dataclasses, in the order in which they
-    stand."""
+    """The tensors that require grad in dicts, lists, tuples and dataclasses, in their order."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,8 +159,7 @@ def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
 
 
 def replace_grad_tensors(output: Any, tensor_iter: Iterator[torch.Tensor]) -> Any:
-    """``output`` with the next of ``tensor_iter`` for each of those tensors; RuntimeError if any is left
-    over."""
+    """``output`` with the next of ``tensor_iter`` for each of those; RuntimeError if any is left over."""
     result = _map_grad_tensors(lambda _: next(tensor_iter), output)
     left = len(list(tensor_iter))
     if left:

@@ -1,5 +1,4 @@
-"""Stands in for ``torch.distributed.tensor.parallel.fsdp``: parameters that tensor parallelism sharded, in
-units."""
+"""Stands in for ``torch.distributed.tensor.parallel.fsdp``: units of tensors that are sharded already."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class DTensorExtensions(FSDPExtensions):
         return shard_utils._create_chunk_sharded_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Rows over the dimension that shards; a plain tensor is the same on all ranks of tensor
-        parallelism."""
+        """Rows over the dimension that shards; a plain tensor is equal on all ranks of tensor parallelism."""
         mesh = device_mesh._get_root_mesh()
         whole: list[Placement] = [Replicate()] * mesh.ndim
         local = tensor.detach().clone()

@@ -48,8 +48,7 @@ OURS = {
 
 
 class Finder:
-    """A meta path finder. It stands first, as one that comes before it may refuse, and yields to all
-    others."""
+    """A meta path finder. It stands first, as one before it may refuse, and yields to all others."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

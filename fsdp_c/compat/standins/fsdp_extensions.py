@@ -1,5 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp._fsdp_extensions``: how another parallelism has its say in what
-units hold."""
+"""Stands in for ``torch.distributed.fsdp._fsdp_extensions``: another parallelism's say in units."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class FSDPExtensions(ABC):
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """The local tensor to flatten, and what turns its views back; None for a tensor that is left
-        alone."""
+        """The local tensor to flatten, and what turns its views back; None for a tensor left alone."""
 
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:

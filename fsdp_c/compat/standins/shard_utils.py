@@ -1,5 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp._shard_utils``: one whole tensor, cut by rows over the ranks of a
-group."""
+"""Stands in for ``torch.distributed.fsdp._shard_utils``: one tensor, cut by rows over a group's ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def _create_chunk_sharded_tensor(
     pg: dist.ProcessGroup,
     device: torch.device | None = None,
 ) -> ShardedTensor:
-    """A ShardedTensor of ``tensor``'s rows, of which this rank keeps a copy of its own. Nothing is
-    communicated."""
+    """A ShardedTensor of ``tensor``'s rows, of which this rank copies its own. Nothing is communicated."""
     chunks = tensor.chunk(world_size, dim=0)
     device_type = (device or dist.distributed_c10d._get_pg_default_device(pg)).type
     shards, start = [], 0
@@ -69,8 +67,7 @@ def _create_chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMe
 
 
 def _all_gather_dtensor(tensor: DTensor, root_mesh: DeviceMesh | None) -> torch.Tensor:
-    """The local tensor of a DTensor that is gathered over the last dimension of its mesh, ``root_mesh``.
-    Collective."""
+    """The local tensor of a DTensor, gathered over the last dimension of its ``root_mesh``. Collective."""
     if root_mesh != tensor.device_mesh:
         raise AssertionError("The device mesh of a tensor should be a root mesh.")
     return tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()]).to_local()

@@ -1,5 +1,4 @@
-"""Stands in for ``torch.distributed.fsdp.wrap``: policies that say which submodules become units, and the
-walks."""
+"""Stands in for ``torch.distributed.fsdp.wrap``: policies that choose submodules, and the walks."""
 
 from __future__ import annotations
 
@@ -158,8 +157,7 @@ def _run_mixed_precision_override_policy(
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` for each module once, children before their parent; what it returns takes the module's
-    place."""
+    """Call ``fn`` for each module once, children before parents; what it returns takes the module's place."""
     visited = {root_module}
 
     def visit(module: nn.Module, name: str, parent: nn.Module | None) -> None:
@@ -255,8 +253,7 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Have ``wrap`` wrap inside the block, by ``wrapper_cls`` and with these arguments. It cannot be
-    nested."""
+    """Have ``wrap`` wrap in the block, by ``wrapper_cls`` with these arguments. It cannot be nested."""
     config = _ConfigAutoWrap
     if config.in_autowrap_context:
         raise NotImplementedError(
@@ -270,8 +267,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module wrapped as the ``enable_wrap`` around says, with some arguments of its own; outside one,
-    itself."""
+    """The module wrapped as the ``enable_wrap`` around says, with these arguments; outside one, itself."""
     if not _ConfigAutoWrap.in_autowrap_context:
         return module
     assert _ConfigAutoWrap.wrapper_cls is not None
