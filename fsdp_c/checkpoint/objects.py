@@ -133,9 +133,8 @@ def _known() -> dict[str, Any]:
         *(urllib.parse.DefragResult, urllib.parse.ParseResult, urllib.parse.SplitResult),
     ]
     known: dict[str, Any] = {_name(cls): cls for cls in immutable}
-    known |= {
-        name.replace("urllib.parse", "urlparse"): cls for name, cls in known.items()
-    }  # by Python 2, as pickled
+    # as pickled by Python 2
+    known |= {name.replace("urllib.parse", "urlparse"): cls for name, cls in known.items()}
     # a pickle of b"" calls bytes; with a number that would be as many bytes
     known |= {"builtins.bytes": _nothing(bytes), "builtins.dict": _nothing(dict)}
     for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):

@@ -213,9 +213,8 @@ class OptimTarget:
         self.found = self._states()
         self._scalars = self._names_of_scalars()
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
-        self.scalars: dict[
-            str, Tensor
-        ] = {}  # those to read before anything is changed: what must agree, and groups'
+        # those to read before anything is changed: what must agree, and groups'
+        self.scalars: dict[str, Tensor] = {}
         self.objects: dict[str, object] = {}  # read by key
         self.object_keys: list[str] = []
         self.memory: dict[str, Tensor] = {}  # of whole state, by key

@@ -36,9 +36,8 @@ class RankPart(NamedTuple):
 
 
 RankPlan = list[RankPart]  # what one rank holds
-Kept = dict[
-    int, list[int]
-]  # for parts of a rank's plan that it does not write in full, the keys that it writes
+# for parts of a rank's plan that it does not write in full, the keys that it writes
+Kept = dict[int, list[int]]
 
 
 class Source(NamedTuple):

@@ -430,9 +430,8 @@ class _Loading:
         self.checkpoint = read(path)
         _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
-        self.nested: dict[
-            str, tuple[str, Any]
-        ] = {}  # modules' own state by name: its key, and what it is now
+        # modules' own state by name: its key, and what it is now
+        self.nested: dict[str, tuple[str, Any]] = {}
         prefix = f"{model_key}." if model_key else ""
         self._add_model(model, prefix, set() if prefix else {EXTRA, AVERAGES, optim_key}, strict)
         self.counts: list[tuple[ParameterAverage, Tensor]] = []

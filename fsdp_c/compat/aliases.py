@@ -5,9 +5,7 @@ from typing import Any
 
 from torch import nn
 
-StateDict = dict[
-    str, Any
-]  # of a model or an optimizer: tensors, and whatever else modules and optimizers keep
+StateDict = dict[str, Any]  # of a model or an optimizer: tensors, and whatever else they keep
 ParamState = dict[str, Any]  # what an optimizer keeps of one parameter
 ParamGroup = dict[str, Any]  # of an optimizer: its parameters and its options
 Kwargs = dict[str, Any]  # of a constructor of FullyShardedDataParallel or of another wrapper

@@ -156,9 +156,8 @@ class _Installed:
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.written: list[tuple[ModuleType, str, object]] = []
-        self.handed_on: dict[
-            str, object
-        ] = {}  # what torch's class has of its own under the names that hand on
+        # what torch's class has of its own under the names that hand on
+        self.handed_on: dict[str, object] = {}
         self.added: list[str] = []  # names that torch.distributed.fsdp did not have
 
 

@@ -71,9 +71,8 @@ def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[st
 def cast_back(root: ShardedModule) -> None:
     """Give the buffers below ``root`` their original dtypes; values rounded by an earlier cast stay so."""
     dtypes = root._buffer_name_to_orig_dtype
-    first_names: dict[
-        torch.Tensor, str
-    ] = {}  # the original dtypes stand under the first name of a shared buffer
+    # the original dtypes stand under the first name of a shared buffer
+    first_names: dict[torch.Tensor, str] = {}
     for name, buffer in named_buffers(root):
         first_names.setdefault(buffer, clean_name(name))
     for buffer, name in first_names.items():

@@ -562,9 +562,8 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
 
 # ---- the end of the process
 
-_TURN_OF_THREADS_S = (
-    0.1  # a thread of gloo has work of microseconds left when a collective has been waited for
-)
+# a thread of gloo has work of microseconds left when a collective has been waited for
+_TURN_OF_THREADS_S = 0.1
 _groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
 

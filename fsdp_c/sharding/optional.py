@@ -59,9 +59,8 @@ class OptionalPaths:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._known: dict[str, tuple[nn.Module, bool]] = {
-            "": (root, False)
-        }  # whether it, or one around it, is marked
+        # whether it, or one around it, is marked
+        self._known: dict[str, tuple[nn.Module, bool]] = {"": (root, False)}
 
     def __contains__(self, path: str) -> bool:
         unknown, at = [], path

@@ -40,9 +40,8 @@ from fsdp_c.sharding.traversal import (
 from fsdp_c.sharding.wrap import unit_name
 
 if TYPE_CHECKING:
-    from fsdp_c.compat.standins.common_utils import (
-        _FSDPState,
-    )  # torch's own declares attributes, of its own types
+    # torch's own declares attributes, of its own types
+    from fsdp_c.compat.standins.common_utils import _FSDPState
 else:
     from fsdp_c.compat.upstream import _FSDPState
 
@@ -93,9 +92,8 @@ class ShardedModule(nn.Module, _FSDPState):
     _gradient_postdivide_factor: float
     _comm_hook: Callable[..., None] | None
     _comm_hook_state: object
-    _params_before: list[
-        weakref.ref[nn.Parameter]
-    ]  # as the script had them; empty once a backward was checked
+    # as the script had them; empty once a backward was checked
+    _params_before: list[weakref.ref[nn.Parameter]]
     _agreed_plan: bytes | None  # of which all ranks have said that it is theirs
 
     # buffers and state dicts
@@ -386,9 +384,8 @@ def unit_around(module: nn.Module) -> ShardedModule | None:
 
 def claimed_units() -> list[ShardedModule]:
     """All units that are alive, and their segments."""
-    wrapped = [
-        module for key in _units.keyrefs() if (module := key()) is not None
-    ]  # at once: threads may add theirs
+    # at once: threads may add theirs
+    wrapped = [module for key in _units.keyrefs() if (module := key()) is not None]
     alive = [
         unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None
     ]

@@ -143,9 +143,8 @@ class _Piece(NamedTuple):
     """Of a unit's flat parameter the elements that are gathered at once, and what is yielded of them."""
 
     module: ShardedModule
-    places: list[
-        _Place
-    ]  # of all the unit's parameters: asked for once, as each list of the layout's is made anew
+    # of all the unit's parameters: asked for once, as each list of the layout's is made anew
+    places: list[_Place]
     named: list[tuple[str, ManagedParam]]
     first: int
     end: int

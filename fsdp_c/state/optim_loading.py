@@ -552,9 +552,8 @@ def _flat_tensor(
 ) -> Tensor:
     """One call joins the parts, and those that ``_own_parts`` left in their values, with zeros between."""
     layout = handle_of(known.owner).layout
-    parts: list[
-        tuple[Tensor | None, int, int]
-    ] = []  # what has it, None for zeros; the first element there, numel
+    # what has it, None for zeros; the first element there, numel
+    parts: list[tuple[Tensor | None, int, int]] = []
     end = 0
     for fqn, own, (_, offset, numel, start) in zip(
         known.fqns, param_layouts(known.owner), layout.shard_ranges(), strict=True

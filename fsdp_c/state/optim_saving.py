@@ -320,9 +320,8 @@ def _tensors(
     for module, members in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in members]
         for name in sorted({name for one in dtypes for name in one}):
-            for known, one in zip(
-                members, dtypes, strict=True
-            ):  # of one name, they are a flat parameter evenly spread
+            # of one name, they are a flat parameter evenly spread
+            for known, one in zip(members, dtypes, strict=True):
                 if name not in one:
                     continue
                 value = local.get(known, {}).get(name, nothing[one[name]])

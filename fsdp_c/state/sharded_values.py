@@ -55,9 +55,8 @@ class ParamLayout(NamedTuple):
     rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
     memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
     own_rows: tuple[int, ...]  # so of this rank's rows
-    parallel: (
-        ParamExtension  # what tensor parallelism knows of a parameter whose local part this is; else None
-    )
+    # what tensor parallelism knows of a parameter whose local part this is; else None
+    parallel: ParamExtension
 
     @property
     def full_shape(self) -> torch.Size:
@@ -332,9 +331,8 @@ class _Places:
             self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
         self.specs: dict[int, ChunkShardingSpec] = {}
         self.properties: dict[torch.dtype, TensorProperties] = {}
-        self.rows: dict[
-            torch.Size, list[ShardMetadata]
-        ] = {}  # of shapes; many tensors have one, and none changes it
+        # of shapes; many tensors have one, and none changes it
+        self.rows: dict[torch.Size, list[ShardMetadata]] = {}
 
     @classmethod
     def of(cls, module: ShardedModule, device_type: str) -> _Places:

@@ -34,12 +34,10 @@ class UnitSummary:
     offload_params: bool = False  # shards and gradients are in CPU memory
     backward_prefetch_limit: int = 1  # units prefetched; its root's count
     forward_prefetch_limit: int = 1
-    tied: tuple[
-        tuple[str, str], ...
-    ] = ()  # further names of its parameters, also in inner units: (further, name)
-    is_optional: bool = (
-        False  # a rank need not run it: it is gathered with the unit around it that is not optional
-    )
+    # further names of its parameters, also in inner units: (further, name)
+    tied: tuple[tuple[str, str], ...] = ()
+    # a rank need not run it: it is gathered with the unit around it that is not optional
+    is_optional: bool = False
     is_segment: bool = False  # one more flat parameter of the unit at ``parent``, of another dtype or frozen
     node_ranks: int | None = None  # within which its backward gathers: ``reshard_after_forward``
 

@@ -19,9 +19,8 @@ from fsdp_c.sharding.flat_param import FlatParamHandle, Stepper
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.tools import flight_recorder
 
-GradsByGroups = dict[
-    tuple[dist.ProcessGroup, ...], list[Tensor]
-]  # by the tensor parallel groups they are sharded over
+# by the tensor parallel groups they are sharded over
+GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]
 
 
 @torch.no_grad()

@@ -168,9 +168,8 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
     if isinstance(value, tuple | list | set | frozenset):
         return value, True
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
-        return gc.get_referents(
-            value
-        ), True  # those of Python's own: to iterate would take its values from it
+        # those of Python's own: to iterate would take its values from it
+        return gc.get_referents(value), True
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves, True
