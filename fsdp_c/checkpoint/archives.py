@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, UntypedStorage, _weights_only_unpickler
 from torch.storage import TypedStorage
 
-from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.folder import CheckpointError, require
 from fsdp_c.checkpoint.pickles import check_pickle, check_values, rebuilt
 from fsdp_c.checkpoint.pieces import memory
 
@@ -66,24 +66,19 @@ def is_archive(path: Path) -> bool:
 # ----------------------------------------------------------------- records
 
 
-def _require(condition: object, problem: str) -> None:
-    if not condition:
-        raise ValueError(problem)
-
-
 def _read(file: BinaryIO, offset: int, nbytes: int) -> bytes:
     file.seek(offset)
     content = file.read(nbytes)
-    _require(len(content) == nbytes, "it is torn")
+    require(len(content) == nbytes, "it is torn")
     return content
 
 
 def _directory(file: BinaryIO) -> tuple[int, int, int]:
     """Where the list of records begins, where it ends, and how many they are."""
     end = file.seek(0, os.SEEK_END) - _END.size
-    _require(end >= 0, "it is torn")
+    require(end >= 0, "it is torn")
     magic, *disks, here, count, nbytes, start, comment = _END.unpack(_read(file, end, _END.size))
-    _require(
+    require(
         magic == 0x06054B50 and disks == [0, 0] and here == count and not comment,
         "no archive of torch.save ends so",
     )
@@ -91,13 +86,13 @@ def _directory(file: BinaryIO) -> tuple[int, int, int]:
         magic, disk, at, _ = _LOCATOR64.unpack(_read(file, end - _LOCATOR64.size, _LOCATOR64.size))
         if magic == 0x07064B50:
             end -= _LOCATOR64.size + _END64.size
-            _require(disk == 0 and at == end, "no archive of torch.save ends so")
+            require(disk == 0 and at == end, "no archive of torch.save ends so")
             magic, length, _, _, *disks, here, count, nbytes, start = _END64.unpack(
                 _read(file, end, _END64.size)
             )
             sound = magic == 0x06064B50 and length == _END64.size - 12 and disks == [0, 0] and here == count
-            _require(sound, "no archive of torch.save ends so")
-    _require(start + nbytes == end, "its directory lies elsewhere than torch.save puts it")
+            require(sound, "no archive of torch.save ends so")
+    require(start + nbytes == end, "its directory lies elsewhere than torch.save puts it")
     return start, end, count
 
 
@@ -124,55 +119,55 @@ def read_records(file: BinaryIO) -> dict[str, Record]:
     headers: list[tuple[int, int]] = []  # of each record, where it begins and where its data end
     at = 0
     for _ in range(count):
-        _require(at + _CENTRAL.size <= len(directory), "its directory is damaged")
+        require(at + _CENTRAL.size <= len(directory), "its directory is damaged")
         magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = (
             _CENTRAL.unpack_from(directory, at)
         )
         named = at + _CENTRAL.size
         at = named + sum(lengths)
-        _require(magic == 0x02014B50 and at <= len(directory), "its directory is damaged")
+        require(magic == 0x02014B50 and at <= len(directory), "its directory is damaged")
         whole = directory[named : named + lengths[0]].decode()
         extra = directory[named + lengths[0] : at - lengths[2]]
         nbytes, packed, header = _in_64_bits(extra, [nbytes, packed, header])
-        _require(
+        require(
             method == 0 and packed == nbytes and not flags & 1,
             "it holds compressed data, which torch.save does not write",
         )
         local = _LOCAL.unpack(_read(file, header, _LOCAL.size))
-        _require(local[0] == 0x04034B50 and local[3] == 0, f"its record {whole!r} is damaged")
+        require(local[0] == 0x04034B50 and local[3] == 0, f"its record {whole!r} is damaged")
         offset = header + _LOCAL.size + local[9] + local[10]
         _, _, name = whole.partition("/")
-        _require(name not in records, f"it holds {name!r} twice")
+        require(name not in records, f"it holds {name!r} twice")
         records[name] = Record(offset, nbytes, crc32)
         headers.append((header, offset + nbytes))
-    _require(at == len(directory), "its directory is damaged")
+    require(at == len(directory), "its directory is damaged")
     begins = [*(begin for begin, _ in sorted(headers)), start]
     apart = begins[0] == 0 and all(
         end <= begin for (_, end), begin in zip(sorted(headers), begins[1:], strict=True)
     )
-    _require(apart, "its records do not lie one behind the other")
+    require(apart, "its records do not lie one behind the other")
     _check_as_torch_sees(file, records)
     return records
 
 
 def _check_as_torch_sees(file: BinaryIO, records: dict[str, Record]) -> None:
     names = {name.lower() for name in records}
-    _require(len(names) == len(records), "it holds two records of one name")
+    require(len(names) == len(records), "it holds two records of one name")
     script = "constants.pkl" in names or any(name.startswith("code/") for name in names)
-    _require(not script, "it is a TorchScript archive, which holds code: save its state_dict() instead")
+    require(not script, "it is a TorchScript archive, which holds code: save its state_dict() instead")
     file.seek(0)
     reader: Any = torch._C.PyTorchFileReader(file)
     seen = reader.get_all_records()
     same = sorted(seen) == sorted(records)
     same = same and all(reader.get_record_offset(name) == record.offset for name, record in records.items())
-    _require(same, "torch sees other records in it than its directory lists")
+    require(same, "torch sees other records in it than its directory lists")
 
 
 def check_archive(file: BinaryIO) -> dict[str, Record]:
     """Its records. ValueError for an archive that could run code, or take far more memory or time than its
     size."""
     records = read_records(file)
-    _require("data.pkl" in records, "it has no data.pkl")
+    require("data.pkl" in records, "it has no data.pkl")
     content = _read(file, records["data.pkl"].offset, records["data.pkl"].nbytes)
     check_pickle(content)
     check_values(content)
@@ -203,7 +198,7 @@ class Archive:
             self.records = check_archive(file)
             self.pickled = self._content(file, "data.pkl")
             order = self._content(file, "byteorder") if "byteorder" in self.records else b"little"
-        _require(order in (b"little", b"big"), f"its order of bytes is {order[:10]!r}")
+        require(order in (b"little", b"big"), f"its order of bytes is {order[:10]!r}")
         self.is_swapped = order == b"big"
         self.by_key: dict[str, Stored] = {}
 
@@ -222,10 +217,10 @@ class Archive:
 
     def _storage(self, persistent_id: Any) -> TypedStorage:
         kind, storage_type, key, _, numel, *view = persistent_id
-        _require(
+        require(
             kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside"
         )
-        _require(view in ([], [None]), "a view of a storage, as torch 0.3 saved it")
+        require(view in ([], [None]), "a view of a storage, as torch 0.3 saved it")
         dtype = torch.uint8 if storage_type is UntypedStorage else storage_type.dtype
         record = self._record(key, numel, dtype)
         if record is None or not 0 <= numel * dtype.itemsize <= record.nbytes:
@@ -242,7 +237,8 @@ class Archive:
         """Reads everything and compares it with its checksums."""
         with open_file(self.path) as file:
             for name, record in self.records.items():
-                if record.crc32 and _crc32(file, record) != record.crc32:
+                end = record.offset + record.nbytes
+                if record.crc32 and crc32_of(file, record.offset, end) != record.crc32:
                     yield f"{self.path}: {name} is damaged: its checksum does not match"
 
 
@@ -254,7 +250,7 @@ class LegacyFile(Archive):
         self.numels: dict[str, int] = {}
         with open_file(path) as file:
             # torch would unpack a tar archive as well
-            _require(file.read(len(_LEGACY)) == _LEGACY, "not a file of torch.save")
+            require(file.read(len(_LEGACY)) == _LEGACY, "not a file of torch.save")
             _, _, self.pickled, keys = (_next_pickle(file) for _ in range(4))  # after the first
             self.data = file.tell()
             self.nbytes = file.seek(0, os.SEEK_END)
@@ -262,7 +258,7 @@ class LegacyFile(Archive):
 
     def unpickle(self, unpickler: type) -> Any:
         values = super().unpickle(unpickler)
-        _require(
+        require(
             type(self.keys) is list and sorted(self.keys) == sorted(self.by_key),
             "its storages are not those of its values",
         )
@@ -270,13 +266,13 @@ class LegacyFile(Archive):
         with open_file(self.path) as file:
             for key in self.keys:
                 stored = self.by_key[key]
-                _require(
+                require(
                     _read(file, at, 8) == self.numels[key].to_bytes(8, "little"),
                     "a storage is of another size",
                 )
                 self.by_key[key] = stored._replace(record=stored.record._replace(offset=at + 8))
                 at += 8 + stored.record.nbytes
-        _require(at <= self.nbytes, "it is torn")
+        require(at <= self.nbytes, "it is torn")
         return values
 
     def _record(self, key: str, numel: int, dtype: torch.dtype) -> Record | None:
@@ -297,12 +293,15 @@ def _next_pickle(file: BinaryIO) -> bytes:
     return content
 
 
-def _crc32(file: BinaryIO, record: Record) -> int:
-    crc32, left = 0, record.nbytes
-    file.seek(record.offset)
-    while left and (content := file.read(min(left, _READ_NBYTES))):
+def crc32_of(file: BinaryIO, start: int, end: int, crc32: int = 0) -> int:
+    """Of bytes of a file, behind others whose checksum is ``crc32``; -1 where it ends before them."""
+    file.seek(start)
+    while start < end:
+        content = file.read(min(_READ_NBYTES, end - start))
+        if not content:
+            return -1
         crc32 = zlib.crc32(content, crc32)
-        left -= len(content)
+        start += len(content)
     return crc32
 
 
@@ -319,12 +318,11 @@ def is_within(tensor: Tensor, stored: StoredByAddress) -> bool:
         return tensor.is_meta or not tensor.nbytes
     available = place.record.nbytes
     return (
-        tensor.nbytes <= available
-        and (tensor.storage_offset() + _span(tensor)) * tensor.itemsize <= available
+        tensor.nbytes <= available and (tensor.storage_offset() + span(tensor)) * tensor.itemsize <= available
     )
 
 
-def _span(tensor: Tensor) -> int:
+def span(tensor: Tensor) -> int:
     """How many elements of its storage lie between a tensor's first and last, with both."""
     if not tensor.numel():
         return 0
@@ -363,7 +361,7 @@ def _read_tensor(
         )
     first, dtype = int(tensor.storage_offset()), tensor.dtype
     if read is None:
-        storage, first = _read_storage(place, dtype, first, _span(tensor)), 0
+        storage, first = _read_storage(place, dtype, first, span(tensor)), 0
     else:
         key = place.storage._cdata, dtype
         if key not in read:

@@ -77,6 +77,11 @@ def refusing(say: Callable[[Exception], str]) -> Iterator[None]:
         raise CheckpointError(say(error)) from error
 
 
+def require(condition: object, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
 # ----------------------------------------------------------------- paths
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import reprlib
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c.checkpoint.archives import open_file, read_into
+from fsdp_c.checkpoint.archives import crc32_of, open_file, read_into
 from fsdp_c.checkpoint.folder import (
     LAYOUT,
     METADATA,
@@ -31,7 +30,6 @@ from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_pa
 
 FORMATS = ("dcp", "torch", "safetensors")
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
-_READ_NBYTES = 2**20
 _MAX_HEADER_NBYTES = 100 * 2**20  # as the safetensors library has it
 
 DTYPES = {
@@ -186,24 +184,14 @@ def _verified(checkpoint: Checkpoint) -> Iterator[str]:
         except (CheckpointError, OSError) as error:
             yield str(error)
     for name, gaps in _framing_gaps(checkpoint):
-        if _crc32_of(checkpoint, name, gaps) != checkpoint.framing[name]:
+        crc32 = 0
+        with checkpoint.open(name) as file:
+            for start, end in gaps:
+                crc32 = crc32_of(file, start, end, crc32)
+        if crc32 != checkpoint.framing[name]:
             path = checkpoint.folder / name
             outside = "damaged outside of the tensors' data: torch may not read it"
             yield f"{path}: {f'damaged: loads read {METADATA} in its place' if path.name == LAYOUT else outside}"
-
-
-def _crc32_of(checkpoint: Checkpoint, name: str, ranges: list[tuple[int, int]]) -> int:
-    crc32 = 0
-    with checkpoint.open(name) as file:
-        for start, end in ranges:
-            file.seek(start)
-            while start < end:
-                content = file.read(min(_READ_NBYTES, end - start))
-                if not content:
-                    return -1
-                crc32 = zlib.crc32(content, crc32)
-                start += len(content)
-    return crc32
 
 
 def _framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdp_c.checkpoint.archives import span
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import Pickled
@@ -199,18 +200,12 @@ def _source(key: str, value: Tensor) -> _Source | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         return None
-    is_contiguous, nbytes = tensor.is_contiguous(), tensor.nbytes
-    span = nbytes if is_contiguous else _span(tensor)
-    if span > 2 * nbytes:
+    is_contiguous = tensor.is_contiguous()
+    nbytes = tensor.nbytes if is_contiguous else span(tensor) * tensor.itemsize
+    if nbytes > 2 * tensor.nbytes:
         return None
     start = int(tensor.storage_offset()) * tensor.itemsize
-    return _Source(key, value, tensor, is_contiguous, start, start + span)
-
-
-def _span(tensor: Tensor) -> int:
-    """Bytes from the first element to the last, of a tensor that has some."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+    return _Source(key, value, tensor, is_contiguous, start, start + nbytes)
 
 
 def _aligned(nbytes: int) -> int:

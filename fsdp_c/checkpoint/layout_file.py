@@ -17,7 +17,6 @@ files, or computed anew, before anything is made of it.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -27,7 +26,6 @@ import warnings
 import weakref
 import zlib
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,6 +35,7 @@ import torch
 
 from fsdp_c.checkpoint import metadata as of_dcp
 from fsdp_c.checkpoint import pieces
+from fsdp_c.checkpoint.archives import crc32_of
 from fsdp_c.checkpoint.folder import (
     CHECKSUMS,
     LAYOUT,
@@ -46,6 +45,7 @@ from fsdp_c.checkpoint.folder import (
     lies_in,
     locate,
     refusing,
+    require,
 )
 from fsdp_c.checkpoint.held import Held, HeldBox, boxes_of_pieces
 from fsdp_c.checkpoint.metadata import (
@@ -58,12 +58,10 @@ from fsdp_c.checkpoint.metadata import (
     check_shape,
     do_tile,
     ints,
-    require,
 )
 from fsdp_c.checkpoint.pickles import dtype_named
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
 from fsdp_c.checkpoint.planning import key_of
-from fsdp_c.checkpoint.storage import Counted
 from fsdp_c.checkpoint.table import RECORD, TOKEN, Stored
 
 _HEAD = struct.Struct("<16sQQI4x")  # behind it are the header, the index and the records
@@ -119,12 +117,10 @@ def checked_layout(folder: Path) -> tuple[int, int] | None:
         if found is None:
             return None
         path, inner, _ = found
-        file.seek(0)
         identity = _identity(file)
     checksums = of_dcp.read_checksums(folder, inner, identity)
     with path.open("rb") as file:
         is_known = file.read(len(LAYOUT_MAGIC)) == LAYOUT_MAGIC
-        file.seek(0)
         listed = checksums.get(str(path.relative_to(folder)))
         fits = listed is not None and _identity(file) == (listed["size"], listed["framing_crc32"])
     if not fits:
@@ -158,9 +154,8 @@ def _find(folder: Path, metadata: BinaryIO) -> tuple[Path, str, str] | None:
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:
-    counted = Counted(iter(functools.partial(file.read, 2**20), b""))
-    deque(counted, maxlen=0)
-    return counted.size, counted.crc32
+    size = os.fstat(file.fileno()).st_size
+    return size, crc32_of(file, 0, size)
 
 
 def _refusing(path: Path) -> AbstractContextManager[None]:

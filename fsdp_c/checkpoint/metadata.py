@@ -38,6 +38,7 @@ from fsdp_c.checkpoint.folder import (
     lies_in,
     locate,
     refusing,
+    require,
 )
 from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
@@ -438,11 +439,6 @@ def _dtype(properties: Any) -> Any:
 
 def _is_layout(name: str) -> bool:
     return pathlib.PurePosixPath(name).name == LAYOUT
-
-
-def require(condition: object, problem: str) -> None:
-    if not condition:
-        raise ValueError(problem)
 
 
 def ints(values: object, what: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -361,17 +362,12 @@ def _copies_of(prepared: Callable[[], _State]) -> _State:
 
 def _done(work: Callable[[], T]) -> Callable[[], T]:
     """What returns the result of ``work``, which is done now, or raises its error."""
+    done: Future[T] = Future()
     try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    else:
-        return lambda: result
-
-    def fail() -> T:
-        raise error
-
-    return fail
+        done.set_result(work())
+    except Exception as error:
+        done.set_exception(error)
+    return done.result
 
 
 def _plain_values(values: StateDict) -> StateDict:

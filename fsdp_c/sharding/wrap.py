@@ -229,14 +229,14 @@ def _warn_of_frozen_params(
     )
     if len({param.requires_grad for param in registered}) < 2:
         return
-    root, targets = tree.root, set(targets)
-    visited: set[nn.Module] = set()
-    for path, module in _post_order(root):
+    targets = set(targets)
+    for module, path in reversed(tree.modules.items()):  # inner ones first
         if module not in targets:
             continue
+        own = Subtree(module, inner=targets, homes={}).params.items()
         params = {
-            param: name
-            for name, param in _own_named_parameters(path, module, visited)
+            param: joined(path, joined(info.module_name, info.param_name))
+            for param, info in own
             if param not in ignored_params
         }
         trainable = [param for param in params if param.requires_grad]
@@ -246,7 +246,7 @@ def _warn_of_frozen_params(
         wanted = sum(param.numel() for param in trainable)
         total = wanted + sum(param.numel() for param in frozen)
         warnings.warn(
-            f"{path or type(root).__name__} has both parameters with requires_grad=True and False: its "
+            f"{path or type(tree.root).__name__} has both parameters with requires_grad=True and False: its "
             f"gradients take {total} numel "
             f"instead of {wanted} numel before they are reduced; wrap under fsdp_c.wrap.split_frozen(), or "
             "wrap the frozen parameters with FSDP separately. "
@@ -254,30 +254,3 @@ def _warn_of_frozen_params(
             f"requires_grad=False: {[params[param] for param in frozen]}",
             stacklevel=4,
         )
-
-
-def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A tree's named modules, children before parents, in registration order; shared ones once."""
-    visited = {root}
-
-    def walk(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        found = []
-        for name, child in module.named_children():
-            if child not in visited:
-                visited.add(child)
-                found += walk(joined(path, name), child)
-        return [*found, (path, module)]
-
-    return walk("", root)
-
-
-def _own_named_parameters(
-    path: str, module: nn.Module, visited: set[nn.Module]
-) -> Iterable[tuple[str, nn.Parameter]]:
-    """The parameters of ``module``'s subtree without the modules in ``visited``, to which it adds its own."""
-    visited.add(module)
-    for name, param in module.named_parameters(recurse=False):
-        yield joined(path, name), param
-    for name, child in module.named_children():
-        if child not in visited:
-            yield from _own_named_parameters(joined(path, name), child, visited)
