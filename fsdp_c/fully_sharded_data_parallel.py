@@ -663,19 +663,15 @@ class FullyShardedDataParallel(ShardedModule):
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def __deepcopy__(self, memo_or_protocol: object) -> NoReturn:
         raise TypeError(
             f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the "
             "plain module and wrap the copy, as for a frozen teacher; to save a model, save its "
             "state_dict(). An average of the weights, as of AveragedModel, needs no copy: "
             "fsdp_c.optim.ParameterAverage(model) keeps one of this rank's shards"
         )
+
+    __reduce_ex__ = __deepcopy__
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""

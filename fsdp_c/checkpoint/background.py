@@ -15,7 +15,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -171,12 +170,8 @@ def gloo_ranks(group: dist.ProcessGroup | None) -> GlooRanks:
     gloo = _groups.get(group)
     if gloo is None:
         store = dist.PrefixStore("fsdp_c.checkpoint", _get_process_group_store(group))
-        gloo = _groups[group] = dist.ProcessGroupGloo(
-            store, group.rank(), group.size(), timeout=_timeout_of(group)
-        )
+        options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+        timeout = next((each._timeout for each in options if each is not None), default_pg_timeout)
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+        _groups[group] = gloo
     return GlooRanks(gloo)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    return next((each._timeout for each in options if each is not None), default_pg_timeout)

@@ -301,7 +301,12 @@ class _Reader:
         if has_pieces and problem is not None:
             _make_all(entries)  # what is wrong with an entry says more
             raise problem
-        listed = {name: info for name, info in (checksums or {}).items() if self._is_needed(name)}
+        # without a layout that is not there: whoever copied the checkpoint may not have known it
+        listed = {
+            name: info
+            for name, info in (checksums or {}).items()
+            if not _is_layout(name) or (self.folder / name).is_file()
+        }
         self.check_files(listed)
         framing = {name: info["framing_crc32"] for name, info in listed.items() if name != METADATA}
         paths = checked_paths(metadata.planner_data, entries)
@@ -319,10 +324,6 @@ class _Reader:
                 raise CheckpointError(
                     f"{self.folder / name}: {size} bytes where {info['size']} were written: torn or replaced"
                 )
-
-    def _is_needed(self, name: str) -> bool:
-        """False for a layout that is not there: whoever copied the checkpoint may not have known it."""
-        return not _is_layout(name) or (self.folder / name).is_file()
 
     def find_files(self, inner: str) -> None:
         """Note the sizes of ranks' files in a folder, all at once; links are looked at one by one later."""

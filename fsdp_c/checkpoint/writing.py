@@ -160,7 +160,9 @@ def write_table(
 
 
 def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, bytes]) -> bytes:
-    key = _memory_key(data)
+    key = None
+    if data.nbytes and data.device.type != "meta":
+        key = data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
     record = known.get(key)
     if record is None:
         start = writer.size
@@ -169,9 +171,3 @@ def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, 
         if key is not None:
             known[key] = record
     return record
-
-
-def _memory_key(data: Tensor) -> object:
-    if not data.nbytes or data.device.type == "meta":
-        return None
-    return data.data_ptr(), data.device, data.dtype, data.shape, data.stride()

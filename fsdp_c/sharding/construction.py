@@ -83,13 +83,9 @@ def check_places(process_group: object, device_mesh: object, device_id: object) 
                 f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group "
                 "only, or pass a group with all ranks that wrap it"
             )
-        if not _says_its_rank(group):
+        # backends and fake groups say their rank and size as well
+        if not all(callable(getattr(group, name, None)) for name in ("rank", "size")):
             _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
-
-
-def _says_its_rank(group: object) -> bool:
-    """Whether ``group`` has a rank and a size, as backends and fake groups have."""
-    return all(callable(getattr(group, name, None)) for name in ("rank", "size"))
 
 
 def _check_dtypes(mixed_precision: MixedPrecision) -> None:

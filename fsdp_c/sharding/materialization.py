@@ -167,17 +167,13 @@ def _check_sendable(
             )
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What every backend can send, of the same memory where that is dense; ``tensor`` itself elsewhere."""
-    return tensor.view(torch.uint8) if tensor.is_contiguous() else tensor
-
-
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor`` itself, or the tensors inside a wrapper subclass."""
     if isinstance(tensor, DTensor):
         return [tensor.to_local()]
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor if tensor.is_floating_point() or not tensor.dim() else _as_bytes(tensor)]
+        is_sent = tensor.is_floating_point() or not tensor.dim() or not tensor.is_contiguous()
+        return [tensor if is_sent else tensor.view(torch.uint8)]  # which every backend can send
     plain: list[torch.Tensor] = []
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)

@@ -56,7 +56,6 @@ def auto_wrap(
     _paths.update(tree.modules)
     root = tree.root
     full_precision_classes = _full_precision_classes(root_kwargs)
-    check_policy(policy)
     chosen: dict[nn.Module, Kwargs] = {}
     if isinstance(policy, _Policy) or tree.shared_params:
         chosen = chosen_modules(tree, policy, ignored_modules, ignored_params, root_kwargs)

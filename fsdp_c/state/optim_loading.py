@@ -91,7 +91,11 @@ def load_optim_state(
     state = _rekeyed(params, keys, states, shards, source, options)
     result: ParamState = {"state": state}
     if "param_groups" in osd:
-        result["param_groups"] = [_keyed_group(group, params, keys) for group in osd["param_groups"]]
+        key_of = {param: key for key, param in keys.items()}
+        result["param_groups"] = [
+            with_params(group, sorted({key_of[params.by_fqn[fqn][0]] for fqn in group["params"]}))
+            for group in osd["param_groups"]
+        ]
     return result
 
 
@@ -598,9 +602,3 @@ def _check_groups(groups: Sequence[ParamGroup], params: OptimParams, keys: dict[
                 "them out where the models differ; numbers become names by "
                 "FullyShardedDataParallel.rekey_optim_state_dict()"
             )
-
-
-def _keyed_group(group: ParamGroup, params: OptimParams, keys: dict[Key, nn.Parameter]) -> ParamGroup:
-    key_of = {param: key for key, param in keys.items()}
-    found: Iterable[Key] = {key_of[params.by_fqn[fqn][0]] for fqn in group["params"]}
-    return with_params(group, sorted(found))

@@ -9,7 +9,6 @@ of scalars. Then every rank knows what comes, and the tensors move by few large 
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
+from fsdp_c.compat.aliases import ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import StateDictSettings, StateDictType
 from fsdp_c.sharding import common
@@ -91,7 +90,10 @@ def save_optim_state(
     _copy_unknown(osd["state"], keys, params, state)
     result: StateDict = {"state": state}
     if "param_groups" in osd:
-        result["param_groups"] = [_named_group(group, keys, params) for group in osd["param_groups"]]
+        result["param_groups"] = [
+            with_params(group, [fqn for key in group["params"] for fqn in params.by_param[keys[key]].fqns])
+            for group in osd["param_groups"]
+        ]
     return result
 
 
@@ -543,8 +545,3 @@ def _copy_unknown(
             stacklevel=5,
         )
         result[key] = copy.copy(value)  # type: ignore[index]  # the user's own keys are copied, of whatever type
-
-
-def _named_group(group: ParamGroup, keys: dict[Key, nn.Parameter], params: OptimParams) -> ParamGroup:
-    fqns = (params.by_param[keys[key]].fqns for key in group["params"])
-    return with_params(group, list(itertools.chain.from_iterable(fqns)))

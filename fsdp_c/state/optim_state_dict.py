@@ -62,14 +62,10 @@ def _save(
             "Expected optim_input to be None and rank0_only to be False for sharded state, got "
             f"{optim_input} and {options.rank0_only}"
         )
-    keys = params.keys(optim, optim_input, osd["state"] if is_named_state(osd) else None)
+    is_named = isinstance(next(iter(osd["state"]), None), str)  # empty state is not
+    keys = params.keys(optim, optim_input, osd["state"] if is_named else None)
     with flight_recorder.phase(_C.RECORDER_OPTIM_STATE_DICT), common.collector_paused():
         return save_optim_state(params, keys, osd, options)
-
-
-def is_named_state(osd: StateDict) -> bool:
-    """Whether state is keyed by names; empty state is not."""
-    return isinstance(next(iter(osd["state"]), None), str)
 
 
 def optim_state_dict_to_load(

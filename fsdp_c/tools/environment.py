@@ -21,6 +21,7 @@ SETTINGS = ("FSDP_C_", "FSDP_", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_"
 
 def report() -> str:
     """One fact per line. Starts no process group, and does not initialise CUDA."""
+    libraries = sorted(path.name for path in Path(_C.__file__).parent.glob("_cuda*.so"))
     facts = {
         "fsdp_c": f"{_version()} in {Path(_C.__file__).parent}",
         "Python": f"{platform.python_version()} ({sys.executable})",
@@ -34,8 +35,8 @@ def report() -> str:
         "OS": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
         "C compiler": _tool(os.environ.get("CC", "cc").split()[0]),
         "nvcc": _tool("nvcc"),
-        "CPU kernels": _cpu_kernels(),
-        "CUDA kernels": _cuda_kernels(),
+        "CPU kernels": _kernels("cpu", f"of {', '.join(_C.cpu_capabilities())}"),
+        "CUDA kernels": _kernels("cuda", f"built: {', '.join(libraries) or 'none'}"),
         "settings": " ".join(
             f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(SETTINGS)
         ),
@@ -76,16 +77,7 @@ def _tool(name: str) -> str:
     )
 
 
-def _cpu_kernels() -> str:
-    reason = _C.why_no_kernels("cpu")
-    sets = ", ".join(_C.cpu_capabilities())
-    return (
-        f"in use, of {sets}" if reason is None else f"not in use, torch's operators are: {reason}; of {sets}"
-    )
-
-
-def _cuda_kernels() -> str:
-    reason = _C.why_no_kernels("cuda")
-    libraries = sorted(path.name for path in Path(_C.__file__).parent.glob("_cuda*.so"))
-    built = f"built: {', '.join(libraries) or 'none'}"
-    return f"in use; {built}" if reason is None else f"not in use, torch's operators are: {reason}; {built}"
+def _kernels(device_type: str, which: str) -> str:
+    reason = _C.why_no_kernels(device_type)
+    use = "in use" if reason is None else f"not in use, torch's operators are: {reason}"
+    return f"{use}; {which}"

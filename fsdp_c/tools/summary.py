@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C
 from fsdp_c.compat.aliases import Kwargs
@@ -23,7 +22,7 @@ from fsdp_c.compat.upstream import (
     MixedPrecision,
     ShardingStrategy,
 )
-from fsdp_c.sharding import construction, node_groups
+from fsdp_c.sharding import construction, node_groups, tensor_parallel
 from fsdp_c.sharding.buffers import LOWERED, lowered_frequencies
 from fsdp_c.sharding.flat_param import (
     Occurrences,
@@ -462,7 +461,7 @@ class _Planner:
         dtype = found.params[0].dtype
         computed, reduced = precision_for(dtype, kwargs["mixed_precision"] or MixedPrecision())
         param_dtype = computed or dtype
-        numels = [_local(param).numel() for param in found.params]
+        numels = [tensor_parallel.local(param).numel() for param in found.params]
         alignment = aligned_numel(param_dtype, kwargs["use_orig_params"])
         layout = _C.FlatLayout(numels, alignment, self.everywhere["shards"], 0, is_sharded)
         return {
@@ -474,11 +473,6 @@ class _Planner:
             "param_dtype": param_dtype,
             "reduce_dtype": reduced or param_dtype,
         }
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a parameter before it is flattened: its part, with tensor parallelism."""
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 # ----------------------------------------------------------------- text

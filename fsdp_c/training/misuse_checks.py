@@ -100,7 +100,8 @@ def _refuse_strangers(root: ShardedModule) -> None:
         if param.grad is not None
         and id(param) not in ignored
         and not is_flattened(param)
-        and not _has_hook(param)
+        # nor does somebody look after its gradient
+        and not (getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks)
     ]
     if strangers:
         misuse.tell(
@@ -112,11 +113,6 @@ def _refuse_strangers(root: ShardedModule) -> None:
             "dist.all_reduce(param.grad, dist.ReduceOp.AVG)).",
             is_certain=True,
         )
-
-
-def _has_hook(param: nn.Parameter) -> bool:
-    """Whether somebody looks after its gradient."""
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks)
 
 
 def _warn_of_stale_optimizers(root: ShardedModule) -> None:
