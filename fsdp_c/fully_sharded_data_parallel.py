@@ -20,23 +20,16 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp_c import _C
+from fsdp_c import _C, api
+from fsdp_c.api import *  # noqa: F403  # torch has them here as well
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
     StateDictType,
     TrainingState,
 )
@@ -87,26 +80,8 @@ from fsdp_c.training import (
 )
 from fsdp_c.training.execution_order import ExecutionOrder
 
-__all__ = [
-    "FLAT_PARAM",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel"]
+__all__ += api.__all__
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -274,7 +249,7 @@ class FullyShardedDataParallel(ShardedModule):
         if sync_module_states:
             senders = [group for group in reversed(groups) if group is not None]
             materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {self.rank}")
-        self._segments = self._flatten(tree, name, params, groups)
+        self._segments = self._flatten(tree, name, params)
         self._params_before = [weakref.ref(param) for param in before if not construction.is_flattened(param)]
         for inner in filter(is_sharded_module, tree.units):
             inner._enclosing = weakref.ref(self)
@@ -351,14 +326,12 @@ class FullyShardedDataParallel(ShardedModule):
         self._device_handle = torch.get_device_module(device)
         return tree, params
 
-    def _flatten(
-        self, tree: Subtree, name: str, params: list[nn.Parameter], process_groups: construction.ProcessGroups
-    ) -> list[Segment]:
+    def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> list[Segment]:
         """Flatten ``params`` and keep this rank's share, in as many flat parameters as needed: segments."""
         own, *further = grouping.groups_of(params, self._use_orig_params) or [[]]
         found = [Segment(self, number) for number in range(1, len(further) + 1)]
         handles = [
-            self._handle_for(tree, name, group, process_groups, flat_param_name(number)) if group else None
+            self._handle_for(tree, name, group, flat_param_name(number)) if group else None
             for number, group in enumerate([own, *further])
         ]
         for segment, handle in zip(found, handles[1:], strict=True):
@@ -367,12 +340,7 @@ class FullyShardedDataParallel(ShardedModule):
         return found
 
     def _handle_for(
-        self,
-        tree: Subtree,
-        name: str,
-        params: list[nn.Parameter],
-        process_groups: construction.ProcessGroups,
-        flat_param_name: str,
+        self, tree: Subtree, name: str, params: list[nn.Parameter], flat_param_name: str
     ) -> FlatParamHandle:
         param_dtype, reduce_dtype = grouping.precision_for(params[0].dtype, self.mixed_precision)
         handle = FlatParamHandle(
@@ -384,10 +352,10 @@ class FullyShardedDataParallel(ShardedModule):
             param_dtype,
             reduce_dtype,
             self.mixed_precision.keep_low_precision_grads,
-            process_groups.shard,
+            self.process_group,
             self._use_orig_params,
             fsdp_extension=self._fsdp_extension,
-            replicate_group=process_groups.replicate,
+            replicate_group=self._replicate_group,
             node_group=self._node_group,
             tree=tree,
             flat_param_name=flat_param_name,

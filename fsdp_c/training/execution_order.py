@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch.nn as nn
 
@@ -38,32 +39,20 @@ class ExecutionOrder:
         root = self._bound()
         return None if root is None else root._unit.runtime
 
-    def _limit(self, name: str) -> int:
-        runtime = self._runtime()
-        limit: int = self._limits[name] if runtime is None else getattr(runtime, name)
-        return limit
+    @staticmethod
+    def _limit(name: str) -> Any:
+        def read(self: ExecutionOrder) -> int:
+            return self._limits[name] if (runtime := self._runtime()) is None else getattr(runtime, name)
 
-    def _set_limit(self, name: str, limit: int) -> None:
-        runtime = self._runtime()
-        if runtime is not None:
-            setattr(runtime, name, limit)
-        self._limits[name] = limit
+        def write(self: ExecutionOrder, limit: int) -> None:
+            if (runtime := self._runtime()) is not None:
+                setattr(runtime, name, limit)
+            self._limits[name] = limit
 
-    @property
-    def _backward_prefetch_limit(self) -> int:
-        return self._limit("_backward_prefetch_limit")
+        return property(read, write)
 
-    @_backward_prefetch_limit.setter
-    def _backward_prefetch_limit(self, limit: int) -> None:
-        self._set_limit("_backward_prefetch_limit", limit)
-
-    @property
-    def _forward_prefetch_limit(self) -> int:
-        return self._limit("_forward_prefetch_limit")
-
-    @_forward_prefetch_limit.setter
-    def _forward_prefetch_limit(self, limit: int) -> None:
-        self._set_limit("_forward_prefetch_limit", limit)
+    _backward_prefetch_limit: int = _limit("_backward_prefetch_limit")
+    _forward_prefetch_limit: int = _limit("_forward_prefetch_limit")
 
     @property
     def _iter(self) -> int:
