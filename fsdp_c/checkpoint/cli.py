@@ -19,7 +19,7 @@ from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.formats import FORMATS, open_source
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.rank_files import is_flat
-from fsdp_c.checkpoint.sources import Info, Source
+from fsdp_c.checkpoint.storage import Info, Source
 from fsdp_c.checkpoint.torch_files import NamedSource, RankFilesSource, TorchSource
 
 EPILOG = """\

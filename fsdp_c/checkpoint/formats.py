@@ -24,8 +24,7 @@ from fsdp_c.checkpoint.folder import (
     unless_replaced,
 )
 from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, TensorEntry, do_tile, ints, read_checkpoint
-from fsdp_c.checkpoint.sources import Info, Source
-from fsdp_c.checkpoint.storage import joined, read_chunk, read_entry, read_object
+from fsdp_c.checkpoint.storage import Info, Source, joined, read_chunk, read_entry, read_object
 from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_parts
 
 FORMATS = ("dcp", "torch", "safetensors")

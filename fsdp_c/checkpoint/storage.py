@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import zlib
 from collections import deque
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ from fsdp_c.checkpoint.metadata import (
 )
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, read_data
 from fsdp_c.checkpoint.planning import path_below
-from fsdp_c.checkpoint.sources import Info
 from fsdp_c.compat.aliases import StateDict
 
 _MAX_THREADS = 8
@@ -71,6 +71,44 @@ class Counted:
             self.size += len(part)
             self.crc32 = zlib.crc32(part, self.crc32)
             yield part
+
+
+# ----------------------------------------------------------------- what can be read tensor by tensor
+
+
+class Info(NamedTuple):
+    """What an entry is: a tensor, or an object, which has neither shape nor dtype."""
+
+    path: PathInDict  # in the nested dict that was saved
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, path: PathInDict, value: Any) -> Info:
+        """Of a value, or what stands for it until it is read."""
+        is_tensor = isinstance(getattr(value, "dtype", None), torch.dtype) and hasattr(value, "shape")
+        return cls(path, tuple(value.shape), value.dtype) if is_tensor else cls(path)
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype is not None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape or ()) * self.dtype.itemsize if self.dtype is not None else 0
+
+
+class Source(Protocol):
+    """A checkpoint to read."""
+
+    kind: str  # as readable text
+    entries: dict[str, Info]
+
+    def read(self, key: str) -> Any:
+        """The tensor, contiguous or not, or the object."""
+
+    def problems(self) -> Iterator[str]:
+        """Lists what is wrong with it, after reading everything."""
 
 
 # ----------------------------------------------------------------- reading

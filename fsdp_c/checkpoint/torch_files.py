@@ -32,8 +32,7 @@ from fsdp_c.checkpoint.rank_files import (
     load_rank_file,
     put_together,
 )
-from fsdp_c.checkpoint.sources import Info
-from fsdp_c.checkpoint.storage import joined
+from fsdp_c.checkpoint.storage import Info, joined
 from fsdp_c.sharding.flat_param import are_dense
 
 

@@ -27,13 +27,9 @@ GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]
 def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
 
-    Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion
-    of the gradients' dtypes (fp32 where this rank has none), computed in fp32 (fp64 where a unit is). Raises
-    RuntimeError on an instance that is not the root, or where the optimizer has stepped in the backward;
-    ValueError during forward or backward, or for a norm that is none; warns where this rank has no gradients.
-
-    Where the optimizer steps in the backward and clips by the last norm, gradients that it will step with in
-    the next backward are scaled there.
+    What it returns and raises stands at the unit's method of this name. The norm is computed in fp32, in fp64
+    where a unit is. Where the optimizer steps in the backward and clips by the last norm, gradients that it
+    will step with in the next backward are scaled there; RuntimeError where it steps and does not clip.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not max_norm >= 0:

@@ -1,6 +1,7 @@
-"""Mistakes that show at the end of a backward: the first, and the first after something was registered.
+"""Mistakes that show in a backward: at the end of the first, or of the first after something was registered.
 
-A step costs nothing for it: the runtime in C calls ``check_backward`` where it is ``unchecked``.
+A step costs nothing for it: the runtime in C calls ``check_backward`` where it is ``unchecked``. Of units that
+get no gradient it warns once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import functools
 import gc
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -21,6 +24,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names
@@ -168,3 +172,52 @@ def warn_of_torchs_clipping(root: ShardedModule) -> None:
             "model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under which torch's is right.",
             is_certain=False,
         )
+
+
+# ----------------------------------------------------------------- units without gradients
+
+_FROZEN = "Modules that are not to be trained are best frozen, by requires_grad_(False), or run under torch.no_grad()."
+_NAMES_SHOWN = 5
+_REENTRANT = CheckpointFunction.forward.__code__
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """True if the caller was called by a reentrant checkpoint's forward, which runs without gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def warn_of_units_cut_off(root: ShardedModule, names: list[str]) -> None:
+    """No gradient can come to these units: nothing that they return requires one. The runtime in C calls it
+    once, after the first backward that could not reach them."""
+    _warn(
+        root.rank,
+        names,
+        "They have trainable parameters and ran in training mode, but none of their outputs requires a "
+        "gradient. In a reentrant checkpoint that is so where no input requires one, after frozen embeddings "
+        "for instance: use checkpoint(..., use_reentrant=False), or let the inputs require gradients, with "
+        "enable_input_require_grads() of transformers' models or x.requires_grad_().",
+    )
+
+
+def warn_of_units_left_out(root: ShardedModule, names: list[str]) -> None:
+    """The last backward did not pass through these units, although it could have. The runtime in C calls it
+    once, in the forward after that."""
+    _warn(
+        root.rank,
+        names,
+        "They have trainable parameters and ran in training mode with gradients enabled, but the backward "
+        "did not pass through them: the loss does not depend on their outputs, or these were detached on the "
+        "way to it.",
+    )
+
+
+def _warn(rank: int, names: list[str], why: str) -> None:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    warnings.warn(
+        f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}",
+        stacklevel=misuse.script_level(),
+    )
