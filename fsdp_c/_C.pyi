@@ -81,8 +81,7 @@ class FlatLayout:
     numels_with_padding: tuple[int, ...]
     is_padding_mask: tuple[bool, ...]
     def shard_ranges(self, rank: int | None = None) -> tuple[tuple[bool, int, int, int], ...]:
-        """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param); by default of this
-        rank."""
+        """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param); this rank's if None."""
 
 def partition_bounds(partition: tuple[int, int, int], rank: int, /) -> tuple[int, int]:
     """The (start, end) that ``rank`` holds of a partition (numel, step, offset); (0, 0) for nothing.
@@ -94,8 +93,7 @@ def partition_bounds(partition: tuple[int, int, int], rank: int, /) -> tuple[int
 def partition_overlaps(
     mine: tuple[int, int, int], theirs: tuple[int, int, int], rank: int, /
 ) -> tuple[tuple[int, int, int], ...]:
-    """What ``rank`` holds under ``mine``, cut by ``theirs``: (rank there, offset in what is held, numel), in
-    order.
+    """What ``rank`` holds under ``mine``, cut by ``theirs``, in order: (rank there, offset held, numel).
 
     ValueError for partitions of different numels.
     """
@@ -107,8 +105,7 @@ def exchange_plan(
     gathered: bool,
     /,
 ) -> tuple[list[int], list[int], list[int], list[int], list[int], list[int], list[int]]:
-    """What ``rank`` sends and receives to bring tensors, each (source, target, element_nbytes), to other
-    partitions.
+    """What ``rank`` sends and receives to bring tensors, each (source, target, element_nbytes), elsewhere.
 
     Returns (held, made, sent, sent_nbytes, received_nbytes, parts, part_counts), in bytes: this rank's piece
     of each tensor before and after; the ranges that it sends, peer by peer, each (tensor, start, nbytes) of
@@ -121,14 +118,12 @@ def exchange_plan(
     """
 
 def prefer_large_pages(tensor: torch.Tensor, /) -> None:
-    """Ask the system for large pages under a fresh tensor on the CPU, before it is first written. Only a
-    hint."""
+    """Ask the system for large pages under a fresh tensor on the CPU, before its first write. Only a hint."""
 
 def flat_range_boxes(
     shape: Sequence[int], start: int, end: int, /
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """The at most 2n - 1 boxes (offsets, sizes) of a contiguous n-D tensor that hold its elements [start,
-    end).
+    """The at most 2n - 1 boxes (offsets, sizes) of a contiguous n-D tensor with elements [start, end).
 
     In flat order: each box lies in one piece, behind the one before. ValueError for a range outside the
     tensor.
@@ -136,8 +131,7 @@ def flat_range_boxes(
 
 @disjoint_base
 class Handle:
-    """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of
-    FlatParamHandle."""
+    """One flat parameter: its storages, sharded and not, views and gradients. Base of FlatParamHandle."""
 
     def __init__(
         self,
@@ -151,16 +145,16 @@ class Handle:
         param_views: list[tuple[int, nn.Module, str, int]],
         process_group: ProcessGroup,
         replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
-        node_group: ProcessGroup
-        | None,  # a part of process_group within which backwards gather what forwards had
+        # a part of process_group within which backwards gather what forwards had
+        node_group: ProcessGroup | None,
         device: torch.device,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         name: str,
         flat_param_owner: dict[str, nn.Parameter | None] | None,  # the ``_parameters`` where it is registered
         flat_param_name: str,  # by which it is registered there
-        wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-        | None,  # what the modules show for the views
+        # what the modules show for the views
+        wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,
         strategy: int,
         use_orig_params: bool,
         keep_low_precision_grads: bool,
@@ -172,9 +166,8 @@ class Handle:
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
-    optimizer_in_backward: (
-        bool  # writable: ``step_in_backward`` is called once the unit's gradients are reduced
-    )
+    # writable: ``step_in_backward`` is called once the unit's gradients are reduced
+    optimizer_in_backward: bool
     op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
     flat_param: nn.Parameter
     layout: FlatLayout
@@ -220,16 +213,14 @@ class Handle:
     def needs_unshard(self) -> bool:
         """Whether the strategy shards, and nothing is gathered or being gathered."""
     def _alloc_padded_unsharded_flat_param(self) -> Tensor:
-        """First step of an ``unshard`` that outside code does itself: take over the user's edits,
-        allocate."""
+        """First step of an ``unshard`` that outside code does: take over the user's edits, allocate."""
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
         """Second: gather into what the first has returned. Collective. ValueError for another tensor."""
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Third: wait, and let ``flat_param`` show the whole. A no-op when it does. Under NO_SHARD the only
         step."""
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """``flat_param`` shows the shard again, and the unsharded storage is freed if wanted. A no-op when
-        sharded."""
+        """``flat_param`` shows the shard again; the unsharded storage is freed if wanted. Or a no-op."""
     def set_comm_hook(
         self, function: Callable[..., None], state: object, low_precision_dtype: torch.dtype | None, /
     ) -> None:
@@ -246,22 +237,17 @@ class Handle:
         full-shape Parameters on the modules. Collective over the unit's group. AssertionError when the handle
         is not IDLE."""
     def summon_exit(self) -> None:
-        """Copy this rank's part back if ``writeback`` was asked for; restore sharded views and storage
-        state."""
+        """Copy this rank's part back if ``writeback`` was asked for; restore sharded views and storage."""
     def summon_free(self) -> None:
         """Inside summon: free the full parameters; the caller shows copies of them in their place."""
     def summon_hide(self) -> None:
-        """Inside summon: free the full parameters and show sharded ones (ranks other than 0 under
-        rank0_only)."""
+        """Inside summon: free full parameters, show sharded ones (on ranks but 0 under rank0_only)."""
     def summon_grads(self) -> None:
-        """Inside summon: gather the gradients and put full-shape ones on the parameters. Collective.
-        use_orig_params only."""
+        """Inside summon: gather gradients, put full ones on parameters. Collective. use_orig_params only."""
     def summon_grads_exit(self, writeback: bool, /) -> None:
-        """Copy this rank's part of the gradients back if ``writeback``; the parameters show sharded gradients
-        again."""
+        """Copy this rank's part of gradients back if ``writeback``; parameters show sharded ones again."""
     def sharded_grads(self) -> list[Tensor]:
-        """Gradients of this rank's shard that clip_grad_norm_ counts: the flat one, or one per original
-        parameter."""
+        """Gradients of this rank's shard that clip_grad_norm_ counts: the flat one, or the original ones."""
     def collect_user_grads(self) -> None:
         """Take over gradients that the user zeroed, replaced or set to None between steps."""
 
@@ -282,9 +268,8 @@ class Unit:
         forward_prefetch: bool,
         limit_all_gathers: bool,
         full_precision_in_eval: bool,  # forward calls cast_buffers_for_mode() when it is the root
-        segments: tuple[
-            Unit, ...
-        ],  # of further flat parameters of ``module``; ValueError for units that can be none
+        # of further flat parameters of ``module``; ValueError for units that can be none
+        segments: tuple[Unit, ...],
     ) -> None:
         """RuntimeError when called twice on one object."""
     handle: Handle | None
@@ -309,27 +294,23 @@ class Unit:
     def register_pre_backward_hooks(self, outputs: object, /) -> None:
         """After a forward: gather again when a gradient comes to a tensor in ``outputs``."""
     def register_post_backward_hook(self) -> None:
-        """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs
-        one."""
+        """In a forward, once gathered: shown parameters pass gradients on to the unit, if any needs one."""
     def handle_to_prefetch(self, training_state: int, /) -> Handle | None:
         """The handle that is prefetched while this unit's is in ``training_state``, or None."""
     def set_summoning(self, summoning: bool, /) -> None:
-        """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it
-        otherwise."""
+        """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, which would say it itself."""
 
 @final
 class Runtime:
-    """One root and its units, in traversal order, the root first: execution order, prefetch, final
-    callback."""
+    """One root and its units, in traversal order, the root first: order, prefetch, final callback."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """Bind the units: units[0] becomes the root, every handle gets its lazy attributes."""
     units: tuple[Unit, ...]
     iteration: int
     callback_queued: bool  # a backward is running, or has raised
-    unchecked: (
-        bool  # writable: check_backward is called at the end of the next backward, which sets it to False
-    )
+    # writable: check_backward is called at the end of the next backward, which sets it to False
+    unchecked: bool
     handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
     _backward_prefetch_limit: int  # writable, for the clients that write them: units prefetched
     _forward_prefetch_limit: int
@@ -342,8 +323,7 @@ class Runtime:
         with which it is gathered and reduced; both are of this root. In traversal order, once, before the
         first step."""
     def final_callback(self) -> None:
-        """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any
-        time on a root."""
+        """End of backward: wait for reductions, reshard, hand gradients over. Legal on a root at any time."""
     def release(self) -> None:
         """Reshard and unbind the units, as before lazy init. RuntimeError amid a forward or backward."""
     def recover(self) -> None:
@@ -385,8 +365,7 @@ def dry_run(
     has_streams: bool,  # computes on a GPU
     inputs_require_grad: bool,
 ) -> list[list[tuple[int, int, int]]]:
-    """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit,
-    bytes).
+    """What the runtime would do in these steps, without tensors or device: (what, the unit's index, bytes).
 
     One list for what is reserved before the first step, then three for each step: its forward, its backward,
     its end. Each unit runs once, computes with its own parameters, then runs the units inside, and returns
@@ -441,8 +420,7 @@ def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     not called."""
 
 def let_groups_go() -> None:
-    """At the end of a process: no unit refers to its process groups any longer, and its collectives raise
-    RuntimeError.
+    """At the end of a process: no unit refers to its process groups, and its collectives raise RuntimeError.
 
     A group with collectives that have not ended well, or of the process that this one was forked from, is
     never freed: its destructor would wait for them."""
@@ -489,23 +467,19 @@ def leave_recorder_phase(place: int, /) -> None:
     """Be back where ``enter_recorder_phase`` was called."""
 
 def note_recorder_failure() -> None:
-    """A collective failed where this rank is now; the flight record keeps that until the end of the next
-    step."""
+    """A collective failed where this rank is now: kept in the flight record until the next step ends."""
 
 def set_recorder_saving(saving: bool, /) -> None:
     """Whether a thread beside the training is saving a checkpoint, whatever the phase is."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
-    """Why torch's operators run on devices of this type in place of fsdp_c's kernels, or None, as for
-    "cpu"."""
+    """Why torch's operators run on devices of this type for fsdp_c's kernels, or None, as for "cpu"."""
 
 def bind_operator_kernels(module: ModuleType, /) -> None:
-    """From now on these functions are called where torch's operators run: those of
-    ``fsdp_c/operator_kernels.py``."""
+    """Call these functions where torch's operators run: those of ``fsdp_c/operator_kernels.py``."""
 
 def cpu_capabilities() -> tuple[str, ...]:
-    """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2",
-    "default"."""
+    """Instruction sets of kernels for this processor, the widest first: "avx512", "avx2", "default"."""
 
 def use_cpu_capability(name: str | None, /) -> None:
     """Run the kernels of another instruction set from now on; None is the widest, as at import.
