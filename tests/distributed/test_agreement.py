@@ -13,23 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import agreement
 from fsdp_c.sharding.sharded_module import units_with_paths
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.ranks import both_views, device, on_ranks
+from tests.training import PER_BLOCK, wrap
 
 X = torch.ones(3, WIDTH)
 
 
-def wrap(module: nn.Module, **arguments: Any) -> FSDP:
-    return FSDP(module, **({"device_id": device(), "use_orig_params": True} | arguments))
-
-
 def per_block(module: nn.Module | None = None, **arguments: Any) -> FSDP:
-    return wrap(module or Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
+    return wrap(module or Net(), auto_wrap_policy=PER_BLOCK, **arguments)
 
 
 def net_with(change: Callable[[Net], None]) -> Net:

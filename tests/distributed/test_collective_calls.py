@@ -7,6 +7,7 @@ replacement is called instead of the native path.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch
 
 from benchmarks.common import NoopGroup
 from tests.collectives import ALL_GATHER, ALL_GATHERS, REDUCE_SCATTER, REDUCE_SCATTERS
-from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import wrap
 
 UNITS = 4
 WIDTHS = (5, 6, 7, 8, 9)  # every unit has another size, by which its collectives are told apart
@@ -53,15 +54,8 @@ class Chain(nn.Module):
 
 
 def build(which: str, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-    def wrap(module: nn.Module) -> Any:
-        return implementation(which)(
-            module,
-            sharding_strategy=ShardingStrategy[strategy],
-            device_id=device(),
-            **({"use_orig_params": True} | arguments),
-        )
-
-    return wrap(Chain(wrap))
+    unit = functools.partial(wrap, which=which, strategy=strategy, **arguments)
+    return unit(Chain(unit))
 
 
 def batch(rank: int) -> Tensor:

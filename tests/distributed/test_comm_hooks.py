@@ -26,12 +26,13 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import WIDTH, Net
-from tests.parity.engine import Point, Run, Scenario, compare, implementation
+from tests.parity.engine import Point, Run, Scenario, compare
 from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
-from tests.ranks import all_strategies, both_views, device, device_type, on_ranks
+from tests.ranks import all_strategies, both_views, device_type, on_ranks
+from tests.training import sharded
 
 LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 STEPS = {"plain": plain_step, "accumulate": accumulate_step, "no_sync_after_sync": no_sync_after_sync_step}
@@ -176,14 +177,7 @@ def test_a_hook_registered_after_a_step_equals_torch(rank: int, world_size: int,
 
 
 def wrapped(name: str = "fsdp_c", strategy: str = "FULL_SHARD", **changes: Any) -> Any:
-    torch.manual_seed(2)
-    return implementation(name)(
-        Net(blocks=1),
-        auto_wrap_policy=PER_BLOCK,
-        device_id=device(),
-        sharding_strategy=ShardingStrategy[strategy],
-        **changes,
-    )
+    return sharded(name, strategy, {"blocks": 1}, **({"use_orig_params": False} | changes))
 
 
 def backward(model: nn.Module) -> None:

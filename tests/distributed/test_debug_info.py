@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.models import WIDTH, Block, Net
-from tests.parity.engine import implementation
-from tests.ranks import both_views, device, on_ranks
+from tests.models import WIDTH
+from tests.ranks import both_views, on_ranks
+from tests.training import sharded
 
 BOTH = ("torch", "fsdp_c")
 X = torch.ones(3, WIDTH)
@@ -32,14 +31,8 @@ def debug_level(level: dist.DebugLevel) -> Iterator[None]:
 
 
 def build(which: str, level: dist.DebugLevel = dist.DebugLevel.INFO, **arguments: Any) -> Any:
-    torch.manual_seed(5)
     with debug_level(level):
-        return implementation(which)(
-            Net(),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_id=device(),
-            **({"use_orig_params": True} | arguments),
-        )
+        return sharded(which, **arguments)
 
 
 def said(record: list[warnings.WarningMessage], text: str) -> list[str]:

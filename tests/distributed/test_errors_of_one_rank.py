@@ -14,23 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH
-from tests.ranks import device, on_ranks
+from tests.ranks import on_ranks
+from tests.training import batch, wrap
 
 
-def build(**arguments: Any) -> FSDP:
+def build(**arguments: Any) -> Any:
     torch.manual_seed(5)
-    return FSDP(
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))),
-        **({"device_id": device(), "use_orig_params": True} | arguments),
-    )
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+    return wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))), **arguments)
 
 
 def held(model: nn.Module, whether: bool = True) -> nn.Parameter:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import PER_BLOCK, batch, wrap
 
 
 class Generator(Net):
@@ -45,18 +45,9 @@ def plain() -> Generator:
     return Generator()
 
 
-def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> FSDP:
-    return FSDP(
-        plain(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        **arguments,
-    )
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> Any:
+    options = {"use_orig_params": use_orig_params, "auto_wrap_policy": PER_BLOCK}
+    return wrap(plain(), strategy=strategy, **options, **arguments)
 
 
 @pytest.mark.parametrize("registered", ["unit", "inner"])

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import ShardingStrategy
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.ranks import both_views, device, device_type, on_ranks
+from tests.training import PER_BLOCK, wrap
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 MAX_NORM = 0.05
@@ -32,13 +31,8 @@ def plain() -> Net:
 def wrapped(net: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
     shape = (2, dist.get_world_size() // 2)
     mesh = init_device_mesh(device_type(), shape) if strategy == "HYBRID_SHARD" else None
-    return FSDP(
-        copy.deepcopy(net),
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=device(),
-        **({"device_mesh": mesh} | options),
-    )
+    options = {"use_orig_params": False, "auto_wrap_policy": PER_BLOCK, "device_mesh": mesh} | options
+    return wrap(copy.deepcopy(net), strategy=strategy, **options)
 
 
 def batches_of(rank: int, numbers: Sequence[int]) -> list[Tensor]:

@@ -13,30 +13,21 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import batch, sharded
 
 
 def build(use_orig_params: bool = True, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-    torch.manual_seed(5)
-    return FSDP(
-        Net(tied=True),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=device(),
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy[strategy],
-        **arguments,
-    )
+    return sharded("fsdp_c", strategy, {"tied": True}, use_orig_params=use_orig_params, **arguments)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    generator = torch.Generator(device()).manual_seed(10 * step + rank)
-    return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
+    return model(batch(rank, step)).square().mean()
 
 
 def move(model: Any) -> None:

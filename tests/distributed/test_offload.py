@@ -7,42 +7,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import FlatAdamW
-from tests.models import WIDTH, Block, Net
-from tests.parity.engine import same_bits
+from tests.models import Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import assert_same, batch, sharded
 
 STEPS = 4
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
 
 
-def build(
-    offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any
-) -> FSDP:
-    torch.manual_seed(5)
-    return FSDP(
-        Net(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        cpu_offload=CPUOffload(offload_params=offload),
-        device_id=device(),
-        **arguments,
-    )
-
-
-def batch(step: int, rank: int, index: int = 0) -> Tensor:
-    return torch.randn(
-        3, WIDTH, generator=torch.Generator(device()).manual_seed(100 * step + 10 * index + rank)
-    )
+def build(offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> Any:
+    offloading = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
+    return sharded("fsdp_c", strategy, **offloading, **arguments)
 
 
 def backward(model: nn.Module, step: int, rank: int, index: int = 0) -> None:
-    model(batch(step, rank, index)).float().square().mean().backward()
+    model(batch(rank, 10 * step + index)).float().square().mean().backward()
 
 
 def grads(model: nn.Module) -> dict[str, Tensor]:
@@ -51,13 +34,6 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
 
 def params(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
-    different = [
-        name for name in expected if name not in actual or not same_bits(expected[name], actual[name])
-    ]
-    assert not different and expected.keys() == actual.keys(), different[:4]
 
 
 def plain_step(model: FSDP, step: int, rank: int) -> None:
@@ -166,7 +142,7 @@ def test_full_state_dict_of_an_offloaded_model_loads_into_the_plain_one(
         state = model.state_dict()
     plain = Net()
     plain.load_state_dict(state, strict=True)
-    torch.testing.assert_close(model(batch(1, rank)), plain(batch(1, rank)), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(model(batch(rank, 10)), plain(batch(rank, 10)), rtol=0.0, atol=0.0)
 
 
 @both_views
@@ -217,12 +193,12 @@ def test_units_that_are_not_sharded_are_summoned_to_where_they_compute(
     model = build(True, "NO_SHARD", use_orig_params)
     backward(model, 0, rank)
     with torch.no_grad():
-        expected = model(batch(1, rank))
+        expected = model(batch(rank, 10))
         with FSDP.summon_full_params(model, writeback=writeback):
             assert {param.device for param in model.parameters()} == {device()}
-            assert torch.equal(model(batch(1, rank)), expected)
+            assert torch.equal(model(batch(rank, 10)), expected)
             for param in model.parameters():
                 param.zero_()
         assert {param.device for param in model.parameters()} == {torch.device("cpu")}
         written = writeback or device().type == "cpu"  # there nothing is copied
-        assert torch.equal(model(batch(1, rank)), torch.zeros_like(expected) if written else expected)
+        assert torch.equal(model(batch(rank, 10)), torch.zeros_like(expected) if written else expected)

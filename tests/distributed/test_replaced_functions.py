@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import BackwardPrefetch
 
 import fsdp_c
 from fsdp_c import _C, _runtime_utils
@@ -23,9 +22,10 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.api import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import HELD_BACK
+from tests.training import batch, sharded
 
 STEPS = 2
 UNITS = 4
@@ -33,20 +33,11 @@ UNITS = 4
 
 def trained(rank: int, strategy: str, use_orig_params: bool, **options: Any) -> list[Tensor]:
     """Losses of a few steps and the parameters after them."""
-    torch.manual_seed(5)
-    model = FSDP(
-        Net(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=use_orig_params,
-        device_id=device(),
-        **options,
-    )
+    model = sharded("fsdp_c", strategy, use_orig_params=use_orig_params, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = []
     for step in range(STEPS):
-        x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
-        loss = model(x).square().mean()
+        loss = model(batch(rank, step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

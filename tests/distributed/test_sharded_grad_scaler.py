@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Upstream
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import ShardedGradScaler
-from tests.models import WIDTH, Block, Net
-from tests.parity.engine import implementation, same_bits
 from tests.ranks import both_views, device, on_ranks
+from tests.training import assert_same, batch, sharded
 
 STEPS = 8
 SCALERS = {"torch": Upstream, "fsdp_c": ShardedGradScaler}
@@ -29,32 +27,22 @@ OPTIMIZERS = {
 }
 
 
-def wrap(name: str, module: nn.Module, **arguments: Any) -> nn.Module:
-    return implementation(name)(
-        module,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=device(),
-        **({"mixed_precision": FP16, "use_orig_params": True} | arguments),
-    )
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
+def build(name: str, **arguments: Any) -> Any:
+    return sharded(name, **({"mixed_precision": FP16} | arguments))
 
 
 def trained(
     name: str, rank: int, overflow: dict[int, int], unscale: bool, **arguments: Any
 ) -> dict[str, Any]:
     """Scales, losses and parameters of STEPS steps; step s meets an inf on rank ``overflow[s]`` alone."""
-    torch.manual_seed(5)
-    model = wrap(name, Net(), **arguments)
+    model = build(name, **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = SCALERS[name](
         device().type, init_scale=2.0**10, growth_factor=1.7, backoff_factor=0.3, growth_interval=2
     )
     trace: dict[str, Any] = {}
     for step in range(STEPS):
-        loss = model(batch(step, rank)).float().square().mean()
+        loss = model(batch(rank, step)).float().square().mean()
         if overflow.get(step) == rank:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
@@ -69,11 +57,6 @@ def trained(
         for parameter_name, parameter in model.named_parameters():
             trace[f"step {step} {parameter_name}"] = parameter.detach().clone()
     return trace
-
-
-def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
-    different = [label for label in expected if not same_bits(expected[label], actual[label])]
-    assert not different and expected.keys() == actual.keys(), different[:4]
 
 
 # ----------------------------------------------------------------- as torch's
@@ -106,7 +89,7 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:  # A-1
     for name in SCALERS:
         torch.manual_seed(5)
         precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
-        model = wrap(name, Net(), use_orig_params=False, mixed_precision=precision)
+        model = build(name, use_orig_params=False, mixed_precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = SCALERS[name](device().type, init_scale=256.0)
         scaler.scale(model(batch(0, rank)).float().square().mean()).backward()
@@ -201,7 +184,7 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: i
 def test_what_was_found_has_the_shape_of_torchs(rank: int, how: str) -> None:
     shapes = {}
     for name, scaler_class in SCALERS.items():
-        model = wrap(name, Net(), mixed_precision=None)
+        model = build(name, mixed_precision=None)
         optimizer = OPTIMIZERS["fused" if how == "fused" else "sgd"](model.parameters())
         scaler = scaler_class(device().type, init_scale=4.0)
         scaler.scale(model(batch(0, rank)).sum()).backward()

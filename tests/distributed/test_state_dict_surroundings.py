@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.models import WIDTH, Block, Net
-from tests.parity.engine import implementation, same_bits
-from tests.ranks import both_views, device, on_ranks
+from tests.models import Net
+from tests.parity.engine import same_bits
+from tests.ranks import both_views, on_ranks
+from tests.training import PER_BLOCK, batch, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FULL, SHARDED, LOCAL = (
@@ -37,13 +37,7 @@ Work = Callable[[], Any]
 
 def built(which: str, use_orig_params: bool, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    policy = ModuleWrapPolicy({Block})
-    cls = implementation(which)
-    return cls(Net(2), use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=device())
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+    return wrap(Net(2), which, use_orig_params=use_orig_params, auto_wrap_policy=PER_BLOCK)
 
 
 # ----------------------------------------------------------------- places

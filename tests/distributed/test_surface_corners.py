@@ -10,34 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding import common, materialization
 from fsdp_c.sharding.traversal import Subtree
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import clip_step
 from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, settled_nbytes
-
-PER_BLOCK = ModuleWrapPolicy({Block})
+from tests.training import PER_BLOCK, batch, plain
 
 
 def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
     defaults = {"device_id": device(), "use_orig_params": True, "auto_wrap_policy": PER_BLOCK}
     return implementation(which)(module, **(defaults | arguments))
-
-
-def plain(**options: Any) -> Net:
-    torch.manual_seed(3)
-    return Net(**options)
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
 
 
 # ------------------------------------------------------------------ summon_full_params

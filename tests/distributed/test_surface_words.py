@@ -18,25 +18,22 @@ from tests.collectives import ALL_GATHER
 from tests.models import WIDTH
 from tests.parity.engine import implementation
 from tests.ranks import device, on_ranks
+from tests.training import wrap
 
 BOTH = ("torch", "fsdp_c")
 X = (2, WIDTH)
 
 
-def wrap(which: str, module: nn.Module, **arguments: Any) -> Any:
-    return implementation(which)(module, **({"device_id": device(), "use_orig_params": True} | arguments))
-
-
 def two_units(which: str, **arguments: Any) -> Any:
-    inner = wrap(which, nn.Linear(WIDTH, WIDTH), **arguments)
-    return wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), **arguments)
+    inner = wrap(nn.Linear(WIDTH, WIDTH), which, **arguments)
+    return wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), which, **arguments)
 
 
 @on_ranks(2)
 def test_a_wrong_training_state_is_said_in_the_error_alone(rank: int) -> None:  # A-070
     printed, errors = {}, {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH))
+        model = wrap(nn.Linear(WIDTH, WIDTH), which)
         out, trace = io.StringIO(), io.StringIO()
         with (
             contextlib.redirect_stdout(out),
@@ -55,7 +52,7 @@ def test_the_mask_of_missing_gradients_stays_as_it_was_made(rank: int) -> None: 
     weight."""
     masks = {}
     for which in BOTH:
-        model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), which)
         model(torch.ones(X)).sum().backward()
         next(parameter for parameter in model.parameters() if parameter.numel()).grad = None
         model(torch.ones(X))
@@ -84,7 +81,7 @@ def test_what_gathers_is_the_same_on_every_device() -> None:  # C-056
     """Whoever replaces a collective finds the calls of a GPU on a CPU as well."""
     called = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH))
+        model = wrap(nn.Linear(WIDTH, WIDTH), which)
         model(torch.ones(X)).sum().backward()
         with contextlib.ExitStack() as replaced:
             functions = {
@@ -171,7 +168,7 @@ def test_torchdistx_is_not_asked() -> None:  # A-041
             fake = patches.enter_context(mock.patch.object(_init_utils, "fake", create=True))
             deferred = patches.enter_context(mock.patch.object(_init_utils, "deferred_init", create=True))
             fake.is_fake.return_value = True
-            wrap(which, nn.Linear(WIDTH, WIDTH))
+            wrap(nn.Linear(WIDTH, WIDTH), which)
             made[which] = deferred.materialize_module.call_count
     assert made == {"torch": 1, "fsdp_c": 0}
 

@@ -25,9 +25,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
-from tests.models import WIDTH, Block, Net
+from tests.models import Block, Net
 from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import batch
 
 WAYS = ("torch", "installed", "direct")
 # install() is refused where other tests have units of torch's alive
@@ -58,14 +59,10 @@ def wrapped(fsdp: Any, use_orig_params: bool = True, seed: int = 3, module: nn.M
     )
 
 
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
-
-
 def train(model: Any, optimizer: Any, steps: range, rank: int) -> list[Tensor]:
     losses = []
     for step in steps:
-        loss = model(batch(step, rank)).square().mean()
+        loss = model(batch(rank, step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -193,12 +190,12 @@ def beside_zero(fsdp: Any, rank: int) -> Record:
     """An encoder in units, and a head that is replicated, whose optimizer's state alone is divided."""
     model = wrapped(fsdp)
     torch.manual_seed(6)
-    head = nn.parallel.DistributedDataParallel(nn.Linear(model(batch(0, rank)).shape[-1], 2))
+    head = nn.parallel.DistributedDataParallel(nn.Linear(model(batch(rank, 0)).shape[-1], 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     zero = ZeroRedundancyOptimizer(head.parameters(), torch.optim.AdamW, lr=0.01)
     losses = []
     for step in range(3):
-        loss = head(model(batch(step, rank))).square().mean()
+        loss = head(model(batch(rank, step))).square().mean()
         loss.backward()
         for each in (optimizer, zero):
             each.step()
@@ -232,7 +229,7 @@ def averaged(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
         train(model, optimizer, range(step, step + 1), rank)
         average.update_parameters(model)
         with torch.no_grad():
-            output = average(batch(step, rank))
+            output = average(batch(rank, step))
     with fsdp.state_dict_type(average.module, StateDictType.FULL_STATE_DICT):
         whole = average.module.state_dict()
     return {"output": output, "whole": whole, "end": shards(average.module), "model": shards(model)}
@@ -252,7 +249,7 @@ def test_weights_are_averaged_shard_by_shard(rank: int, use_orig_params: bool) -
     for record in records.values():
         plain_model = Net(2)
         plain_model.load_state_dict(record.pop("whole"))
-        torch.testing.assert_close(record.pop("output"), plain_model(batch(2, rank)).detach())
+        torch.testing.assert_close(record.pop("output"), plain_model(batch(rank, 2)).detach())
         assert_same(torchs, record)
 
 
@@ -263,7 +260,7 @@ def named(fsdp: Any, rank: int) -> tuple[Any, Any]:
     model = wrapped(fsdp)
     optimizer = _NamedOptimizer(model.named_parameters(), torch.optim.AdamW, module=model, lr=0.05)
     for step in range(2):
-        model(batch(step, rank)).square().mean().backward()
+        model(batch(rank, step)).square().mean().backward()
         optimizer.step()
         model.zero_grad()
     return model, optimizer
@@ -333,8 +330,8 @@ def test_a_dispatch_mode_may_read_every_tensor_that_it_sees(
         with mode:
             for step in range(2):
                 with model.no_sync() if step else contextlib.nullcontext():
-                    model(batch(step, rank)).square().mean().backward()
-            model(batch(2, rank)).square().mean().backward()
+                    model(batch(rank, step)).square().mean().backward()
+            model(batch(rank, 2)).square().mean().backward()
         gradients.append([param.grad for param in model.parameters()])
     for plain, read in zip(*gradients, strict=True):
         assert plain is read is None or torch.equal(plain, read)

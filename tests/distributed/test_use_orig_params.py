@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import all_strategies, device, on_ranks
 from tests.simulated_gpu import races
+from tests.training import batch, sharded
 
 STEPS = 4
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -34,25 +34,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def build(
-    name: str, strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any
-) -> Any:
-    torch.manual_seed(5)
-    return implementation(name)(
-        Net(**(net or {})),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=ShardingStrategy[strategy],
-        device_id=device(),
-        **({"use_orig_params": True} | arguments),
-    )
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
-
-
 def backward(model: nn.Module, step: int, rank: int) -> None:
-    model(batch(step, rank)).float().square().mean().backward()
+    model(batch(rank, step)).float().square().mean().backward()
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -77,7 +60,7 @@ def compare(rank: int, body: Body, strategy: str, torch_races: bool = False, **a
     traces = {}
     for name in ("torch", "fsdp_c"):
         traces[name] = Trace()
-        body(build(name, strategy, **arguments), traces[name], rank)
+        body(sharded(name, strategy, **arguments), traces[name], rank)
         if torch_races and name == "torch":
             races.forget()
     expected, actual = traces["torch"], traces["fsdp_c"]
@@ -117,7 +100,7 @@ def nothing(params: dict[str, nn.Parameter], step: int) -> None:
 def test_parameters_are_flat_shards_and_empty_outside_of_it(
     rank: int, strategy: str
 ) -> None:  # C-034, H-010, B-029, C-076
-    model = build("fsdp_c", strategy)
+    model = sharded("fsdp_c", strategy)
     backward(model, 0, rank)
     infos = zip(model._flat_param._params, model._flat_param._shard_param_infos, strict=True)
     seen = set()
@@ -138,7 +121,7 @@ def test_parameters_are_flat_shards_and_empty_outside_of_it(
 def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
     rank: int, strategy: str
 ) -> None:  # parity 36
-    model = build("fsdp_c", strategy)
+    model = sharded("fsdp_c", strategy)
     flat_param = model._flat_param
 
     def shown() -> list[nn.Parameter]:
@@ -169,7 +152,7 @@ def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
 def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, strategy: str) -> None:
     gc.collect()  # what torch's FSDP1 left open in other tests may say something as it is closed
     said: list[str] = []
-    model = build("fsdp_c", strategy)
+    model = sharded("fsdp_c", strategy)
     backward(model, 0, rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "unraisablehook", lambda one: said.append(str(one.exc_value)))
@@ -180,7 +163,7 @@ def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, stra
 
 @on_ranks(2)
 def test_a_gradient_that_is_held_elsewhere_stays(rank: int) -> None:
-    model = build("fsdp_c", "FULL_SHARD")
+    model = sharded("fsdp_c", "FULL_SHARD")
     backward(model, 0, rank)
     held = [(param.grad, param.grad.clone()) for param in model.parameters() if param.grad is not None]
     model.zero_grad()
@@ -190,7 +173,7 @@ def test_a_gradient_that_is_held_elsewhere_stays(rank: int) -> None:
 
 @on_ranks(2)
 def test_parameters_outside_the_shard_share_no_gradient(rank: int) -> None:  # H-010, C-034
-    model = build("fsdp_c")
+    model = sharded("fsdp_c")
     backward(model, 0, rank)
     empty = [param for param in named(model).values() if param.numel() == 0]
     assert empty and all(param.grad is None for param in empty)
@@ -204,9 +187,9 @@ def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(
 ) -> None:  # E-005, E-006, C-091, C-092
     shown = {}
     for name in ("torch", "fsdp_c"):
-        model = build(name, strategy)
+        model = sharded(name, strategy)
         with torch.set_grad_enabled(grad):
-            output = model(batch(0, rank))
+            output = model(batch(rank, 0))
         weights = [model.inp.weight, model.blocks[0]._fsdp_wrapped_module.up.weight]
         shown[name] = [(type(weight), weight.shape) for weight in weights]
         if grad:
@@ -220,7 +203,7 @@ def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(
 @on_ranks(2)
 def test_parameter_objects_stay_the_same(rank: int, strategy: str) -> None:  # C-072, B-003
     # C-057
-    model = build("fsdp_c", strategy)
+    model = sharded("fsdp_c", strategy)
     before = named(model)
     backward(model, 0, rank)
     with type(model).summon_full_params(model):
@@ -259,11 +242,11 @@ def test_groups_give_parameters_their_own_hyperparameters(rank: int, strategy: s
 
 @on_ranks(2)
 def test_gradients_set_to_none_free_the_flat_gradient_in_the_next_forward(rank: int) -> None:  # C-119
-    model = build("fsdp_c")
+    model = sharded("fsdp_c")
     backward(model, 0, rank)
     for param in model.parameters():
         param.grad = None
-    model(batch(1, rank))
+    model(batch(rank, 1))
     assert all(handle.flat_param.grad is None for handle in model._all_handles)
 
 
@@ -313,7 +296,7 @@ def test_freezing_and_unfreezing_between_steps(
 def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, name: str) -> None:  # C-119
     """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15
     raises."""
-    model, untouched = build(name, "NO_SHARD"), build(name, "NO_SHARD")
+    model, untouched = sharded(name, "NO_SHARD"), sharded(name, "NO_SHARD")
     params = named(model)
     freeze_root(params, 1)
     backward(model, 0, rank)
@@ -365,12 +348,12 @@ def test_edited_parameters_are_taken_over(rank: int, strategy: str, edit: str) -
                 EDITS[edit](model, param, name)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         with torch.no_grad():
-            trace["output"] = model(batch(0, rank))
+            trace["output"] = model(batch(rank, 0))
         steps(model, trace, rank, optimizer, nothing)
 
     trace = compare(rank, body, strategy)
     with torch.no_grad():
-        assert not torch.equal(trace["output"], build("fsdp_c", strategy)(batch(0, rank)))
+        assert not torch.equal(trace["output"], sharded("fsdp_c", strategy)(batch(rank, 0)))
 
 
 @pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
@@ -406,20 +389,20 @@ def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) 
 
 @on_ranks(2)
 def test_error_of_an_untied_parameter_names_both(rank: int) -> None:  # X-076, C-135
-    model = build("fsdp_c", net={"tied": True})
+    model = sharded("fsdp_c", net={"tied": True})
     block = model.blocks[0]._fsdp_wrapped_module
     block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
     with pytest.raises(
         NotImplementedError,
         match=f"Changing shared parameters .*rank {rank}.*square.weight and the weight of .*again",
     ):
-        model(batch(0, rank))
+        model(batch(rank, 0))
 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
 def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:  # C-134
-    model = build(name, net={"extra": True})
+    model = sharded(name, net={"extra": True})
     del model.blocks[0]._fsdp_wrapped_module.extra.bias
     backward(model, 0, rank)
     assert "blocks.0.up.weight" in named(model)
@@ -456,12 +439,12 @@ def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=device())
     with torch.no_grad():
-        model(batch(0, rank))
+        model(batch(rank, 0))
     name = "3.weight" if rank == 0 else "0.weight"
     named(model)[name].data = torch.ones(3)
     with pytest.raises(RuntimeError) as found, torch.no_grad():
         for _ in range(2):
-            model(batch(0, rank))
+            model(batch(rank, 0))
     message = str(found.value)
     for part in (
         f"{name} of unit Sequential",
@@ -475,9 +458,9 @@ def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers
 @on_ranks(2)
 def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int) -> None:
     """Parity 20, 27: before anything is gathered, and nothing is changed by it."""
-    model = build("fsdp_c")
+    model = sharded("fsdp_c")
     with torch.no_grad():
-        model(batch(0, rank))
+        model(batch(rank, 0))
     edited = [param for _, param in unheld(model)[-1:]]
     for param in edited:
         param.data = torch.ones(3)
@@ -495,7 +478,7 @@ def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int
 def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_then_on(
     rank: int,
 ) -> None:  # C-131, parity 20
-    model = build("fsdp_c")
+    model = sharded("fsdp_c")
     name, param = unheld(model)[0]
     replace_parameter(model, param, name)
     new = named(model)[name]
@@ -509,12 +492,12 @@ def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_t
 def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:  # C-002, X-050
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-        model = build(name)
+        model = sharded(name)
     backward(model, 0, rank)
-    expected = build(name)(batch(0, rank))
+    expected = sharded(name)(batch(rank, 0))
     for param in model.parameters():
         param.data = torch.zeros_like(param)
-    assert torch.equal(model(batch(0, rank)), expected)
+    assert torch.equal(model(batch(rank, 0)), expected)
 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
@@ -522,12 +505,12 @@ def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:
 def test_data_replaced_between_forward_and_backward_is_refused(
     rank: int, name: str
 ) -> None:  # X-074, C-132, D-127
-    model = build(name, "SHARD_GRAD_OP")
-    output = model(batch(0, rank))  # noqa: F841  # a backward can follow
+    model = sharded(name, "SHARD_GRAD_OP")
+    output = model(batch(rank, 0))  # noqa: F841  # a backward can follow
     block = model.blocks[0]._fsdp_wrapped_module
     block.up.weight.data = torch.zeros_like(block.up.weight)
     with pytest.raises(AssertionError):
-        model(batch(0, rank))
+        model(batch(rank, 0))
 
 
 # ----------------------------------------------------------------- gradients kept low, tied weights, offload
@@ -541,7 +524,7 @@ def test_kept_low_precision_gradients_are_visible(
     rank: int, strategy: str, net: dict[str, Any], offload: bool
 ) -> None:  # parity 25, A-020
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
-    model = build("fsdp_c", strategy, net, mixed_precision=precision, cpu_offload=CPUOffload(offload))
+    model = sharded("fsdp_c", strategy, net, mixed_precision=precision, cpu_offload=CPUOffload(offload))
     backward(model, 0, rank)
     held = [param for param in model.parameters() if param.numel()]
     assert {(param.dtype, param.grad.dtype) for param in held} == {(torch.float32, torch.bfloat16)}
@@ -570,7 +553,7 @@ def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> 
 
 @on_ranks(2)
 def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int) -> None:  # D-089
-    model = build("fsdp_c")
+    model = sharded("fsdp_c")
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
     before = {name: param.detach().clone() for name, param in named(model).items()}
     with model.no_sync():
@@ -637,7 +620,7 @@ def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: 
 
 @on_ranks(2)
 def test_optimizer_in_backward_steps_offloaded_parameters(rank: int) -> None:  # D-089, B-027
-    models = [build("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]
+    models = [sharded("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]
     for model in models:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
         for step in range(2):

@@ -16,12 +16,9 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.debug import Updates, checksum, detect_anomalies, updates
 from tests.models import WIDTH, Block, Net
 from tests.ranks import all_strategies, both_views, device, device_type, on_ranks
+from tests.training import sharded
 
-
-def build(**arguments: Any) -> FSDP:
-    torch.manual_seed(5)
-    options = {"use_orig_params": True, "device_id": device()} | arguments
-    return FSDP(Net(blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+TWO_BLOCKS = {"blocks": 2}
 
 
 def loss(model: FSDP, rank: int) -> Tensor:
@@ -59,7 +56,7 @@ KINDS = {"nan": "NaN", "inf": "inf"}
 def test_a_gradient_that_is_not_finite_is_named_on_every_rank_before_it_spreads(
     rank: int, strategy: str, value: float
 ) -> None:
-    model = build(sharding_strategy=ShardingStrategy[strategy])
+    model = sharded(net=TWO_BLOCKS, sharding_strategy=ShardingStrategy[strategy])
     hook = spoil(model, value if rank == 1 else 1.0)
     with detect_anomalies(), pytest.raises(FloatingPointError) as raised:
         loss(model, rank).backward()
@@ -75,7 +72,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank_before_it_spreads(
 
 @on_ranks(2, label="faults")
 def test_an_anomaly_under_no_sync_is_raised_at_the_reduction(rank: int) -> None:
-    model = build(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model = sharded(net=TWO_BLOCKS, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     hook = spoil(model, float("nan") if rank == 0 else 1.0)
     with detect_anomalies():
         with model.no_sync():
@@ -87,7 +84,7 @@ def test_an_anomaly_under_no_sync_is_raised_at_the_reduction(rank: int) -> None:
 
 @on_ranks(2, label="faults")
 def test_nothing_is_looked_at_outside_and_it_is_not_nested(rank: int) -> None:
-    model = build()
+    model = sharded(net=TWO_BLOCKS)
     spoil(model, float("nan"))
     with detect_anomalies(), pytest.raises(RuntimeError, match="on already"), detect_anomalies():
         pass
@@ -97,7 +94,7 @@ def test_nothing_is_looked_at_outside_and_it_is_not_nested(rank: int) -> None:
 
 @on_ranks(2, label="faults")
 def test_replicas_of_no_shard_that_drift_are_named(rank: int) -> None:
-    model = build(sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = sharded(net=TWO_BLOCKS, sharding_strategy=ShardingStrategy.NO_SHARD)
     checksum(model)
     loss(model, rank).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -111,7 +108,7 @@ def test_replicas_of_no_shard_that_drift_are_named(rank: int) -> None:
 
 @on_ranks(2, label="faults")
 def test_buffers_that_drift_are_named_unless_left_out(rank: int) -> None:
-    model = build()
+    model = sharded(net=TWO_BLOCKS)
     checksum(model)
     model.module.blocks[0].module.calls.add_(rank)
     with pytest.raises(RuntimeError, match=r"blocks\.0\.calls is one on rank 0 and another on rank 1"):
@@ -122,7 +119,7 @@ def test_buffers_that_drift_are_named_unless_left_out(rank: int) -> None:
 @on_ranks(4, label="faults")
 def test_hybrid_replicas_that_drift_are_named_on_all_ranks(rank: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2))
-    model = build(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    model = sharded(net=TWO_BLOCKS, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     checksum(model)
     loss(model, rank).backward()
     checksum(model)

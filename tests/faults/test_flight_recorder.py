@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -32,8 +31,9 @@ from fsdp_c import checkpoint, where
 from fsdp_c.state import redistribution
 from fsdp_c.tools import flight_recorder, rank_entries
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH
 from tests.ranks import device, on_ranks
+from tests.training import sharded
 
 
 def watching() -> list[threading.Thread]:
@@ -59,13 +59,7 @@ def flight_records(folder: str) -> Iterator[Path]:
 
 
 def build() -> FSDP:
-    torch.manual_seed(5)
-    return FSDP(
-        Net(blocks=2),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=device(),
-        use_orig_params=True,
-    )
+    return sharded(net={"blocks": 2})
 
 
 def places(folder: Path) -> list[str]:

@@ -3,18 +3,18 @@ itself."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
 
 from tests.models import WIDTH
-from tests.parity.engine import implementation
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.ranks import all_strategies, both_views, on_ranks
 from tests.simulated_gpu import races
+from tests.training import batch, wrap
 
 
 class Inside(nn.Module):
@@ -69,16 +69,8 @@ STEPS = {
 
 def build(which: str, step: Callable[[Inside, Tensor], Tensor], **arguments: Any) -> Any:
     torch.manual_seed(3)
-    make = implementation(which)
-    return make(
-        Inside(lambda module: make(module, device_id=device(), **arguments), step),
-        device_id=device(),
-        **arguments,
-    )
-
-
-def batch(rank: int, index: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
+    unit = functools.partial(wrap, which=which, **arguments)
+    return unit(Inside(unit, step))
 
 
 def trained(
@@ -107,7 +99,7 @@ def test_training_with_a_backward_inside_the_forward_equals_torchs(
 ) -> None:
     if use_orig_params and strategy == "NO_SHARD" and name == "gradient_of_the_input":
         pytest.skip("torch no longer lists the parameters of such a unit; see the next test")
-    arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
+    arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
     expected = trained("torch", rank, STEPS[name], **arguments)
     races.forget()  # torch adds the second gradient to what its reduction still reads
     found = trained("fsdp_c", rank, STEPS[name], **arguments)
@@ -120,9 +112,7 @@ def test_training_with_a_backward_inside_the_forward_equals_torchs(
 def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_they_are_not(rank: int) -> None:
     listed = {}
     for which in ("torch", "fsdp_c"):
-        model = build(
-            which, gradient_of_the_input, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True
-        )
+        model = build(which, gradient_of_the_input, strategy="NO_SHARD")
         model(batch(rank, 0)).sum().backward()
         listed[which] = any(".first." in f".{name}" for name, _ in model.named_parameters())
     assert listed == {"torch": False, "fsdp_c": True}
@@ -131,7 +121,7 @@ def test_parameters_of_a_unit_are_listed_after_such_a_backward_and_with_torch_th
 @on_ranks(2)
 def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(rank: int) -> None:
     """Without a backward of the whole nothing that was gathered for the one inside goes stale."""
-    model = build("fsdp_c", gradient_of_the_input, use_orig_params=True)
+    model = build("fsdp_c", gradient_of_the_input)
     for _ in range(2):
         before = model(batch(rank, 0)).detach()
         with torch.no_grad():
@@ -145,7 +135,7 @@ def test_units_after_the_backward_inside_are_freed_and_prefetched_as_before(rank
 @on_ranks(2)
 def test_backward_through_the_unit_amid_its_forward_is_refused_by_name(rank: int) -> None:
     for which in ("torch", "fsdp_c"):
-        model = build(which, own_parameters, use_orig_params=True)
+        model = build(which, own_parameters)
         with pytest.raises((AssertionError, RuntimeError)) as found:
             model(batch(rank, 0))
         if which == "torch":

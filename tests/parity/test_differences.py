@@ -24,42 +24,21 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
-    ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import WIDTH, Block, Net
-from tests.parity.engine import implementation
+from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
+from tests.training import batch, plain, sharded, wrap
 
 BOTH = ("torch", "fsdp_c")
 NO_ACCELERATOR = (
     "Cannot access accelerator device|Found no NVIDIA driver"  # torch built for the CPU, or for CUDA
 )
-
-
-def wrap(which: str, module: nn.Module, **arguments: Any) -> Any:
-    if "strategy" in arguments:
-        arguments["sharding_strategy"] = ShardingStrategy[arguments.pop("strategy")]
-    return implementation(which)(module, **({"device_id": device(), "use_orig_params": True} | arguments))
-
-
-def per_block(which: str, *, net: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    return wrap(which, plain(**(net or {})), auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
-
-
-def plain(**options: Any) -> Net:
-    torch.manual_seed(3)
-    return Net(**options)
-
-
-def batch(rank: int, index: int = 0) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
 
 
 def full_gradients(model: Any) -> list[Tensor]:
@@ -98,7 +77,7 @@ def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -
     for which in BOTH:
         mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
         layer = nn.Linear(1, 1, bias=False)
-        model = wrap(which, layer, strategy="HYBRID_SHARD", device_mesh=mesh)
+        model = wrap(layer, which, strategy="HYBRID_SHARD", device_mesh=mesh)
         model(torch.full((1, 1), 1.0 + rank)).sum().backward()
         found[which] = [parameter.grad.item() for parameter in model.parameters()]
     assert found == {"torch": [0.5 * (1 + rank)], "fsdp_c": [1.5]}
@@ -109,7 +88,7 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> 
     """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
     norms = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(1, 1, bias=False))  # rank 1 holds none of its one element
+        model = wrap(nn.Linear(1, 1, bias=False), which)  # rank 1 holds none of its one element
         model(torch.full((1, 1), 3.0)).sum().backward()
         norms[which] = [
             model.clip_grad_norm_(100.0, float("inf")).item(),
@@ -126,13 +105,11 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
     """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without
     offload."""
     with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
-        model = per_block(
-            "torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params
-        )
+        model = sharded("torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
         model(batch(rank)).sum().backward()
     models = [
-        per_block("torch", use_orig_params=use_orig_params),
-        per_block("fsdp_c", use_orig_params=use_orig_params, cpu_offload=CPUOffload(offload_params=True)),
+        sharded("torch", use_orig_params=use_orig_params),
+        sharded("fsdp_c", use_orig_params=use_orig_params, cpu_offload=CPUOffload(offload_params=True)),
     ]
     for model in models:
         for index in range(2):
@@ -146,7 +123,7 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
 def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:  # D-042
     stale = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy=strategy)
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model(batch(rank)).sum().backward()
         with torch.no_grad():
@@ -165,7 +142,7 @@ def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
 ) -> None:
     stale = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy=strategy, use_orig_params=use_orig_params)
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy=strategy, use_orig_params=use_orig_params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model(batch(rank)).sum().backward()
         before = model(batch(rank)).detach()
@@ -192,15 +169,15 @@ def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(
         return seen
 
     expected = pytest.approx(losses(plain().to(device())))
-    assert losses(per_block("fsdp_c", forward_prefetch=True)) == expected
-    assert losses(per_block("torch", forward_prefetch=True)) != expected
+    assert losses(sharded("fsdp_c", forward_prefetch=True)) == expected
+    assert losses(sharded("torch", forward_prefetch=True)) != expected
 
 
 @on_ranks(2)
 def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: int) -> None:
     kept = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy="SHARD_GRAD_OP")
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy="SHARD_GRAD_OP")
         output = model(batch(rank))
         with torch.no_grad():
             model.bias.fill_(3.0)
@@ -215,7 +192,7 @@ def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: 
 @on_ranks(2)
 def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
     """Torch frees the storage that it returns and dies with SIGSEGV."""
-    model = per_block("fsdp_c")
+    model = sharded("fsdp_c")
     config = FullStateDictConfig(offload_to_cpu=True)
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         state = model.state_dict()
@@ -226,7 +203,7 @@ def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
 @on_ranks(2)
 def test_row_5_summon_offloaded_on_a_cpu_works(rank: int) -> None:
     """Torch dies with SIGSEGV."""
-    model = per_block("fsdp_c")
+    model = sharded("fsdp_c")
     with type(model).summon_full_params(model, offload_to_cpu=True, rank0_only=True, writeback=False):
         if rank == 0:
             for one, other in zip(model.parameters(), plain().parameters(), strict=True):
@@ -252,7 +229,7 @@ def test_row_7_the_cpu_is_a_device_like_others(
 ) -> None:
     def step(which: str) -> Tensor:
         torch.manual_seed(rank if "sync_module_states" in arguments else 0)
-        model = wrap(which, nn.Linear(WIDTH, WIDTH), **arguments)
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, **arguments)
         model(batch(rank)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         with torch.no_grad():
@@ -269,7 +246,7 @@ def test_row_7_the_cpu_is_a_device_like_others(
 def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:  # A-132
     found = {}
     for which in BOTH:
-        model = per_block(which)
+        model = sharded(which)
         with pytest.raises(KeyError), type(model).state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             raise KeyError
         found[which] = type(model).get_state_dict_type(model).state_dict_type
@@ -280,7 +257,7 @@ def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:  # A-
 def test_row_9_no_shard_honours_rank0_only(rank: int) -> None:
     sizes = {}
     for which in BOTH:
-        model = per_block(which, strategy="NO_SHARD")
+        model = sharded(which, strategy="NO_SHARD")
         config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
         with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             sizes[which] = len(model.state_dict())
@@ -292,9 +269,9 @@ def test_row_9_no_shard_honours_rank0_only(rank: int) -> None:
 @on_ranks(2)
 def test_row_11_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None:
     def nested(which: str) -> Tensor:
-        inner = wrap(which, plain())
+        inner = wrap(plain(), which)
         getattr(inner, query)()
-        outer = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), inner))
+        outer = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), which)
         loss = outer(batch(rank)).sum()
         loss.backward()
         assert outer.check_is_root() and not inner.check_is_root()
@@ -313,7 +290,7 @@ def test_row_12_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int
     """Torch: what the unit's own backward left behind is added to the gradients of the next step."""
 
     def step(which: str) -> list[Tensor]:
-        model = per_block(which)
+        model = sharded(which)
         model(batch(rank)).sum().backward()
         model.zero_grad()
         model.module.blocks[0](batch(rank, 1)).square().sum().backward()
@@ -331,7 +308,7 @@ def test_row_12_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int
 @on_ranks(2)
 def test_row_12_gradients_of_a_unit_trained_on_its_own_are_handed_over(rank: int, world_size: int) -> None:
     # D-053
-    model = per_block("fsdp_c")
+    model = sharded("fsdp_c")
     model(batch(rank)).sum().backward()
     model.zero_grad()
     unit = model.module.blocks[0]
@@ -355,7 +332,7 @@ def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy
     34)."""
 
     def step(which: str) -> list[Tensor]:
-        model = per_block(which, strategy=strategy)
+        model = sharded(which, strategy=strategy)
         loss = model(batch(rank)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -379,7 +356,7 @@ def test_row_13_a_graph_can_be_walked_in_no_sync_and_then_reduced(
     """Torch: freed storage, an assertion about `_saved_grad_shard`, or gradients that are not reduced."""
 
     def step(which: str) -> list[Tensor]:
-        model = per_block(which, strategy=strategy)
+        model = sharded(which, strategy=strategy)
         loss = model(batch(rank)).sum()
         with model.no_sync():
             loss.backward(retain_graph=True)
@@ -434,7 +411,7 @@ class AroundUnknown(nn.Module):
     def __init__(self, which: str) -> None:
         super().__init__()
         inner = Returns(Unknown)
-        self.inner = inner if which == "plain" else wrap(which, inner)
+        self.inner = inner if which == "plain" else wrap(inner, which)
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -447,7 +424,7 @@ def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> 
 
     def step(which: str) -> list[Tensor]:
         torch.manual_seed(3)
-        model = wrap(which, AroundUnknown(which))
+        model = wrap(AroundUnknown(which), which)
         model(batch(rank).requires_grad_()).square().sum().backward()
         return full_gradients(model)
 
@@ -468,7 +445,7 @@ def test_row_15_outputs_are_returned_as_they_were(
 ) -> None:  # D-043
     for which in BOTH:
         unit = Returns(lambda value: container(value=value))
-        output = wrap(which, unit)(batch(rank))
+        output = wrap(unit, which)(batch(rank))
         assert (output is unit.returned) == (which == "fsdp_c")
         assert type(output) is (type_of_torch if which == "torch" else container)
 
@@ -485,7 +462,7 @@ class Recurrent(nn.Module):
 @on_ranks(2)
 def test_row_16_a_packed_sequence_is_cast() -> None:  # A-082, D-046
     def run(which: str) -> Tensor:
-        model = wrap(which, Recurrent(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        model = wrap(Recurrent(), which, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))
 
     with pytest.raises(RuntimeError, match="must have the same dtype"):
@@ -508,7 +485,7 @@ class FrozenStart(nn.Module):
 def frozen_start(which: str) -> Any:
     torch.manual_seed(3)
     model = FrozenStart()
-    return model if which == "plain" else wrap(which, model)
+    return model if which == "plain" else wrap(model, which)
 
 
 def total_norm(gradients: list[Tensor | None]) -> float:
@@ -522,7 +499,7 @@ def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
     trained, frozen = {}, {}
     for which in BOTH:
         model = wrap(
-            which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), strategy="NO_SHARD"
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), which, strategy="NO_SHARD"
         )
         model.module[0].requires_grad_(False)
         with model.no_sync():
@@ -556,7 +533,7 @@ def test_row_28_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without
 
 
 def adam_trained(which: str, rank: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = per_block(which, **arguments)
+    model = sharded(which, **arguments)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for index in range(2):
         model(batch(rank, index)).square().mean().backward()
@@ -587,7 +564,7 @@ def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
 @on_ranks(2)
 def test_row_10_local_state_dict_with_original_parameters_loads() -> None:
     for which in BOTH:
-        model = per_block(which)
+        model = sharded(which)
         with type(model).state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
             state = model.state_dict()
             if which == "torch":
@@ -603,7 +580,7 @@ def test_row_23_each_parameter_has_a_step_of_its_own(rank: int) -> None:
     steps = {}
     for which in BOTH:
         state = whole_optim_state(*adam_trained(which, rank, use_orig_params=False), offload=False)
-        model = per_block(which)
+        model = sharded(which)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
         with type(model).state_dict_type(
             model, StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(rank0_only=False)
@@ -632,7 +609,7 @@ def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(use_orig_
     """In torch a tied name stands after its module's other parameters; so it does here without original
     parameters."""
     names = {
-        which: list(per_block(which, net={"tied_head": True}, use_orig_params=use_orig_params).state_dict())
+        which: list(sharded(which, net={"tied_head": True}, use_orig_params=use_orig_params).state_dict())
         for which in BOTH
     }
     expected = list(plain(tied_head=True).state_dict())
@@ -647,7 +624,7 @@ def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
     def run(which: str) -> None:
         first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         second.weight = first.weight
-        wrap(which, nn.Sequential(wrap(which, first), nn.Sequential(wrap(which, second))))(batch(rank))
+        wrap(nn.Sequential(wrap(first, which), nn.Sequential(wrap(second, which))), which)(batch(rank))
 
     with pytest.raises(RuntimeError, match="mat2 must be a matrix, got 1-D tensor"):
         run("torch")
@@ -659,7 +636,7 @@ def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
 def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -> None:
     """Torch gathers float32 zeros among float64 gradients, and the process dies in the collective
     (SIGABRT)."""
-    model = wrap("fsdp_c", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double())
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double(), "fsdp_c")
     model(batch(rank).double()).sum().backward()
     own = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
     if rank == 1:
@@ -683,7 +660,7 @@ class Generator(nn.Linear):
 def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int) -> None:
     messages = {}
     for which in BOTH:
-        model = wrap(which, Generator(WIDTH, WIDTH))
+        model = wrap(Generator(WIDTH, WIDTH), which)
         with pytest.raises(RuntimeError) as found:
             model.generate(batch(rank))
         messages[which] = str(found.value)
@@ -700,7 +677,7 @@ def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int) -> N
 def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
     outputs = {}
     for which in BOTH:
-        model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), which)
         for parameter in model.parameters():
             if parameter.numel() == 0:
                 parameter.data = torch.full((4,), 100.0)
@@ -718,7 +695,7 @@ def test_row_25_low_precision_gradients_of_tied_weights_are_kept(rank: int, worl
     keep = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
 
     def step(which: str) -> set[torch.dtype]:
-        model = per_block(which, net={"tied": True}, mixed_precision=keep)
+        model = sharded(which, net={"tied": True}, mixed_precision=keep)
         model(batch(rank)).sum().backward()
         return {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
 
@@ -733,7 +710,7 @@ def test_new_data_of_a_flat_parameter_stays(rank: int) -> None:
     """Torch gathers from it once and then returns to the old shard without a word."""
     losses = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH), use_orig_params=False)
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
         model(batch(rank)).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -758,7 +735,7 @@ def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward
         return model(batch(one)).sum() + model(batch(one, 1)).sum()
 
     def step(which: str) -> list[Tensor]:
-        model = per_block(which, net={"checkpoint_mode": "reentrant"}, strategy=strategy)
+        model = sharded(which, net={"checkpoint_mode": "reentrant"}, strategy=strategy)
         forwards(model, rank).backward()
         return full_gradients(model)
 
@@ -778,7 +755,7 @@ def test_row_31_data_put_into_a_flat_parameter_stays(rank: int) -> None:
     """Torch takes it for one gather, and then shows its own shard again."""
     found = {}
     for which in BOTH:
-        model = wrap(which, nn.Linear(WIDTH, WIDTH), use_orig_params=False)
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
         model(batch(rank)).sum().backward()
         model._flat_param.data = torch.full_like(model._flat_param, 0.5)
         outputs = []
@@ -798,7 +775,7 @@ def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_back
     """Torch shows views there in the place of parameters, so that gradients add up over the steps."""
     losses = {}
     for which in (*BOTH, "plain"):
-        model = plain() if which == "plain" else per_block(which, strategy="SHARD_GRAD_OP")
+        model = plain() if which == "plain" else sharded(which, strategy="SHARD_GRAD_OP")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         losses[which] = []
         for _ in range(3):
@@ -816,7 +793,7 @@ def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_back
 def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
     said = {}
     for which in BOTH:
-        model = per_block(which, strategy="SHARD_GRAD_OP")
+        model = sharded(which, strategy="SHARD_GRAD_OP")
         model(batch(rank))
         with contextlib.suppress(RuntimeError):
             model.requires_grad_(False)
@@ -832,7 +809,7 @@ def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_
     rank: int, which: str
 ) -> None:
     """The remedy: the unit's own, or the optimizer's parameters."""
-    model = per_block(which, strategy="SHARD_GRAD_OP")
+    model = sharded(which, strategy="SHARD_GRAD_OP")
     parameters = list(model.parameters())
     model(batch(rank)).sum().backward()
     before = [parameter.grad for parameter in parameters]
@@ -870,7 +847,7 @@ def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(rank: int, u
         return losses
 
     expected = step(plain(), 0)
-    found = {which: step(per_block(which, use_orig_params=use_orig_params), rank) for which in BOTH}
+    found = {which: step(sharded(which, use_orig_params=use_orig_params), rank) for which in BOTH}
     assert_close(found["fsdp_c"], expected)
     with pytest.raises(AssertionError):
         assert_close(found["torch"], expected)
@@ -897,7 +874,7 @@ def test_row_42_a_frozen_parameter_keeps_its_gradient(strategy: str) -> None:
     expected = step(module, module)
     found = {}
     for which in BOTH:  # torch first
-        model = per_block(which, strategy=strategy)
+        model = sharded(which, strategy=strategy)
         found[which] = step(model, model.module)
         if which == "torch":
             races.forget()  # it adds gradients while a reduction on another stream writes there
@@ -912,7 +889,7 @@ def test_row_45_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, wo
     come."""
 
     def step(which: str) -> list[Tensor]:
-        model = wrap(which, plain(around="reentrant"))  # the blocks, all in one unit
+        model = wrap(plain(around="reentrant"), which)  # the blocks, all in one unit
         model(batch(rank)).sum().backward()
         return full_gradients(model)
 
@@ -938,7 +915,7 @@ def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
             return checkpoint(self.net, x.requires_grad_(), use_reentrant=self.use_reentrant)
 
     def gradients(use_reentrant: bool) -> Any:
-        model = wrap(which, Nested(use_reentrant))
+        model = wrap(Nested(use_reentrant), which)
         model(batch(rank)).sum().backward()
         return full_gradients(model)
 
@@ -961,8 +938,8 @@ def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int)
         return layer
 
     with pytest.raises(RuntimeError, match="out of bounds for storage"):
-        wrap("torch", sliced())
-    assert torch.equal(wrap("fsdp_c", sliced())(batch(rank)), sliced()(batch(rank)))
+        wrap(sliced(), "torch")
+    assert torch.equal(wrap(sliced(), "fsdp_c")(batch(rank)), sliced()(batch(rank)))
 
 
 @on_ranks(2)
@@ -972,7 +949,7 @@ def test_row_30_gradients_of_transposed_parameters_lie_as_those_do(rank: int) ->
     for which in BOTH:
         layer = nn.Linear(WIDTH, WIDTH + 1)
         layer.weight = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
-        model = wrap(which, layer, strategy="NO_SHARD")
+        model = wrap(layer, which, strategy="NO_SHARD")
         model(batch(rank)).sum().backward()
         (weight,) = (param for param in model.parameters() if param.ndim == 2)
         strides[which] = weight.stride(), weight.grad.stride()
@@ -994,7 +971,7 @@ class CalledWithOthers(nn.Module):
 @on_ranks(2)
 def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int) -> None:
     expected, own = CalledWithOthers()(batch(rank)), CalledWithOthers().layer(batch(rank))
-    found = {which: wrap(which, CalledWithOthers())(batch(rank)) for which in BOTH}
+    found = {which: wrap(CalledWithOthers(), which)(batch(rank)) for which in BOTH}
     assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
     assert torch.equal(found["fsdp_c"], expected)
 
@@ -1032,7 +1009,7 @@ def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, us
     """With forwards of both before a backward torch trains under SHARD_GRAD_OP alone."""
 
     def wrapped(which: str) -> tuple[Any, Any]:
-        return shared(lambda module: wrap(which, module, use_orig_params=use_orig_params))
+        return shared(lambda module: wrap(module, which, use_orig_params=use_orig_params))
 
     def in_turn(models: tuple[Any, Any]) -> list[Tensor]:
         optimizer = torch.optim.SGD({one: None for model in models for one in model.parameters()}, lr=0.1)
@@ -1062,7 +1039,7 @@ def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, us
     assert_close(in_turn(models), expected)
 
     remedy, module = (
-        wrap("fsdp_c", Both(*wrapped("fsdp_c")), use_orig_params=use_orig_params),
+        wrap(Both(*wrapped("fsdp_c")), "fsdp_c", use_orig_params=use_orig_params),
         Both(*shared(lambda module: module)),
     )
     for model in (remedy, module):
@@ -1080,7 +1057,7 @@ def test_row_70_compiled_autograd_is_refused_in_words(rank: int) -> None:
     def two_layers(which: str | None) -> Any:
         torch.manual_seed(3)
         inner, outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        return wrap(which, nn.Sequential(outer, wrap(which, inner))) if which else nn.Sequential(outer, inner)
+        return wrap(nn.Sequential(outer, wrap(inner, which)), which) if which else nn.Sequential(outer, inner)
 
     def losses(model: Any, compiled: Callable[[], Any]) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1147,7 +1124,7 @@ def test_load_state_dict_with_assign_loads_and_goes_on_training(strategy: str, u
 
     expected, found = losses(twentieths(), lambda: None), {}
     for which in BOTH:
-        model = per_block(which, strategy=strategy, use_orig_params=use_orig_params)
+        model = sharded(which, strategy=strategy, use_orig_params=use_orig_params)
         state = filled(model)
 
         def load(model: Any = model, state: dict[str, Tensor] = state) -> None:
@@ -1166,7 +1143,7 @@ def test_load_state_dict_with_assign_loads_and_goes_on_training(strategy: str, u
 def test_data_that_is_set_in_summon_full_params_is_kept(strategy: str, use_orig_params: bool) -> None:
     outputs = {}
     for which in BOTH:
-        model = per_block(which, strategy=strategy, use_orig_params=use_orig_params)
+        model = sharded(which, strategy=strategy, use_orig_params=use_orig_params)
         with type(model).summon_full_params(model):
             for parameter in model.parameters():
                 parameter.data = torch.full_like(parameter, 0.05)
@@ -1179,7 +1156,7 @@ def test_data_that_is_set_in_summon_full_params_is_kept(strategy: str, use_orig_
 def test_a_refused_set_state_dict_type_changes_no_unit() -> None:
     types = {}
     for which in BOTH:
-        model = per_block(which)
+        model = sharded(which)
         fsdp = type(model)
         fsdp.set_state_dict_type(model.module.blocks[1], StateDictType.SHARDED_STATE_DICT)
         with pytest.raises(AssertionError, match="same state_dict_type"):
@@ -1196,7 +1173,7 @@ def test_a_refused_set_state_dict_type_changes_no_unit() -> None:
 def test_gradients_in_float64_are_clipped(use_orig_params: bool) -> None:
     norms = []
     for which in BOTH:
-        model = wrap(which, plain().double(), use_orig_params=use_orig_params)
+        model = wrap(plain().double(), which, use_orig_params=use_orig_params)
         model(batch(0).double()).sum().backward()
         if which == "torch":
             with pytest.raises(RuntimeError, match="without narrowing"):
@@ -1212,9 +1189,9 @@ def torch_raises_and_ours_is_as_plain(
     run: Callable[[Any], list[Tensor]], use_orig_params: bool, error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        run(per_block("torch", use_orig_params=use_orig_params))
+        run(sharded("torch", use_orig_params=use_orig_params))
     races.forget()
-    assert_close(run(per_block("fsdp_c", use_orig_params=use_orig_params)), run(plain()))
+    assert_close(run(sharded("fsdp_c", use_orig_params=use_orig_params)), run(plain()))
 
 
 @both_views

@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecision
 
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.parity.engine import PRECISIONS, Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import per_block, root_without_parameters, with_arguments
 from tests.ranks import STRATEGIES, all_strategies, both_views, device, on_ranks
+from tests.training import batch, sharded
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
@@ -116,18 +116,6 @@ def test_unit_without_parameters_does_not_cast_its_inputs() -> None:
 # ----------------------------------------------------------------- where torch is stale
 
 
-def sharded(strategy: str, use_orig_params: bool) -> nn.Module:
-    torch.manual_seed(3)
-    return implementation("fsdp_c")(
-        Net(),
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=use_orig_params,
-        mixed_precision=BF16,
-        device_id=device(),
-    )
-
-
 def full_copy(model: nn.Module) -> Net:
     plain = Net()
     plain.load_state_dict(model.state_dict())
@@ -142,9 +130,9 @@ def test_evaluation_equals_the_plain_model_after_every_step(
 ) -> None:
     """D-123: outputs in fp32, of the parameters as they are now, and nothing stays gathered (parity 4)."""
     with full_precision_in_eval():
-        model = sharded(strategy, use_orig_params)
+        model = sharded("fsdp_c", strategy, use_orig_params=use_orig_params, mixed_precision=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+    x = batch(rank)
     for _ in range(3):
         model.train()
         model(x).float().square().mean().backward()
@@ -163,11 +151,11 @@ def test_evaluation_equals_the_plain_model_after_every_step(
 @on_ranks(2)
 def test_backward_is_in_the_precision_of_its_forward(rank: int, strategy: str, use_orig_params: bool) -> None:
     """An evaluation between a forward and its backward changes nothing; nor does a summon in eval mode."""
-    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+    x = batch(rank)
     found = []
     for evaluate in (False, True):
         with full_precision_in_eval():
-            model = sharded(strategy, use_orig_params)
+            model = sharded("fsdp_c", strategy, use_orig_params=use_orig_params, mixed_precision=BF16)
         loss = model(x).float().square().mean()
         if evaluate:
             model.eval()
@@ -188,12 +176,12 @@ def test_backward_is_in_the_precision_of_its_forward(rank: int, strategy: str, u
 def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, use_orig_params: bool) -> None:
     """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either
     order."""
-    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+    x = batch(rank)
     for modes in ((True, False), (False, True)):
         found = []
         for accumulate in (False, True):
             with full_precision_in_eval():
-                model = sharded("FULL_SHARD", use_orig_params)
+                model = sharded("fsdp_c", "FULL_SHARD", use_orig_params=use_orig_params, mixed_precision=BF16)
             model.train(modes[0])
             with model.no_sync() if accumulate else contextlib.nullcontext():
                 model(x).float().square().mean().backward()

@@ -1,0 +1,52 @@
+"""What many tests on ranks begin with: a wrapped model, batches, and the comparison of what came out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import device
+
+PER_BLOCK = ModuleWrapPolicy({Block})
+
+
+def wrap(module: nn.Module, which: str = "fsdp_c", strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    """``module`` as a unit on this rank's device, with original parameters unless ``arguments`` say
+    otherwise."""
+    defaults = {
+        "device_id": device(),
+        "use_orig_params": True,
+        "sharding_strategy": ShardingStrategy[strategy],
+    }
+    return implementation(which)(module, **(defaults | arguments))
+
+
+def plain(**options: Any) -> Net:
+    torch.manual_seed(5)
+    return Net(**options)
+
+
+def sharded(
+    which: str = "fsdp_c", strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
+    """``plain(**net)`` with a unit for each block."""
+    return wrap(plain(**(net or {})), which, strategy, **({"auto_wrap_policy": PER_BLOCK} | arguments))
+
+
+def batch(rank: int, index: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """Inputs that no other rank and no other index has."""
+    generator = torch.Generator(device()).manual_seed(10 * index + rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=dtype)
+
+
+def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    """The same names, whatever their order, with the same bits."""
+    assert expected.keys() == actual.keys()
+    different = [name for name in expected if not same_bits(expected[name], actual[name])]
+    assert not different, different[:4]
