@@ -15,26 +15,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import WIDTH, Block, Net
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.models import WIDTH, Net
+from tests.ranks import all_strategies, both_views, on_ranks
 from tests.storage import live_nbytes, live_nbytes_after_a_failure, settled_nbytes
-
-
-def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-    from fsdp_c import FullyShardedDataParallel
-
-    options = {
-        "device_id": device(),
-        "use_orig_params": True,
-        "sharding_strategy": ShardingStrategy[strategy],
-    }
-    return FullyShardedDataParallel(module, **(options | arguments))
+from tests.training import PER_BLOCK, wrap
+from tests.training import batch as inputs
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -47,12 +38,10 @@ def plain(**options: Any) -> Net:
 
 
 def sharded(strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    return wrap(plain(**(net or {})), strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
+    return wrap(plain(**(net or {})), strategy=strategy, auto_wrap_policy=PER_BLOCK, **arguments)
 
 
-def batch(rank: int, index: int = 0) -> Tensor:
-    generator = torch.Generator(device()).manual_seed(10 * index + rank)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+batch = functools.partial(inputs, dtype=torch.float64)
 
 
 Step = Callable[[Any, int], None]
@@ -113,6 +102,10 @@ def loss_of(output: Tensor) -> Tensor:
 
 def fed_back(model: Any, rank: int) -> None:
     loss_of(model(model(batch(rank)))).backward()
+
+
+def once(model: Any, rank: int) -> None:
+    loss_of(model(batch(rank))).backward()
 
 
 def twice(model: Any, rank: int) -> None:
@@ -273,7 +266,9 @@ def test_a_unit_that_calls_itself_trains(
     rank: int, world_size: int, strategy: str, use_orig_params: bool, recomputed: bool
 ) -> None:
     policy = ModuleWrapPolicy({Recursive})
-    model = wrap(seeded(AroundRecursive), strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    model = wrap(
+        seeded(AroundRecursive), strategy=strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params
+    )
     model.inner.module.unit = [model.inner]
 
     def step(model: Any, rank: int) -> None:
@@ -325,13 +320,12 @@ def test_checkpoint_around_a_unit_within_a_unit(
             x = self.first(x)
             return checkpoint(self.nested, x, use_reentrant=reentrant) if outer_too else self.nested(x)
 
-    model = wrap(seeded(lambda: Outer(lambda module: wrap(module.double(), strategy))), strategy)
+    model = wrap(
+        seeded(lambda: Outer(lambda module: wrap(module.double(), strategy=strategy))), strategy=strategy
+    )
     reference = seeded(lambda: Outer(lambda module: module.double()))
 
-    def step(model: Any, rank: int) -> None:
-        loss_of(model(batch(rank))).backward()
-
-    assert_same_gradients(model, reference, step, rank, world_size)
+    assert_same_gradients(model, reference, once, rank, world_size)
 
 
 class Parts(nn.Module):
@@ -379,7 +373,7 @@ def test_reentrant_checkpoints_around_parts_of_a_unit(
     """Also where they begin after a step without (parity 45)."""
 
     def fsdp(module: nn.Module) -> Any:
-        return wrap(module, strategy, use_orig_params=use_orig_params)
+        return wrap(module, strategy=strategy, use_orig_params=use_orig_params)
 
     def step(model: Any, rank: int) -> None:
         parts = next(module for module in model.modules() if isinstance(module, Parts))
@@ -476,7 +470,7 @@ def test_gradient_that_a_forward_takes_of_an_inner_unit_is_differentiated(
 ) -> None:
     model, reference = (seeded(lambda: Forces(runs_again, with_energy)) for _ in range(2))
     policy = ModuleWrapPolicy({nn.Sequential})
-    model = wrap(model, strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+    model = wrap(model, strategy=strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
     assert_same_gradients(model, reference, twice, rank, world_size)
 
 
@@ -601,7 +595,7 @@ def test_frozen_units_free_their_storage_during_backward(rank: int, strategy: st
     before = settled_nbytes()
     model = plain()
     model.blocks[2].requires_grad_(False)
-    model = wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wrap(model, strategy=strategy, auto_wrap_policy=PER_BLOCK)
     frozen = model.module.blocks[2]._handle
     seen = []
 
@@ -645,13 +639,6 @@ def register_container() -> None:
         pytree.register_pytree_node(
             Registered, lambda one: ([one.value], None), lambda items, _: Registered(*items)
         )
-
-
-class Unknown:
-    """A container that nobody knows."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
 
 
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -718,29 +705,11 @@ def test_outputs_in_containers_are_returned_themselves_and_can_be_trained(
 ) -> None:
     register_container()
     model = wrap(
-        seeded(lambda: Takes(*OUTPUTS[kind])), strategy, auto_wrap_policy=ModuleWrapPolicy({Returns})
+        seeded(lambda: Takes(*OUTPUTS[kind])), strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Returns})
     )
 
-    def step(model: Any, rank: int) -> None:
-        loss_of(model(batch(rank))).backward()
-
-    assert_same_gradients(model, seeded(lambda: Takes(*OUTPUTS[kind])), step, rank, world_size)
+    assert_same_gradients(model, seeded(lambda: Takes(*OUTPUTS[kind])), once, rank, world_size)
     assert model.module.same
-
-
-@on_ranks(2)
-def test_tensors_in_an_unknown_container_are_trained_or_refused_by_name(rank: int, world_size: int) -> None:
-    def make() -> nn.Module:
-        return seeded(lambda: Takes(Unknown, lambda out: out.value))
-
-    def step(model: Any, rank: int) -> None:
-        loss_of(model(batch(rank))).backward()
-
-    model = wrap(make(), auto_wrap_policy=ModuleWrapPolicy({Returns}))
-    try:
-        assert_same_gradients(model, make(), step, rank, world_size)
-    except RuntimeError as error:
-        assert "Returns" in str(error) and "Unknown" in str(error)
 
 
 @all_strategies
@@ -749,12 +718,8 @@ def test_unused_outputs_need_no_backward(rank: int, world_size: int, strategy: s
     def make() -> nn.Module:
         return seeded(lambda: Takes(lambda x: {"used": x, "unused": x * 3}, lambda out: out["used"]))
 
-    def step(model: Any, rank: int) -> None:
-        for index in range(2):
-            loss_of(model(batch(rank, index))).backward()
-
-    model = wrap(make(), strategy, auto_wrap_policy=ModuleWrapPolicy({Returns}))
-    assert_same_gradients(model, make(), step, rank, world_size)
+    model = wrap(make(), strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Returns}))
+    assert_same_gradients(model, make(), twice, rank, world_size)
 
 
 @on_ranks(2)
@@ -807,7 +772,7 @@ def test_recurrent_modules_train_like_the_plain_model(
 
     model = wrap(
         seeded(Recurrent),
-        strategy,
+        strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}),
         use_orig_params=use_orig_params,
     )
@@ -834,7 +799,7 @@ def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int) -> None:
 
     reference, model = plain(), plain()
     expected, actual = hooked(reference), hooked(model)
-    model = wrap(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = wrap(model, auto_wrap_policy=PER_BLOCK)
     model.register_full_backward_hook(lambda module, inputs, outputs: actual.append("root"))
     for one in (reference, model):
         x = batch(rank).requires_grad_()
@@ -858,8 +823,8 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
         net = Net(float_between=True, around="nonreentrant" if recomputes and around != "the root" else None)
         model = wrap(
             net,
-            strategy,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            strategy=strategy,
+            auto_wrap_policy=PER_BLOCK,
             use_orig_params=use_orig_params,
             mixed_precision=precision,
         )

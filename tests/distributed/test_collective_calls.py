@@ -184,37 +184,23 @@ def test_replaced_all_gather_fills_the_parameters(rank: int, name: str) -> None:
         assert torch.equal(model(batch(rank)), before)
 
 
-@pytest.mark.parametrize("name", REDUCE_SCATTERS)
+@pytest.mark.parametrize(
+    "strategy, name", [*(("FULL_SHARD", name) for name in REDUCE_SCATTERS), ("NO_SHARD", "all_reduce")]
+)
 @on_ranks(2)
-def test_replaced_reduce_scatter_makes_the_gradients(rank: int, world_size: int, name: str) -> None:
-    model = build("fsdp_c", use_orig_params=False)
+def test_replaced_reduction_makes_the_gradients(rank: int, world_size: int, strategy: str, name: str) -> None:
+    model = build("fsdp_c", strategy, use_orig_params=False)
 
-    def rank_number(output: Tensor, input: Tensor, group: Any = None, **options: Any) -> None:
-        assert group is dist.group.WORLD and input.numel() == world_size * output.numel()
+    def rank_number(output: Tensor, *inputs: Tensor, group: Any = None, **options: Any) -> None:
+        assert group is dist.group.WORLD
+        assert [one.numel() for one in inputs] == [world_size * output.numel()] * (strategy != "NO_SHARD")
         output.fill_(rank + 1.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, name, rank_number)
         step(model, rank)
-    values = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
-    assert len(values) == 1 and values.pop() == pytest.approx(
-        (rank + 1.0) / model._gradient_postdivide_factor
-    )
-
-
-@on_ranks(2)
-def test_replaced_all_reduce_makes_the_gradients_of_no_shard(rank: int) -> None:
-    model = build("fsdp_c", "NO_SHARD", use_orig_params=False)
-
-    def fill(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> None:
-        assert group is dist.group.WORLD
-        tensor.fill_(3.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", fill)
-        step(model, rank)
-    values = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
-    assert len(values) == 1 and values.pop() == pytest.approx(3.0 / model._gradient_postdivide_factor)
+    (value,) = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
+    assert value == pytest.approx((rank + 1.0) / model._gradient_postdivide_factor)
 
 
 @all_strategies

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.collectives import ALL_GATHER
-from tests.models import WIDTH, Block, Net
+from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes_after_a_failure, settled_nbytes
+from tests.training import PER_BLOCK, batch, plain, wrap
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 3
@@ -104,27 +104,17 @@ class Trained:
     def __init__(
         self, rank: int, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any
     ) -> None:
-        from fsdp_c import FullyShardedDataParallel
-
-        torch.manual_seed(5)
-        plain = Net()
+        net = plain()
         self.rank = rank
         self.switch = Switch()
-        self.switch.install(plain)
-        self.model = FullyShardedDataParallel(
-            plain,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
-            device_id=device(),
-            **arguments,
-        )
+        self.switch.install(net)
+        options = {"use_orig_params": use_orig_params, "auto_wrap_policy": PER_BLOCK}
+        self.model = wrap(net, strategy=strategy, **options, **arguments)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.losses: list[Tensor] = []
 
     def loss(self, number: int) -> Tensor:
-        generator = torch.Generator(device()).manual_seed(10 * number + self.rank)
-        return self.model(torch.randn(3, WIDTH, generator=generator)).float().square().mean()
+        return self.model(batch(self.rank, number)).float().square().mean()
 
     def steps(self, count: int) -> None:
         for _ in range(count):

@@ -6,17 +6,19 @@ The model is a root and BLOCKS blocks, all of one size, so that everything can b
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 
 from tests.models import EqualBlocks
-from tests.ranks import device, on_ranks
+from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, settled_nbytes
+from tests.training import wrap
 
 BLOCKS = 6
 ALL = BLOCKS + 1
@@ -49,27 +51,18 @@ class Meter:
 
 
 def build(strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
-    from fsdp_c import FullyShardedDataParallel
-
-    def wrap(module: nn.Module) -> Any:
-        return FullyShardedDataParallel(
-            module, sharding_strategy=ShardingStrategy[strategy], device_id=device(), **arguments
-        )
-
+    unit = functools.partial(wrap, strategy=strategy, **arguments)
     model = EqualBlocks(BLOCKS, WIDTH)
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(block)
-    return wrap(model)
+        model.blocks[index] = unit(block)
+    return unit(model)
 
 
 def batch() -> torch.Tensor:
     return torch.ones(2, WIDTH)
 
 
-both = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-
-
-@both
+@both_views
 @on_ranks(2)
 def test_construction_leaves_no_unsharded_storage(world_size: int, use_orig_params: bool) -> None:
     # C-059, E-001
@@ -79,7 +72,7 @@ def test_construction_leaves_no_unsharded_storage(world_size: int, use_orig_para
     assert sum(parameter.numel() for parameter in model.parameters()) == ALL * UNIT_NUMEL // world_size
 
 
-@both
+@both_views
 @on_ranks(2)
 def test_full_shard_forward_holds_the_root_and_one_unit(
     use_orig_params: bool,
@@ -93,7 +86,7 @@ def test_full_shard_forward_holds_the_root_and_one_unit(
     assert (meter.peak(), meter.live()) == (2 + HELD_BACK, 1 + HELD_BACK)
 
 
-@both
+@both_views
 @on_ranks(2)
 def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) -> None:
     meter = Meter()
@@ -111,7 +104,7 @@ def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) 
     ]  # the first forward tells the order, after a pool's reserve
 
 
-@both
+@both_views
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @on_ranks(2)
 def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
@@ -128,7 +121,7 @@ def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
         assert (meter.peak(), meter.live()) == (units[prefetch], 0)
 
 
-@both
+@both_views
 @on_ranks(2)
 def test_shard_grad_op_keeps_every_unit_until_its_backward(use_orig_params: bool) -> None:  # E-003
     meter = Meter()
@@ -141,7 +134,7 @@ def test_shard_grad_op_keeps_every_unit_until_its_backward(use_orig_params: bool
         assert (meter.peak(), meter.live()) == (ALL, 0)
 
 
-@both
+@both_views
 @on_ranks(2)
 def test_no_shard_gathers_nothing(use_orig_params: bool) -> None:
     meter = Meter()
@@ -150,7 +143,7 @@ def test_no_shard_gathers_nothing(use_orig_params: bool) -> None:
     assert (meter.peak(), meter.live()) == (0, 0)
 
 
-@both
+@both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_mixed_precision_holds_units_of_half_the_bytes(
@@ -166,7 +159,7 @@ def test_mixed_precision_holds_units_of_half_the_bytes(
         assert (meter.peak(), meter.live()) == (3 if strategy == "FULL_SHARD" else ALL, 0)
 
 
-@both
+@both_views
 @on_ranks(2)
 def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
     use_orig_params: bool,
@@ -181,7 +174,7 @@ def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
         assert meter.live() == 0, strategy
 
 
-@both
+@both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
 def test_forward_without_gradients_leaves_nothing_gathered(
@@ -194,7 +187,7 @@ def test_forward_without_gradients_leaves_nothing_gathered(
     assert meter.live() == 0
 
 
-@both
+@both_views
 @on_ranks(2)
 def test_summon_full_params_holds_everything_and_gives_it_back(use_orig_params: bool) -> None:
     meter = Meter()
@@ -206,10 +199,13 @@ def test_summon_full_params_holds_everything_and_gives_it_back(use_orig_params: 
         model(batch()).sum().backward()
 
 
+@both_views
 @on_ranks(2)
-def test_a_dropped_model_gives_its_storage_back() -> None:
+def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_params: bool) -> None:
+    """As a registered forward method does, or a library that keeps the wrapped model with a module inside."""
     meter = Meter()
-    model = build("SHARD_GRAD_OP")
+    model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
+    model.module.__dict__["wrapper"] = model
     output = model(batch())
     assert meter.live() == ALL
     del model, output
@@ -217,21 +213,7 @@ def test_a_dropped_model_gives_its_storage_back() -> None:
     assert meter.live() == 0
 
 
-@both
-@on_ranks(2)
-def test_a_dropped_model_that_knows_itself_gives_its_storage_back(use_orig_params: bool) -> None:
-    """As a registered forward method does, or a library that keeps the wrapped model with a module inside."""
-    meter = Meter()
-    model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
-    model.module.__dict__["wrapper"] = model
-    model(batch())
-    assert meter.live() == ALL
-    del model
-    gc.collect()
-    assert meter.live() == 0
-
-
-@both
+@both_views
 @on_ranks(2)
 def test_an_output_keeps_its_model_for_the_backward(use_orig_params: bool) -> None:
     meter = Meter()

@@ -114,6 +114,13 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None
         torch.testing.assert_close(actual[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def assert_same_step(model: Any, reference: nn.Module, lr: float = 0.5) -> None:
+    """Of SGD, by the gradients that both have."""
+    for one in (model, reference):
+        torch.optim.SGD(one.parameters(), lr=lr).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
 def reference_backward(model: nn.Module, indices: tuple[int, ...] = (0,)) -> None:
     """The average gradient over the data parallel ranks, on the plain model."""
     for index in indices:
@@ -242,9 +249,7 @@ def test_offloaded_units_train_as_the_plain_model(rank: int, use_orig_params: bo
     )
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
-    for module in (model, reference):
-        torch.optim.SGD(module.parameters(), lr=0.5).step()
-    assert_close(dict(reference.named_parameters()), full_params(model))
+    assert_same_step(model, reference)
 
 
 @on_ranks(4)
@@ -295,9 +300,7 @@ def test_tied_parameter_stays_tied(rank: int, use_orig_params: bool) -> None:
     data = torch.randn(2, 3, tp.WIDTH, generator=torch.Generator(device()).manual_seed(1))
     model(data[rank // 2]).square().mean().backward()
     reference(data).square().mean().backward()
-    for module in (model, reference):
-        torch.optim.SGD(module.parameters(), lr=0.5).step()
-    assert_close(dict(reference.named_parameters()), full_params(model))
+    assert_same_step(model, reference)
 
 
 @both_views
@@ -319,9 +322,7 @@ def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
     reference_backward(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
     torch.testing.assert_close(model.clip_grad_norm_(0.01), expected)
-    for one in (model, reference):
-        torch.optim.SGD(one.parameters(), lr=50.0).step()
-    assert_close(dict(reference.named_parameters()), full_params(model))
+    assert_same_step(model, reference, lr=50.0)
 
 
 # ------------------------------------------------------------------ clipping
@@ -344,9 +345,7 @@ def test_gradient_norm_is_that_of_the_plain_model(
     reference_backward(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
     torch.testing.assert_close(model.clip_grad_norm_(0.01, norm_type), expected)
-    for module in (model, reference):
-        torch.optim.SGD(module.parameters(), lr=50.0).step()
-    assert_close(dict(reference.named_parameters()), full_params(model))
+    assert_same_step(model, reference, lr=50.0)
 
 
 @on_ranks(4)
@@ -540,9 +539,7 @@ def test_exception_in_the_module_leaves_a_model_that_trains_on(rank: int, use_or
         model(torch.full((1, 1), tp.TOKENS))
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
-    for module in (model, reference):
-        torch.optim.SGD(module.parameters(), lr=0.5).step()
-    assert_close(dict(reference.named_parameters()), full_params(model))
+    assert_same_step(model, reference)
 
 
 @on_ranks(4)

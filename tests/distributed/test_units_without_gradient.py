@@ -16,13 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 from tests.ranks import both_views, device, on_ranks
-
-
-def per_block(net: nn.Module, **arguments: Any) -> FSDP:
-    policy = ModuleWrapPolicy({Block, Stage})
-    return FSDP(
-        net, **({"device_id": device(), "use_orig_params": True, "auto_wrap_policy": policy} | arguments)
-    )
+from tests.training import wrap
 
 
 class Stage(nn.Module):
@@ -61,6 +55,10 @@ class Stages(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.embedding(x)))
+
+
+def per_block(net: nn.Module, **arguments: Any) -> Any:
+    return wrap(net, **({"auto_wrap_policy": ModuleWrapPolicy({Block, Stage})} | arguments))
 
 
 def warned(step: Callable[[], Any]) -> list[str]:
@@ -115,7 +113,7 @@ def test_an_evaluation_before_training_says_nothing() -> None:
 
 @on_ranks(2)
 def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int) -> None:
-    model = FSDP(Pair(), device_id=device(), use_orig_params=True)
+    model = wrap(Pair())
 
     def train_first() -> None:
         first, second = model(torch.ones(2, WIDTH))
@@ -130,7 +128,8 @@ def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int)
 
 @on_ranks(2)
 def test_units_in_another_backward_of_the_same_forward_are_not_named() -> None:
-    model = FSDP(Pair(), device_id=device(), use_orig_params=True)
+    """Of two losses of one forward each has its own backward, as in a GAN."""
+    model = wrap(Pair())
 
     def train_both() -> None:
         first, second = model(torch.ones(2, WIDTH))
@@ -143,7 +142,7 @@ def test_units_in_another_backward_of_the_same_forward_are_not_named() -> None:
 @on_ranks(2)
 def test_a_unit_that_was_trained_in_a_step_before_is_not_named() -> None:
     """Heads of tasks that take turns."""
-    model = FSDP(Pair(), device_id=device(), use_orig_params=True)
+    model = wrap(Pair())
 
     def train_in_turns(step: int) -> None:
         model(torch.ones(2, WIDTH))[step % 2].sum().backward()
@@ -155,7 +154,7 @@ def test_a_unit_that_was_trained_in_a_step_before_is_not_named() -> None:
 @pytest.mark.parametrize("left_out", [True, False])
 @on_ranks(2)
 def test_the_warning_shows_the_script_as_its_source(left_out: bool) -> None:
-    model = FSDP(Pair(), device_id=device(), use_orig_params=True) if left_out else per_block(Stages())
+    model = wrap(Pair()) if left_out else per_block(Stages())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -235,27 +234,10 @@ def evaluated() -> None:
     train(model)
 
 
-def part_of_the_outputs() -> None:
-    """Of two losses of one forward each has its own backward, as in a GAN."""
-    net = Pair()
-    model = FSDP(net, device_id=device(), use_orig_params=True)
-    first, second = model(torch.ones(2, WIDTH))
-    first.sum().backward(retain_graph=True)
-    second.sum().backward()
-
-
-def detached() -> None:
-    """A unit whose output this loss does not use."""
-    net = Pair()
-    model = FSDP(net, device_id=device(), use_orig_params=True)
-    first, second = model(torch.ones(2, WIDTH))
-    (first.sum() + second.detach().sum()).backward()
-
-
 def sampled_before_training() -> None:
     """A forward with integers for outputs, gradients enabled, before the forward that is trained."""
     net = Pair()
-    model = FSDP(net, device_id=device(), use_orig_params=True)
+    model = wrap(net)
     net.second.module.register_forward_hook(
         lambda module, args, output: output.argmax(-1) if net.samples else output
     )
@@ -267,7 +249,7 @@ def sampled_before_training() -> None:
 
 def handed_out_in_another_way() -> None:
     net = Pair()
-    model = FSDP(net, device_id=device(), use_orig_params=True)
+    model = wrap(net)
     kept: list[Tensor] = []
     net.second.module.register_forward_hook(lambda module, args, output: kept.append(output) or len(kept))
     first, _ = model(torch.ones(2, WIDTH))
@@ -279,9 +261,7 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            FSDP(nn.Linear(WIDTH, WIDTH), device_id=device(), use_orig_params=True) for _ in "12"
-        )
+        self.first, self.second = (wrap(nn.Linear(WIDTH, WIDTH)) for _ in "12")
         self.samples = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
@@ -295,8 +275,6 @@ ON_PURPOSE = {
         unused,
         frozen,
         evaluated,
-        part_of_the_outputs,
-        detached,
         sampled_before_training,
         handed_out_in_another_way,
     )

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.models import WIDTH
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import all_strategies, device, on_ranks
 from tests.simulated_gpu import races
-from tests.training import batch, sharded
+from tests.training import batch, sharded, wrap
 
 STEPS = 4
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -606,12 +606,7 @@ def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: 
     for name in ("torch", "fsdp_c"):
         module = Three()
         ignored = [getattr(module, ignored_name) for ignored_name in names]
-        kwargs = {
-            "device_id": device(),
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": True,
-        }
-        model = implementation(name)(module, ignored_states=ignored, **kwargs)
+        model = wrap(module, name, strategy, ignored_states=ignored)
         before = list(named(model)), list(model.state_dict())
         model(torch.ones(2, 4, device=device())).sum().backward()
         orders.append((before, list(named(model)), list(model.state_dict())))
@@ -643,12 +638,7 @@ def test_an_empty_parameter_has_no_gradient_as_with_torch(strategy: str) -> None
 
     found = []
     for name in ("torch", "fsdp_c"):
-        kwargs = {
-            "device_id": device(),
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": True,
-        }
-        model = implementation(name)(WithEmpty(), **kwargs)
+        model = wrap(WithEmpty(), name, strategy)
         model(torch.ones(2, 4, device=device())).sum().backward()
         found.append(
             {each: None if param.grad is None else param.grad.shape for each, param in named(model).items()}

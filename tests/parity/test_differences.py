@@ -7,9 +7,7 @@ our result is tested.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +28,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.test_autograd_corners import DataOutput, OrderedOutput, Returns
 from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
@@ -317,87 +316,42 @@ def test_row_12_gradients_of_a_unit_trained_on_its_own_are_handed_over(rank: int
     assert_close(full_gradients(unit), expected)
 
 
-RETAINED: dict[str, str | None] = {
-    "FULL_SHARD": "storage of size 0",
-    "SHARD_GRAD_OP": "storage of size 0",
-    "NO_SHARD": None,
+STORAGE = "storage of size 0"
+RETAINED: dict[bool, dict[str, str | None]] = {
+    False: {"FULL_SHARD": STORAGE, "SHARD_GRAD_OP": STORAGE, "NO_SHARD": None},
+    True: {"FULL_SHARD": STORAGE, "SHARD_GRAD_OP": "_saved_grad_shard", "NO_SHARD": None},
 }
 
 
-@pytest.mark.parametrize("strategy", RETAINED)
-@on_ranks(2)
-def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str) -> None:
-    # D-054, X-083
-    """Torch: freed storage is read, or, where nothing is freed, the second gradient is not reduced (parity
-    34)."""
-
-    def step(which: str) -> list[Tensor]:
-        model = sharded(which, strategy=strategy)
-        loss = model(batch(rank)).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return full_gradients(model)
-
-    expected = plain_gradients(world_size, lambda model, one: 2 * model(batch(one)).sum())
-    assert_close(step("fsdp_c"), expected)
-    found = gradients_or_error(lambda: step("torch"))
-    if RETAINED[strategy] is not None:
-        assert RETAINED[strategy] in found
-    else:
-        with pytest.raises(AssertionError):
-            assert_close(found, expected)
-
-
+@pytest.mark.parametrize("no_sync", RETAINED, ids=["twice reduced", "in no_sync and then reduced"])
 @all_strategies
 @on_ranks(2)
-def test_row_13_a_graph_can_be_walked_in_no_sync_and_then_reduced(
-    rank: int, world_size: int, strategy: str
-) -> None:  # D-055
-    """Torch: freed storage, an assertion about `_saved_grad_shard`, or gradients that are not reduced."""
+def test_row_13_a_graph_can_be_walked_twice(
+    rank: int, world_size: int, strategy: str, no_sync: bool
+) -> None:  # D-054, D-055, X-083
+    """Torch: freed storage is read, an assertion about `_saved_grad_shard`, or, where nothing is freed, the
+    second gradient is not reduced (parity 34)."""
 
     def step(which: str) -> list[Tensor]:
         model = sharded(which, strategy=strategy)
         loss = model(batch(rank)).sum()
-        with model.no_sync():
+        with model.no_sync() if no_sync else contextlib.nullcontext():
             loss.backward(retain_graph=True)
         loss.backward()
         return full_gradients(model)
 
     expected = plain_gradients(world_size, lambda model, one: 2 * model(batch(one)).sum())
     assert_close(step("fsdp_c"), expected)
-    found = gradients_or_error(lambda: step("torch"))
-    if strategy == "NO_SHARD":
+    found, words = gradients_or_error(lambda: step("torch")), RETAINED[no_sync][strategy]
+    if words is not None:
+        assert words in found
+    else:
         with pytest.raises(AssertionError):
             assert_close(found, expected)
-    else:
-        assert {"FULL_SHARD": "storage of size 0", "SHARD_GRAD_OP": "_saved_grad_shard"}[strategy] in found
-
-
-class OrderedOutput(collections.OrderedDict):
-    """What model libraries return."""
 
 
 class DictOutput(dict):
     """A dict with a name."""
-
-
-@dataclasses.dataclass
-class DataOutput:
-    value: Tensor
-
-
-class Returns(nn.Module):
-    """Returns its output in a container, and remembers it."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.make = make
-        self.returned: Any = None
-
-    def forward(self, x: Tensor) -> Any:
-        self.returned = self.make(self.layer(x))
-        return self.returned
 
 
 class Unknown:
@@ -703,24 +657,6 @@ def test_row_25_low_precision_gradients_of_tied_weights_are_kept(rank: int, worl
     dist.all_gather_object(everywhere := [None] * world_size, failures[0])
     assert any(everywhere)
     assert step("fsdp_c") == {torch.bfloat16}
-
-
-@on_ranks(2)
-def test_new_data_of_a_flat_parameter_stays(rank: int) -> None:
-    """Torch gathers from it once and then returns to the old shard without a word."""
-    losses = {}
-    for which in BOTH:
-        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
-        model(batch(rank)).sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.data = torch.zeros_like(parameter)
-        losses[which] = []
-        for _ in range(3):
-            loss = model(batch(rank)).sum()
-            loss.backward()
-            losses[which].append(loss.item() == 0.0)
-    assert losses == {"torch": [True, False, False], "fsdp_c": [True, True, True]}
 
 
 @all_strategies
