@@ -123,23 +123,27 @@ def plain_reference(kind: str, world_size: int) -> tuple[nn.Module, Any]:
 # ----------------------------------------------------------------- saving
 
 
+def assert_as_torchs(
+    rank: int, use_orig_params: bool, optimizer: str = "adam", kind: StateDictType = FULL, **options: Any
+) -> None:
+    both = (
+        trained(use_orig_params, rank, optimizer, which=which, **options) for which in ("torch", "fsdp_c")
+    )
+    assert_same_osd(*(saved(*one, kind=kind) for one in both))
+
+
 @all_optimizers
 @both_views
 @on_ranks(2)
 def test_full_state_equals_torchs(rank, use_orig_params, kind):
-    states = [saved(*trained(use_orig_params, rank, kind, which=which)) for which in ("torch", "fsdp_c")]
-    assert_same_osd(*states)
+    assert_as_torchs(rank, use_orig_params, kind)
 
 
 @both_forms
 @both_views
 @on_ranks(4)
 def test_sharded_state_equals_torchs(rank, use_orig_params, mesh):
-    states = [
-        saved(*trained(use_orig_params, rank, which=which, mesh=mesh), kind=SHARDED)
-        for which in ("torch", "fsdp_c")
-    ]
-    assert_same_osd(*states)
+    assert_as_torchs(rank, use_orig_params, kind=SHARDED, mesh=mesh)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
@@ -201,9 +205,7 @@ def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
 @on_ranks(2)
 def test_no_shard_state_equals_torchs(rank, use_orig_params):
     """F-068."""
-    options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    states = [saved(*trained(use_orig_params, rank, which=which, **options)) for which in ("torch", "fsdp_c")]
-    assert_same_osd(*states)
+    assert_as_torchs(rank, use_orig_params, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
 @both_views
@@ -212,11 +214,7 @@ def test_hybrid_state_equals_torchs(rank, use_orig_params):
     mesh = init_device_mesh(device().type, (2, 2))
     options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     for kind in (FULL, SHARDED):
-        states = [
-            saved(*trained(use_orig_params, rank, which=which, **options), kind=kind)
-            for which in ("torch", "fsdp_c")
-        ]
-        assert_same_osd(*states)
+        assert_as_torchs(rank, use_orig_params, kind=kind, **options)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])

@@ -25,6 +25,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import FlatAdamW, WholeParameters
 from fsdp_c.state import whole_parameters
 from fsdp_c.state.whole_parameters import BUCKET_NBYTES
+from tests.distributed.test_hybrid import groups
 from tests.ranks import both_views, device, on_ranks, pool
 
 WIDTH = 24
@@ -147,6 +148,10 @@ def as_list(made: Any) -> list[Optimizer]:
     return [made] if isinstance(made, Optimizer) else list(made)
 
 
+def hybrid() -> dict[str, Any]:
+    return {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups(2, 2)}
+
+
 def same_values(model: FSDP, plain: nn.Module) -> None:
     """To the bit: ranks have the same batch, so that averaging their gradients rounds nothing."""
     with FSDP.summon_full_params(model):
@@ -154,18 +159,23 @@ def same_values(model: FSDP, plain: nn.Module) -> None:
             assert torch.equal(ours, theirs), name
 
 
-def trains_alike(
-    factory: Callable[[Named], Any], steps: int = 3, bucket_nbytes: int = BUCKET_NBYTES, **options: Any
-) -> WholeParameters:
-    """Trains the wrapped model beside the plain one: every parameter is the same at the end."""
-    plain = plain_model()
+def trained_alike(
+    factory: Callable[[Named], Any],
+    steps: int = 3,
+    plain: nn.Module | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    **options: Any,
+) -> tuple[nn.Module, FSDP, list[Optimizer], WholeParameters]:
+    """A plain model, the same one wrapped, and the optimizers of both: every parameter is the same at the
+    end."""
+    plain = plain or plain_model()
     model = wrapped(plain, **options)
     expected = as_list(factory(list(plain.named_parameters())))
     optimizer = WholeParameters(model, factory, bucket_nbytes=bucket_nbytes)
     train(plain, expected, range(steps))
     train(model, [optimizer], range(steps))
     same_values(model, plain)
-    return optimizer
+    return plain, model, expected, optimizer
 
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -179,7 +189,7 @@ def test_bits_are_those_of_the_plain_model(
     kind: str, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
-    trains_alike(FACTORIES[kind], 4, bucket_nbytes=4096, **options)
+    trained_alike(FACTORIES[kind], 4, bucket_nbytes=4096, **options)
 
 
 @on_ranks(2)
@@ -217,14 +227,7 @@ def test_any_number_of_ranks(rank: int, world: int) -> None:
 @both_views
 @on_ranks(4)
 def test_replicas_divide_the_work(rank: int, use_orig_params: bool) -> None:
-    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-    across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
-    optimizer = trains_alike(
-        matrices_by_muon,
-        use_orig_params=use_orig_params,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        process_group=(pairs[rank // 2], across[rank % 2]),
-    )
+    *_, optimizer = trained_alike(matrices_by_muon, use_orig_params=use_orig_params, **hybrid())
     own = sum(len(inner.state) for inner in optimizer._inner)
     total = torch.tensor(own)
     dist.all_reduce(total)
@@ -347,12 +350,7 @@ def test_schedules_scalers_and_clipping_are_those_of_the_plain_model() -> None:
 def test_parameters_without_gradients_are_left_alone() -> None:
     plain = plain_model()
     plain.layers[1].requires_grad_(False)
-    model = wrapped(plain, use_orig_params=True)
-    expected = as_list(FACTORIES["adamw"](list(plain.named_parameters())))
-    optimizer = WholeParameters(model, FACTORIES["adamw"])
-    train(plain, expected, range(2))
-    train(model, [optimizer], range(2))
-    same_values(model, plain)
+    _, model, expected, optimizer = trained_alike(FACTORIES["adamw"], 2, plain, use_orig_params=True)
     for optimizers, trained in ((expected, plain), ([optimizer], model)):  # a layer is not reached
         trained.layers[2].forward = lambda x: x
         train(trained, optimizers, range(2, 4))
@@ -377,7 +375,7 @@ def test_a_closure_is_called_once_with_gradients() -> None:
 @both_views
 @on_ranks(2)
 def test_offloaded_parameters(use_orig_params: bool) -> None:
-    trains_alike(matrices_by_muon, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
+    trained_alike(matrices_by_muon, use_orig_params=use_orig_params, cpu_offload=CPUOffload(True))
 
 
 class Counting(torch.optim.SGD):
@@ -422,12 +420,8 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
 def test_full_state_is_that_of_the_plain_optimizer(
     kind: str, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
-    plain = plain_model()
-    model = wrapped(plain, use_orig_params=use_orig_params, sharding_strategy=strategy)
-    expected = as_list(FACTORIES[kind](list(plain.named_parameters())))
-    optimizer = WholeParameters(model, FACTORIES[kind])
-    train(plain, expected, range(2))
-    train(model, [optimizer], range(2))
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+    plain, model, expected, optimizer = trained_alike(FACTORIES[kind], 2, **options)
     saved = FSDP.optim_state_dict(model, optimizer)
     same_state(saved["state"], expected, plain)
     other = wrapped(plain, use_orig_params=not use_orig_params)  # another wrapping goes on from there
@@ -506,23 +500,15 @@ def test_checkpoints_go_to_the_plain_optimizer_and_back(kind: str) -> None:
 
 @on_ranks(4)
 def test_state_of_replicas_owners_is_saved_and_loaded(rank: int) -> None:
-    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-    across = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
-    hybrid = {
-        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-        "process_group": (pairs[rank // 2], across[rank % 2]),
-    }
-    plain = plain_model()
-    model = wrapped(plain, use_orig_params=True, **hybrid)
-    expected = [FACTORIES["factored"](list(plain.named_parameters()))]
-    optimizer = WholeParameters(model, FACTORIES["factored"])
-    train(plain, expected, range(2))
-    train(model, [optimizer], range(2))
+    options = hybrid()
+    plain, model, expected, optimizer = trained_alike(
+        FACTORIES["factored"], 2, use_orig_params=True, **options
+    )
     folder = common_folder()
     checkpoint.save(model, optimizer, f"{folder}/checkpoint")
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         for loads in (False, True):
-            other = wrapped(plain, use_orig_params=not loads, **hybrid)
+            other = wrapped(plain, use_orig_params=not loads, **options)
             resumed = WholeParameters(other, FACTORIES["factored"])
             if loads:
                 checkpoint.load(other, resumed, f"{folder}/checkpoint")
@@ -578,14 +564,7 @@ def test_dcp_saves_and_loads_sharded_state(use_orig_params: bool) -> None:
 @on_ranks(2)
 def test_dcp_makes_no_step_of_its_own_where_there_is_state() -> None:
     """As get_optimizer_state_dict() does for a new optimizer, to know what it will hold."""
-    plain = plain_model()
-    model = wrapped(plain, use_orig_params=True)
-    expected, optimizer = (
-        matrices_by_muon(list(plain.named_parameters())),
-        WholeParameters(model, matrices_by_muon),
-    )
-    train(plain, expected, range(2))
-    train(model, [optimizer], range(2))
+    plain, model, expected, optimizer = trained_alike(matrices_by_muon, 2, use_orig_params=True)
     _init_optim_state(optimizer)
     saved = FSDP.optim_state_dict(model, optimizer)
     same_state(saved["state"], expected, plain)
