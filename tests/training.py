@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
@@ -43,6 +46,23 @@ def batch(rank: int, index: int = 0, dtype: torch.dtype | None = None) -> Tensor
     """Inputs that no other rank and no other index has."""
     generator = torch.Generator(device()).manual_seed(10 * index + rank)
     return torch.randn(3, WIDTH, generator=generator, dtype=dtype)
+
+
+def full_state(model: Any) -> dict[str, Tensor]:
+    """A copy of the full state dict."""
+    with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@contextmanager
+def debug_level(level: dist.DebugLevel) -> Iterator[None]:
+    """TORCH_DISTRIBUTED_DEBUG, as units built in the body see it."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
 
 
 def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:

@@ -14,20 +14,10 @@ from torch import nn
 
 from tests.models import WIDTH
 from tests.ranks import both_views, on_ranks
-from tests.training import sharded
+from tests.training import debug_level, sharded
 
 BOTH = ("torch", "fsdp_c")
 X = torch.ones(3, WIDTH)
-
-
-@contextmanager
-def debug_level(level: dist.DebugLevel) -> Iterator[None]:
-    before = dist.get_debug_level()
-    dist.set_debug_level(level)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(before)
 
 
 def build(which: str, level: dist.DebugLevel = dist.DebugLevel.INFO, **arguments: Any) -> Any:

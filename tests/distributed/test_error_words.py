@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 
 from tests.errors import OURS, TORCHS, Implementation, Net, Row, check
 from tests.ranks import device, on_ranks
+from tests.training import debug_level
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -56,28 +57,20 @@ class Forked(nn.Module):
 
 
 def fork(fsdp: Implementation, iterations: list[bool]) -> None:
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
+    with debug_level(dist.DebugLevel.DETAIL):
         model = fsdp.wrap(Forked(fsdp))
         for model.module.turn_right in iterations:
             model(X).sum().backward()
-    finally:
-        dist.set_debug_level(before)
 
 
 def miss_gradients_on_rank_1(fsdp: Implementation) -> None:
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.INFO)
-    try:
+    with debug_level(dist.DebugLevel.INFO):
         model = fsdp.wrap(nn.Linear(3, 3), use_orig_params=True)
         model(X).sum().backward()
         if dist.get_rank() == 1:
             model.zero_grad()
         with fsdp.FSDP.summon_full_params(model, with_grads=True):
             pass
-    finally:
-        dist.set_debug_level(before)
 
 
 RANKS = [

@@ -22,6 +22,7 @@ from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import PER_BLOCK, plain_step
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import debug_level
 
 UNIT = 34  # elements of a Linear(5, 5) on two ranks: weight and bias, each aligned, and one of right padding
 
@@ -49,13 +50,6 @@ def choice(**changes: Any) -> Any:
     model.left = fsdp(model.left, device_id=device(), **changes)
     model.right = fsdp(model.right, device_id=device(), **changes)
     return fsdp(model, device_id=device(), **changes)
-
-
-@contextlib.contextmanager
-def debug_level(level: dist.DebugLevel) -> Iterator[None]:
-    """Units built inside see ``level`` as the process's debug level."""
-    with mock.patch.object(dist, "get_debug_level", lambda: level):
-        yield
 
 
 def checked() -> Any:

@@ -27,9 +27,9 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
 from fsdp_c.wrap import ModuleWrapPolicy, reshard_after_forward
 from tests.distributed.test_collective_calls import calls, counted
-from tests.distributed.test_execution_order import debug_level
 from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
+from tests.training import debug_level
 
 WIDTH, HIDDEN, EXPERTS, LAYERS = 5, 7, 3, 2
 TIMEOUT_S = 150

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import ModuleWrapPolicy, split_frozen
+from tests.distributed.test_collective_calls import calls
 from tests.ranks import both_views, device, on_ranks
+from tests.training import full_state
 
 WIDTH, RANK = 12, 3
 
@@ -190,43 +192,11 @@ def train_plain(
     return optimizer
 
 
-def full_state(model: FSDP) -> dict[str, Tensor]:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert list(found) == list(expected)
     for name, value in found.items():
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
-
-
-@contextmanager
-def collectives() -> Iterator[dict[str, list[int]]]:
-    """The bytes that each collective of the body gives back, by its name."""
-    sent: dict[str, list[int]] = {"gather": [], "reduce": []}
-    gather_name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    reduce_name = (
-        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    )
-    gather, reduce = getattr(dist, gather_name), getattr(dist, reduce_name)
-
-    def counted_gather(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent["gather"].append(output.nbytes)
-        return gather(output, given, *args, **kwargs)
-
-    def counted_reduce(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent["reduce"].append(given.nbytes)
-        return reduce(output, given, *args, **kwargs)
-
-    setattr(dist, gather_name, counted_gather)
-    setattr(dist, reduce_name, counted_reduce)
-    try:
-        yield sent
-    finally:
-        setattr(dist, gather_name, gather)
-        setattr(dist, reduce_name, reduce)
 
 
 # ----------------------------------------------------------------- training
@@ -355,13 +325,14 @@ def test_integers_are_never_cast(rank: int, use_orig_params: bool) -> None:
 def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) -> None:
     model = wrapped("lora", use_orig_params)
     optimizer = train(model, rank, steps=1)
-    with collectives() as sent:
+    with calls() as seen:
         train(model, rank, steps=1, optimizer=optimizer)
+    gathered, reduced = ([4 * numel for kind, numel in seen if kind == which] for which in ("AG", "RS"))
     trainable = sum(param.numel() for param in plain("lora").parameters() if param.requires_grad)
     every = sum(param.numel() for param in plain("lora").parameters())
-    assert sum(sent["reduce"]) <= 1.05 * 4 * trainable + 3 * 64
-    assert len(sent["reduce"]) == 4
-    assert 8 * every <= sum(sent["gather"]) + 4 * 2 * (WIDTH * WIDTH + WIDTH) <= 1.05 * 8 * every + 4096
+    assert sum(reduced) <= 1.05 * 4 * trainable + 3 * 64
+    assert len(reduced) == 4
+    assert 8 * every <= sum(gathered) + 4 * 2 * (WIDTH * WIDTH + WIDTH) <= 1.05 * 8 * every + 4096
 
 
 # ----------------------------------------------------------------- in a step

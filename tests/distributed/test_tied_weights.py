@@ -20,6 +20,7 @@ from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
+from tests.training import full_state
 
 WIDTH = 8
 
@@ -89,11 +90,6 @@ def train(model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Op
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses, optimizer
-
-
-def full_state(model: FSDP) -> dict[str, Tensor]:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -8,7 +8,6 @@ tests/errors.py.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import traceback
@@ -35,6 +34,7 @@ from fsdp_c.wrap import ModuleWrapPolicy
 from tests import surface_rows
 from tests.distributed import test_error_words as on_ranks
 from tests.errors import CPU, NOT_PROVOKED, Implementation, Net, Row, check, forget_torchs_units, of
+from tests.training import debug_level
 
 WORLD_SIZE, RANK = 4, 1
 X = torch.ones(2, 3)
@@ -664,16 +664,6 @@ def untie(fsdp: Implementation) -> None:
     model = fsdp.wrap(Tied(), use_orig_params=True)
     model.module.second.weight = nn.Parameter(model.module.second.weight.detach().clone())
     model(X)
-
-
-@contextlib.contextmanager
-def debug_level(level: dist.DebugLevel) -> Iterator[None]:
-    before = dist.get_debug_level()
-    dist.set_debug_level(level)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(before)
 
 
 def replace_and_be_told(fsdp: Implementation) -> None:
