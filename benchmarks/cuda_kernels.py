@@ -69,14 +69,6 @@ def cases(numel: int, device: str) -> list[Case]:
     def accumulate() -> None:
         fp32.add_((bf16 / 2.0).float())
 
-    found, inverse = torch.zeros(1, device=device), torch.tensor(0.999, device=device)
-
-    def unscale() -> None:
-        ops.unscale_(grads32, found, inverse)
-
-    def torchs_unscale() -> None:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads32, found, inverse)
-
     param = torch.nn.Parameter(out32)
     param.grad = fp32
     ours, theirs = FlatAdamW([param]), torch.optim.AdamW([param], fused=True)
@@ -87,7 +79,6 @@ def cases(numel: int, device: str) -> list[Case]:
         packed("fp32 -> bf16", out16, grads32, 6),
         Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
-        Case("unscale fp32", unscale, torchs_unscale, 8 * numel),
         Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
         Case("AdamW fp32", ours.step, theirs.step, 28 * numel),
     ]

@@ -167,27 +167,12 @@ def accumulations(numel: int) -> Iterator[Case]:
         yield Case(name, numel * (8 + source.itemsize), by_torch, by_us)
 
 
-def scalings(numel: int) -> Iterator[Case]:
-    """The gradient scaler's unscaling; of ones by one, which stay what they are."""
-    one, found = torch.ones(()), torch.zeros(())
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensors = [torch.ones_like(tensor) for tensor in split(numel, dtype)]
-
-        def unscale_by_torch(tensors: list[Tensor] = tensors) -> None:
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
-
-        def unscale_by_us(tensors: list[Tensor] = tensors) -> None:
-            OPS.unscale_(tensors, found, one)
-
-        yield Case(f"unscale {short(dtype)}", 2 * numel * dtype.itemsize, unscale_by_torch, unscale_by_us)
-
-
 def checksums(numel: int) -> Iterator[Case]:
     tensors = split(numel, torch.float32)
     yield Case("checksum", 4 * numel, None, lambda: OPS.checksums(tensors))
 
 
-GROUPS = (packs, slices, accumulations, scalings, checksums)
+GROUPS = (packs, slices, accumulations, checksums)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -57,11 +57,6 @@ def accumulate(accumulator: Tensor, input: Tensor, divisor: float) -> None:
     accumulator.add_(quotient.to(accumulator.dtype))
 
 
-def unscale(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    if tensors:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
-
-
 def checksums(sums: Tensor, ranges: list[Tensor]) -> None:
     for index, data in enumerate(ranges):
         total = torch.full((), data.numel(), dtype=torch.int64, device=sums.device)

@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
-from fsdp_c import _C
 from fsdp_c.sharding.construction import check_places, check_switches
 from fsdp_c.training.backward_steps import refuse_scaled
 
 __all__ = ["ShardedGradScaler"]
 
-_NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cuda", "cpu", "xla", "hpu", "mtia", "xpu")
 
 
@@ -131,7 +129,7 @@ class ShardedGradScaler(GradScaler):
                 param.grad = param.grad.to(torch.float32).coalesce().to(torch.float16)
         if not allow_fp16:  # unscale_() asks: of shards torch keeps one dimension there
             found_inf = found_inf.reshape(1)
-        grads = _native_grads(optimizer, found_inf, inv_scale)
+        grads = _grads_together(optimizer, found_inf.device)
         if grads:
             found = {found_inf.device: found_inf.clone()}
             torch.ops.fsdp_c.unscale_(grads, found[found_inf.device], inv_scale)
@@ -189,20 +187,39 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _native_grads(optimizer: torch.optim.Optimizer, *numbers: Tensor) -> list[Tensor]:
-    """All gradients, if ``fsdp_c::unscale_`` takes them, else none.
-
-    It gives torch's bits in half the time, and takes bfloat16 on CUDA, where torch's kernel raises.
-    """
+def _grads_together(optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor]:
+    """All gradients, if ``fsdp_c::unscale_`` takes them at once, else none."""
     grads = [param.grad.detach() for param in _params(optimizer) if param.grad is not None]
-    device = numbers[0].device
-    there = _C.why_no_kernels(device.type) is None and all(number.device == device for number in numbers)
-    taken = there and all(
-        grad.device == device
-        and grad.layout is torch.strided
-        and type(grad) is Tensor
-        and grad.dtype in _NATIVE_DTYPES
-        and grad.is_contiguous()
-        for grad in grads
+    plain = all(
+        grad.device == device and grad.layout is torch.strided and type(grad) is Tensor for grad in grads
     )
-    return grads if taken else []
+    return grads if plain else []
+
+
+@torch.no_grad()
+def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """``torch.ops.fsdp_c.unscale_``: each times the one number of ``inverse_scale``, and 1 into ``found_inf`` if
+    an element was inf or NaN.
+
+    Raises RuntimeError for numbers that are not one float32 each.
+    """
+    for name, number in (("found_inf", found_inf), ("inverse_scale", inverse_scale)):
+        if number.dtype is not torch.float32 or number.numel() != 1:
+            raise RuntimeError(f"fsdp_c::unscale_: {name} must be one float32")
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    if found_inf.device.type != "cpu":  # CUDA's kernel raises for bfloat16
+        for tensor in groups.pop(torch.bfloat16, []):
+            wide = tensor.float()
+            torch._amp_foreach_non_finite_check_and_unscale_([wide], found_inf, inverse_scale)
+            tensor.copy_(wide)
+    for group in groups.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
+
+
+if not hasattr(torch.ops.fsdp_c, "unscale_"):  # a second import finds that of the first
+    _library = torch.library.Library("fsdp_c", "FRAGMENT")
+    _library.define("unscale_(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")
+    _library.impl("unscale_", _unscale_op, "CompositeExplicitAutograd")
+    _library.impl("unscale_", lambda tensors, found_inf, inverse_scale: None, "Meta")

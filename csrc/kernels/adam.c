@@ -108,14 +108,10 @@ static struct adam_context adam_context_of(const struct adam_tensor *tensor,
 
 struct adamw {
     const struct adam_tensor *tensors;
+    int64_t num_tensors;
     const struct adamw_options *options;
     double lr;
 };
-
-static int64_t adam_numel(const void *context, int64_t tensor) {
-    const struct adamw *adamw = context;
-    return adamw->tensors[tensor].numel;
-}
 
 /* Where threads that meet at `position` do so, as no block of averages in 8 bits is divided. */
 static int64_t adam_meeting(const struct adam_tensor *tensor, int64_t position) {
@@ -126,15 +122,28 @@ static int64_t adam_meeting(const struct adam_tensor *tensor, int64_t position) 
     return end < tensor->numel ? end : tensor->numel;
 }
 
-static void adam_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
-    const struct adamw *adamw = context;
-    const struct adam_tensor *of = &adamw->tensors[tensor];
-    struct adam_context adam = adam_context_of(of, adamw->options, adamw->lr);
-    end = adam_meeting(of, end);
-    for (int64_t next, i = adam_meeting(of, begin); i < end; i = next) {
-        next = i + adam.most - (adam_before(of) + i) % adam.most;
+static void adam_part(const struct adamw *adamw, const struct adam_tensor *tensor, int64_t begin,
+                      int64_t end) {
+    struct adam_context adam = adam_context_of(tensor, adamw->options, adamw->lr);
+    end = adam_meeting(tensor, end);
+    for (int64_t next, i = adam_meeting(tensor, begin); i < end; i = next) {
+        next = i + adam.most - (adam_before(tensor) + i) % adam.most;
         next = next < end ? next : end;
         adam_block(&adam, i, next - i);
+    }
+}
+
+/* Of all tensors as one range, so that threads share their elements and not the tensors. */
+static void adam_range(int64_t begin, int64_t end, void *context) {
+    const struct adamw *adamw = context;
+    int64_t start = 0;
+    for (int64_t i = 0; i < adamw->num_tensors && start < end; i++) {
+        int64_t numel = adamw->tensors[i].numel;
+        int64_t from = begin > start ? begin - start : 0;
+        int64_t to = end - start < numel ? end - start : numel;
+        if (from < to)
+            adam_part(adamw, &adamw->tensors[i], from, to);
+        start += numel;
     }
 }
 
@@ -159,8 +168,11 @@ enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
         return status;
     if (!adam_steps_are_counts(tensors, num_tensors))
         return STATUS_INVALID;
-    struct adamw adamw = {tensors, options, adam_lr(options)};
-    group_for(stream, &(struct group){num_tensors, adam_numel, adam_part, &adamw}, GRAIN_NUMEL / 4);
+    struct adamw adamw = {tensors, num_tensors, options, adam_lr(options)};
+    int64_t total = 0;
+    for (int64_t i = 0; i < num_tensors; i++)
+        total += tensors[i].numel;
+    stream_for(stream, total, GRAIN_NUMEL / 4, adam_range, &adamw);
     for (int64_t i = 0; i < num_tensors; i++)
         *tensors[i].step += 1.0f;
     return STATUS_OK;

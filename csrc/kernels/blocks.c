@@ -76,27 +76,3 @@ void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const voi
     else
         loops->add_divided[accumulator_dtype][input_dtype](accumulator, input, numel, divisor);
 }
-
-bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor) {
-    return loops_active()->unscale[dtype](tensor, numel, factor);
-}
-
-static void group_range(int64_t begin, int64_t end, void *context) {
-    const struct group *group = context;
-    int64_t start = 0;
-    for (int64_t i = 0; i < group->num_tensors && start < end; i++) {
-        int64_t numel = group->numel(group->context, i);
-        int64_t from = begin > start ? begin - start : 0;
-        int64_t to = end - start < numel ? end - start : numel;
-        if (from < to)
-            group->body(group->context, i, from, to);
-        start += numel;
-    }
-}
-
-void group_for(const struct kernel_stream *stream, const struct group *group, int64_t grain) {
-    int64_t total = 0;
-    for (int64_t i = 0; i < group->num_tensors; i++)
-        total += group->numel(group->context, i);
-    stream_for(stream, total, grain, group_range, (void *)group);
-}

@@ -28,9 +28,6 @@ typedef void elementwise_block(void *output, enum dtype output_dtype, const void
 extern elementwise_block cast_divide_block;
 extern elementwise_block accumulate_block;
 
-/* whether inf or NaN was found */
-bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor);
-
 /* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */
 static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain,
                               kernel_body body, void *context) {
@@ -42,16 +39,5 @@ static inline void stream_for(const struct kernel_stream *stream, int64_t numel,
     }
     stream->parallel_for(0, numel, grain, body, context);
 }
-
-/* Many tensors as one range, so that threads share their elements and not the tensors. */
-struct group {
-    int64_t num_tensors;
-    int64_t (*numel)(const void *context, int64_t tensor);
-    void (*body)(void *context, int64_t tensor, int64_t begin, int64_t end);
-    void *context;
-};
-
-/* Call the body for elements of every tensor, with parts of one where threads meet in it. */
-void group_for(const struct kernel_stream *stream, const struct group *group, int64_t grain);
 
 #endif

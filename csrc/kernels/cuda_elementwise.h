@@ -144,8 +144,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
     __device__ Out value(int64_t i) const {
         if (i >= numel)
             return Out();
-        return operation(Operation::READS_OUTPUT ? output[i] : Out(),
-                         Operation::READS_INPUT ? input[i] : In());
+        return operation(Operation::READS_OUTPUT ? output[i] : Out(), input[i]);
     }
 
     __device__ void one_by_one(int64_t begin, int64_t end) const {
@@ -159,22 +158,19 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         In in[shape::DEPTH][shape::NUMEL];
         Out out[shape::DEPTH][shape::NUMEL];
         int64_t first = begin + (int64_t)threadIdx.x * shape::NUMEL;
-        bool aligned = Operation::READS_INPUT && is_aligned(input + begin);
+        bool aligned = is_aligned(input + begin);
 #pragma unroll
         for (int d = 0; d < shape::DEPTH; d++) {
             int64_t i = first + d * shape::BLOCK_NUMEL;
-            if (Operation::READS_INPUT)
-                load<In, shape::NUMEL>(in[d], input + i, aligned);
+            load<In, shape::NUMEL>(in[d], input + i, aligned);
             if (Operation::READS_OUTPUT)
                 load<Out, shape::NUMEL>(out[d], output + i, true);
         }
 #pragma unroll
         for (int d = 0; d < shape::DEPTH; d++) {
 #pragma unroll
-            for (int i = 0; i < shape::NUMEL; i++) {
-                out[d][i] = operation(Operation::READS_OUTPUT ? out[d][i] : Out(),
-                                      Operation::READS_INPUT ? in[d][i] : In());
-            }
+            for (int i = 0; i < shape::NUMEL; i++)
+                out[d][i] = operation(Operation::READS_OUTPUT ? out[d][i] : Out(), in[d][i]);
             store_aligned<Out, shape::NUMEL>(output + first + d * shape::BLOCK_NUMEL, out[d]);
         }
     }
@@ -225,7 +221,6 @@ __device__ inline const Item &item_of(const Item *items, int32_t count, int64_t 
 template <typename Out, typename In, typename Operation>
 __global__ void __launch_bounds__(THREADS)
     elementwise(const __grid_constant__ struct segment_table table, Operation operation) {
-    operation.begin();
     for (int64_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
         const struct segment &segment = item_of(table.segments, table.count, chunk);
         chunk_worker<Out, In, Operation> worker = {(Out *)segment.output, (const In *)segment.input,
@@ -281,11 +276,8 @@ template <typename T> struct division {
 
 template <typename Out, typename In> struct cast_divide_operation {
     static constexpr bool READS_OUTPUT = false;
-    static constexpr bool READS_INPUT = true;
     division<Out> divided;
 
-    __device__ void begin() {
-    }
     __device__ Out operator()(Out, In value) const {
         return divided(converted<Out>(value));
     }

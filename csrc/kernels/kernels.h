@@ -99,13 +99,6 @@ typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, co
 extern elementwise_kernel kernel_cast_divide;
 extern elementwise_kernel kernel_accumulate;
 
-/* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN,
- * else left alone. */
-typedef enum status unscale_kernel(const struct tensor_view *tensors, const int64_t *numels,
-                                   int64_t num_tensors, const float *inverse_scale, float *found_inf,
-                                   const struct kernel_stream *stream);
-extern unscale_kernel kernel_unscale;
-
 /* 64 bits over each range of memory, of any alignment; checksum.c defines them. */
 struct byte_range {
     const void *data;

@@ -29,9 +29,6 @@ struct loops {
     void (*add_multiplied[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
                                                      double factor);
 
-    /* tensor *= factor; whether an element was inf or NaN before */
-    bool (*unscale[DTYPE_COUNT])(void *tensor, int64_t numel, double factor);
-
     /* By enum adam_operand, all of one dtype; the last NULL without amsgrad. */
     void (*adamw[DTYPE_COUNT])(void *const operands[], int64_t numel, const struct adam_numbers *numbers);
 

@@ -155,55 +155,6 @@ static void double_add_double(void *accumulator, const void *input, int64_t nume
 DEFINE_DOUBLE(divide, divided, /)
 DEFINE_DOUBLE(multiply, multiplied, *)
 
-/* ---- inf and NaN ---- */
-
-static bool any_is_nan(floats values) {
-    float lanes[FLOATS];
-    bool found = false;
-    memcpy(lanes, &values, sizeof lanes);
-    for (int lane = 0; lane < FLOATS; lane++)
-        found |= lanes[lane] != lanes[lane];
-    return found;
-}
-
-/* A finite number times zero is zero, inf or NaN times zero is NaN, and stays in the sum. */
-#define DEFINE_UNSCALE(type)                                                                                 \
-    static bool type##_unscale(void *tensor, int64_t numel, double number) {                                 \
-        type *target = tensor;                                                                               \
-        const type *source = tensor;                                                                         \
-        const float factor = (float)number;                                                                  \
-        const floats factors = floats_of(factor);                                                            \
-        floats zeros = floats_of(0.0f);                                                                      \
-        float zero = 0.0f;                                                                                   \
-        OVER_VECTORS {                                                                                       \
-            PREFETCH_BOTH;                                                                                   \
-            floats values = floats_load_##type(source + i);                                                  \
-            zeros = floats_add_product(zeros, values, floats_of(0.0f));                                      \
-            floats_store_##type(target + i, values * factors);                                               \
-        }                                                                                                    \
-        OVER_REST {                                                                                          \
-            float value = type##_load(source[i]);                                                            \
-            zero += value * 0.0f;                                                                            \
-            target[i] = type##_store(value * factor);                                                        \
-        }                                                                                                    \
-        return zero != zero || any_is_nan(zeros);                                                            \
-    }
-DEFINE_UNSCALE(float)
-DEFINE_UNSCALE(bfloat16)
-DEFINE_UNSCALE(float16)
-
-static bool double_unscale(void *tensor, int64_t numel, double factor) {
-    uint64_t found = 0;
-    for (int64_t i = 0; i < numel; i++) {
-        double *element = (double *)tensor + i;
-        uint64_t bits;
-        memcpy(&bits, element, sizeof bits);
-        found |= (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
-        *element *= factor;
-    }
-    return found != 0;
-}
-
 /* ---- AdamW ---- */
 
 /* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which. See
@@ -410,7 +361,6 @@ const struct loops LOOPS_TABLE = {
     .add = OF_PAIRS(add),
     .add_divided = OF_PAIRS(add_divided),
     .add_multiplied = OF_PAIRS(add_multiplied),
-    .unscale = {float_unscale, double_unscale, bfloat16_unscale, float16_unscale},
     .adamw = {float_adamw, double_adamw, bfloat16_adamw, float16_adamw},
     .join_masters = join_masters,
     .split_masters = split_masters,

@@ -100,10 +100,6 @@ static inline void floats_store_float16(float16 *output, floats values) {
     bits_store(output, float16_bits(values));
 }
 
-static inline floats floats_add_product(floats sum, floats a, floats b) {
-    return sum + a * b;
-}
-
 /* sum + a * b, rounded once. The product is exact in fp64; the sum is rounded there to odd, which no second
  * rounding notices: of the two numbers around it, where it is none, the one whose last bit is set. */
 static inline floats floats_fused(floats sum, floats a, floats b) {

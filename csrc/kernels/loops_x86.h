@@ -49,8 +49,6 @@ static inline floats floats_fused(floats sum, floats a, floats b) {
     return OF_WIDTH(fmadd_ps)(a, b, sum);
 }
 
-#define floats_add_product floats_fused
-
 static inline floats floats_root(floats values) {
     return OF_WIDTH(sqrt_ps)(values);
 }

@@ -18,10 +18,7 @@ enum {
 /* The sum in the wider arithmetic of the two, rounded once, as torch promotes. */
 template <typename Out, typename In> struct add_operation {
     static constexpr bool READS_OUTPUT = true;
-    static constexpr bool READS_INPUT = true;
 
-    __device__ void begin() {
-    }
     __device__ Out operator()(Out sum, In value) const {
         auto total = element<Out>::load(sum) + element<In>::load(value);
         return converted<Out>(total);

@@ -8,14 +8,14 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 9 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 10 }; /* a library of another version is not loaded */
 
 struct kernel_table {
     int32_t version;
     pack_kernel *pack;
     pack_add_kernel *pack_add;
     elementwise_kernel *cast_divide, *accumulate;
-    unscale_kernel *unscale; /* all numbers lie in the device's memory: the host waits for none */
+    /* Numbers lie in the device's memory: the host waits for none. */
     checksums_kernel *checksums;
     adamw_kernel *adamw;
     const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */

@@ -62,7 +62,6 @@ void op_accumulate_shard(StableIValue *stack, struct op_call *call);
 void op_join_ranges(StableIValue *stack, struct op_call *call); /* op_ranges.c */
 
 /* op_lists.c */
-void op_unscale(StableIValue *stack, struct op_call *call);
 void op_checksums(StableIValue *stack, struct op_call *call);
 void op_adamw(StableIValue *stack, struct op_call *call);
 

@@ -1,37 +1,10 @@
-/* The ops over lists of tensors: unscaling, checksums, AdamW. */
+/* The ops over lists of tensors: checksums, AdamW. */
 #include "torch/op_call.h"
 
 #include "kernels/adam.h"
 #include "torch/tensor.h"
 
 #include <inttypes.h>
-
-/* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
-void op_unscale(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
-    OP_OWNED found = op_tensor(stack[1]);
-    OP_OWNED inverse = op_tensor(stack[2]);
-    OP_OWNED_MEMORY struct tensor_view *views = NULL;
-    OP_OWNED_MEMORY int64_t *numels = NULL;
-    op_read_list(&tensors);
-    struct op_operand found_inf;
-    struct op_operand inverse_scale;
-    float *found_number = op_call_read_number(call, &found_inf, found, "found_inf");
-    const float *factor = op_call_read_number(call, &inverse_scale, inverse, "inverse_scale");
-    views = op_alloc(tensors.count, sizeof *views);
-    numels = op_alloc(tensors.count, sizeof *numels);
-    for (size_t i = 0; i < tensors.count; i++) {
-        struct op_operand operand;
-        op_call_read_contiguous(call, &operand, op_tensor(tensors.items[i]), "each of tensors");
-        views[i] = operand.view;
-        numels[i] = operand.numel;
-    }
-    if (!call->is_meta) {
-        op_call_check(call,
-                      op_call_kernels(call)->unscale(views, numels, (int64_t)tensors.count, factor,
-                                                     found_number, tensor_kernel_stream(&found_inf.view)));
-    }
-}
 
 /* Bytes of a contiguous tensor of any dtype. */
 static struct byte_range read_bytes(struct op_call *call, struct op_operand *operand,

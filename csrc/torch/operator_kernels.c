@@ -158,25 +158,6 @@ static enum status accumulate(void *accumulator, enum dtype accumulator_dtype, c
 
 /* ---- lists of tensors ---- */
 
-static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                           const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
-    for (int64_t i = 0; i < num_tensors; i++)
-        if (!dtype_is_known(tensors[i].dtype))
-            return STATUS_UNSUPPORTED;
-    PyGILState_STATE lock = PyGILState_Ensure();
-    PyObject *list = PyList_New(0);
-    int result = list ? 0 : -1;
-    for (int64_t i = 0; !result && i < num_tensors; i++)
-        result = ref_append(list, over_flat(tensors[i].data, tensors[i].dtype, numels[i], stream));
-    PyObject *found = result ? NULL : over_number(found_inf, DTYPE_FLOAT32, stream);
-    PyObject *scale = found ? over_number(inverse_scale, DTYPE_FLOAT32, stream) : NULL;
-    PyObject *arguments = scale ? Py_BuildValue("(OOO)", list, found, scale) : NULL;
-    Py_XDECREF(list);
-    Py_XDECREF(found);
-    Py_XDECREF(scale);
-    return finish(lock, "unscale", arguments);
-}
-
 static enum status checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
                              const struct kernel_stream *stream) {
     for (int64_t i = 0; i < num_ranges; i++)
@@ -258,7 +239,6 @@ const struct kernel_table operator_kernels = {
     .pack_add = pack_add,
     .cast_divide = cast_divide,
     .accumulate = accumulate,
-    .unscale = unscale,
     .checksums = checksums,
     .adamw = adamw,
     .device_error = device_error,

@@ -19,7 +19,6 @@
     X(accumulate_shard, op_accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \
     X(join_ranges, op_join_ranges,                                                                                \
       "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")   \
-    X(unscale_, op_unscale, "(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")           \
     X(checksums, op_checksums, "(Tensor[] tensors) -> Tensor")                                                    \
     X(adamw_, op_adamw,                                                                                           \
       "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "                \

@@ -336,46 +336,6 @@ static void test_pack_refuses_what_the_cpu_refuses(void) {
     CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, &square, 1, 1.0, &on_gpu), STATUS_INVALID);
 }
 
-/* ---- unscale ---- */
-
-/* 100 tensors of every dtype, changed by the CPU and by the GPU; `spoilt` of them hold what is not finite. */
-static void check_unscale(int spoilt) {
-    enum { COUNT = 100 };
-    const float scale = 0.00390632f;
-    float cpus_found = 0, gpus_found = 0;
-    std::vector<memory *> expected, actual;
-    struct tensor_view expected_views[COUNT] = {}, actual_views[COUNT] = {};
-    int64_t sizes[COUNT];
-    for (int i = 0; i < COUNT; i++) {
-        enum dtype dtype = (enum dtype)(i % DTYPE_COUNT);
-        const double bad = i % 2 ? (double)NAN : -(double)INFINITY;
-        sizes[i] = 1 + random_below(&random_state, 300);
-        expected.push_back(new memory(dtype, sizes[i]));
-        actual.push_back(new memory(dtype, sizes[i], i % 5));
-        fill_numbers(expected.back(), dtype, sizes[i]);
-        char *last = expected.back()->data + (sizes[i] - 1) * dtype_nbytes(dtype);
-        kernel_cast_divide(last, dtype, &bad, DTYPE_FLOAT64, i < COUNT - spoilt ? 0 : 1, 1.0, nullptr);
-        actual.back()->set(*expected.back());
-        expected_views[i].data = expected.back()->data;
-        actual_views[i].data = actual.back()->data;
-        expected_views[i].dtype = actual_views[i].dtype = dtype;
-    }
-    CHECK_EQUAL(kernel_unscale(expected_views, sizes, COUNT, &scale, &cpus_found, &on_cpu), STATUS_OK);
-    CHECK_EQUAL(table->unscale(actual_views, sizes, COUNT, &scale, &gpus_found, &on_gpu), STATUS_OK);
-    CHECK(gpus_found == (spoilt ? 1.0f : 0.0f) && cpus_found == gpus_found);
-    for (size_t i = 0; i < COUNT; i++) {
-        CHECK(actual[i]->equals(*expected[i]));
-        delete expected[i];
-        delete actual[i];
-    }
-}
-
-static void test_unscale_equals_the_cpus_and_finds_what_is_not_finite(void) {
-    for (int spoilt = 0; spoilt < 5; spoilt++) {
-        check_unscale(spoilt);
-    }
-}
-
 /* ---- checksums ---- */
 
 static void test_checksums_equal_the_cpus_at_any_length_and_address(void) {
@@ -516,7 +476,6 @@ static void test_adamw_refuses_what_the_cpu_refuses(void) {
 
 static void test_nothing_to_do_is_no_launch(void) {
     int64_t none = 0;
-    struct tensor_view view = {};
     emulated_launches = 0;
     CHECK_EQUAL(table->pack(nullptr, DTYPE_FLOAT32, 0, nullptr, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->pack_add(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
@@ -524,7 +483,6 @@ static void test_nothing_to_do_is_no_launch(void) {
                 STATUS_OK);
     CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu),
                 STATUS_OK);
-    CHECK_EQUAL(table->unscale(&view, &none, 1, nullptr, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->adamw(nullptr, 0, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(emulated_launches, 0);
@@ -618,7 +576,6 @@ int main(void) {
     RUN(test_transposed_sources_go_by_tiles);
     RUN(test_pack_of_a_unit_is_one_launch);
     RUN(test_pack_refuses_what_the_cpu_refuses);
-    RUN(test_unscale_equals_the_cpus_and_finds_what_is_not_finite);
     RUN(test_checksums_equal_the_cpus_at_any_length_and_address);
     RUN(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address);
     RUN(test_adamw_refuses_what_the_cpu_refuses);

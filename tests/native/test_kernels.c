@@ -231,7 +231,6 @@ static void test_kernels_accept_nothing_to_do(void) {
     CHECK_EQUAL(kernel_pack_add(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_cast_divide(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_accumulate(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
-    CHECK_EQUAL(kernel_unscale(NULL, NULL, 0, NULL, NULL, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_adamw(NULL, 0, NULL, &cutting), STATUS_OK);
 }

@@ -210,26 +210,6 @@ def test_pack_add_launches_a_strided_source_in_parts_of_32_bits() -> None:
     assert values(output, 2 * BIG - 1) == [7.0]
 
 
-def test_unscale_launches_once_per_dtype() -> None:
-    large, small, other = reserve(F32), reserve(F32, 24), reserve(BF16, 24)
-    inverse, found = torch.tensor(0.5, device="cuda"), torch.zeros(1, device="cuda")
-    put(large, 0, BIG - 1)
-    large[BIG - 2] = float("inf")
-    tensors = array(TensorView, *(view(each) for each in (large, other, small)))
-    with watched() as seen:
-        launchers()["unscale"](tensors, array(I64, BIG, 24, 24), I64(3), at(inverse), at(found))
-    of_floats, of_halves = seen
-    operation = struct.pack("<QQ", inverse.data_ptr(), found.data_ptr())
-    floats = (large.data_ptr(), 0, BIG, 0), (small.data_ptr(), 0, 24, 0)
-    expect_segments(of_floats, 4096, *floats, operation=operation)
-    expect_segments(of_halves, 8192, (other.data_ptr(), 0, 24, 0), operation=operation)
-    run_chunks(of_floats, 0)
-    assert found.item() == 0.0
-    run_chunks(of_floats, (BIG - 1) // 4096)
-    assert values(large, 0, BIG - 1) == [1.5, 2.0]
-    assert found.item() == 1.0
-
-
 def test_checksums_launch_three_kernels() -> None:
     """Past 2^31 words: the sum of the last chunk's block is that of the words which its chunks have."""
     nbytes = 8 * PAST + 13

@@ -106,11 +106,6 @@ class kernel_launch {
             reads(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
         }
     }
-    void changes_all(const struct tensor_view *tensors, const int64_t *numels, int64_t count) {
-        for (int64_t i = 0; i < count; i++) {
-            changes(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
-        }
-    }
 
     /* At once, or when the stream comes to it. */
     template <typename Kernel> enum status run(Kernel kernel) {
@@ -192,18 +187,6 @@ static enum status accumulate(void *output, enum dtype to, const void *input, en
     });
 }
 
-static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
-                           const float *inverse, float *found_inf, const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c unscale", stream);
-    now.reads(inverse, sizeof *inverse);
-    now.changes_all(tensors, numels, count);
-    now.writes(found_inf, sizeof *found_inf);
-    return now.run(
-        [=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
-            return inner->unscale(views.data(), sizes.data(), count, inverse, found_inf, at);
-        });
-}
-
 static enum status checksums(uint64_t *sums, const struct byte_range *ranges, int64_t count,
                              const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c checksums", stream);
@@ -260,7 +243,7 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate, unscale, checksums, adamw,
+        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate, checksums, adamw,
         device_error,         why_not_on,
     };
     inner = emulated_kernels(why);
