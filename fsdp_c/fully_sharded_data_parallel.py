@@ -77,7 +77,7 @@ from fsdp_c.training import (
     tree,
     unshard_params,
 )
-from fsdp_c.training.execution_order import ExecutionOrder
+from fsdp_c.training.execution_order import ExecutionOrder, check_order
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel"]
 __all__ += api.__all__
@@ -430,9 +430,9 @@ class FullyShardedDataParallel(ShardedModule):
         optimizer_steps.watch(self)
         misuse_checks.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:
-            runtime.check_order(
-                [_param_names(*module) for module in modules], self.process_group, self.compute_device
-            )
+            names = [_param_names(*module) for module in modules]
+            self._exec_order_data.check(names, self.process_group, self.compute_device)
+            runtime.checks_order = True
         for path, module in modules:
             module._exec_order_data = self._exec_order_data
             if module._debug_level == dist.DebugLevel.INFO:
@@ -904,6 +904,7 @@ _C.bind_callbacks(
     hook_inputs=tree.hook_inputs,
     tensors_of=tree.tensors_of,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
+    check_order=check_order,
     step_in_backward=FlatParamHandle.step_in_backward,
     await_step=FlatParamHandle.await_step,
     is_in_reentrant_checkpoint=misuse_checks.is_in_reentrant_checkpoint,
