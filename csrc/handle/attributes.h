@@ -30,7 +30,7 @@ static inline PyObject *attributes_low_precision_shard(const struct storage *sto
     const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
     if (!copy->low_precision)
         return NULL;
-    return storage->param->sharded ? copy->low_precision_shard.tensor : copy->full.tensor;
+    return storage->param->sharded ? copy->low_precision_shard : copy->full.tensor;
 }
 
 #endif

@@ -66,7 +66,7 @@ int gradients_apply(const struct gradients *gradients, elementwise_kernel *kerne
 PyObject *gradients_take_received(struct gradients *gradients) {
     const PyObject *sum = gradients->sum;
     OWNED *total =
-        sum ? Py_NewRef(gradients->sum) : torch_empty_like(gradients->storage->copy->gradient_like.tensor);
+        sum ? Py_NewRef(gradients->sum) : torch_empty_like(gradients->storage->copy->gradient_like);
     if (!total ||
         (sum ? gradients_add_pending(gradients, total) : gradients_pack_pending(gradients, total, 1.0)) < 0)
         return NULL;

@@ -124,7 +124,7 @@ static int settle_pending(struct gradients *gradients) {
         return gradients_add_pending(gradients, previous);
     if (gradients->sum)
         return gradients_add_pending(gradients, gradients->sum);
-    gradients->sum = torch_empty_like(gradients->storage->copy->gradient_like.tensor);
+    gradients->sum = torch_empty_like(gradients->storage->copy->gradient_like);
     return gradients->sum ? gradients_pack_pending(gradients, gradients->sum, 1.0) : -1;
 }
 
@@ -207,8 +207,8 @@ static int divide_total(struct gradients *gradients, PyObject *total) {
     struct tensor_view from;
     PyObject *input = NULL;
     if (tensor_view_of(total, &from) == 0)
-        input = from.dtype == copy->reduce_kind ? Py_NewRef(total)
-                                                : torch_empty_like(copy->reduce_input_like.tensor);
+        input =
+            from.dtype == copy->reduce_kind ? Py_NewRef(total) : torch_empty_like(copy->reduce_input_like);
     int result = input ? gradients_apply(gradients, gradients->storage->kernels->cast_divide, input, total,
                                          gradients->predivide, "pre-division of gradients")
                        : -1;
@@ -221,7 +221,7 @@ static int divide_total(struct gradients *gradients, PyObject *total) {
 }
 
 int gradients_take_reduce_input(struct gradients *gradients) {
-    ref_set(&gradients->reduce_input, torch_empty_like(gradients->storage->copy->reduce_input_like.tensor));
+    ref_set(&gradients->reduce_input, torch_empty_like(gradients->storage->copy->reduce_input_like));
     return gradients->reduce_input ? 0 : -1;
 }
 

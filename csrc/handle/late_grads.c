@@ -55,7 +55,7 @@ int gradients_show_again(struct gradients *gradients) {
 }
 
 static int add(const struct gradients *gradients, PyObject **shard, PyObject *late, int64_t index) {
-    if (!*shard && !(*shard = torch_zeros_like(gradients->storage->shard_like.tensor)))
+    if (!*shard && !(*shard = torch_zeros_like(gradients->storage->shard_like)))
         return -1;
     OWNED *part = index < 0 ? Py_NewRef(*shard) : gradients_part(gradients, *shard, index);
     OWNED *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */

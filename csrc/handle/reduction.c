@@ -96,7 +96,7 @@ int gradients_take_memory(struct gradients *gradients) {
                        gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
     if (!is_gradient)
         return 0;
-    ref_set(&gradients->reduce_output, torch_empty_like(gradients->storage->copy->reduce_output_like.tensor));
+    ref_set(&gradients->reduce_output, torch_empty_like(gradients->storage->copy->reduce_output_like));
     return gradients->reduce_output ? 0 : -1;
 }
 
@@ -105,7 +105,7 @@ int gradients_reduce_enqueue(struct gradients *gradients) {
     const struct comm_hook *hook = &gradients->comm_hook;
     if (!gradients->reduce_output)
         gradients->reduce_output = param->sharded
-                                       ? torch_empty_like(gradients->storage->copy->reduce_output_like.tensor)
+                                       ? torch_empty_like(gradients->storage->copy->reduce_output_like)
                                        : Py_NewRef(gradients->reduce_input);
     if (!gradients->reduce_output)
         return -1;
@@ -127,7 +127,7 @@ int gradients_reduce_enqueue(struct gradients *gradients) {
 }
 
 PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input) {
-    PyObject *output = torch_empty_like(gradients->storage->shard_like.tensor);
+    PyObject *output = torch_empty_like(gradients->storage->shard_like);
     if (output && gradients_apply(gradients, gradients->storage->kernels->cast_divide, output, input, 1.0,
                                   "cast of a gradient") < 0)
         Py_CLEAR(output);

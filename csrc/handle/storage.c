@@ -126,15 +126,15 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     PyObject *gradient = copy->is_local ? storage->local_shard : copy->full.tensor;
     bool same = copy->reduce_dtype == copy->dtype, same_shard = copy->reduce_dtype == storage->orig_dtype;
     struct tensor_view view;
-    ref_set(&copy->gradient_like.tensor, Py_NewRef(gradient));
-    ref_set(&copy->reduce_input_like.tensor,
+    ref_set(&copy->gradient_like, Py_NewRef(gradient));
+    ref_set(&copy->reduce_input_like,
             same ? Py_NewRef(gradient) : freed_tensor(padded, copy->reduce_dtype, storage->param->device));
-    ref_set(&copy->reduce_output_like.tensor,
-            same_shard ? Py_NewRef(storage->shard_like.tensor)
-                       : freed_tensor(shard, copy->reduce_dtype, storage->param->device));
-    if (!copy->reduce_input_like.tensor || !copy->reduce_output_like.tensor)
+    ref_set(&copy->reduce_output_like, same_shard
+                                           ? Py_NewRef(storage->shard_like)
+                                           : freed_tensor(shard, copy->reduce_dtype, storage->param->device));
+    if (!copy->reduce_input_like || !copy->reduce_output_like)
         return -1;
-    if (tensor_view_of(copy->reduce_input_like.tensor, &view) < 0)
+    if (tensor_view_of(copy->reduce_input_like, &view) < 0)
         return -1;
     copy->reduce_kind = view.dtype;
     copy->kind = copy->is_local ? storage->orig_kind : copy->full.view.dtype;
@@ -172,7 +172,7 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
     PyObject *shard = freed_tensor(layout->shard_numel, copy->dtype, device);
-    ref_set(&copy->low_precision_shard.tensor, shard);
+    ref_set(&copy->low_precision_shard, shard);
     return shard ? 0 : -1;
 }
 
@@ -187,10 +187,10 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->own_part);
     Py_CLEAR(copy->secondary_source);
     buffer_fini(&copy->secondary_shard);
-    Py_CLEAR(copy->low_precision_shard.tensor);
-    Py_CLEAR(copy->reduce_input_like.tensor);
-    Py_CLEAR(copy->reduce_output_like.tensor);
-    Py_CLEAR(copy->gradient_like.tensor);
+    Py_CLEAR(copy->low_precision_shard);
+    Py_CLEAR(copy->reduce_input_like);
+    Py_CLEAR(copy->reduce_output_like);
+    Py_CLEAR(copy->gradient_like);
 }
 
 /* Its storage goes with it, but not before its last use. */
@@ -206,7 +206,7 @@ void storage_fini(struct storage *storage) {
     Py_CLEAR(storage->orig_dtype);
     for (int i = 0; i < PRECISIONS; i++)
         drop_copy(storage, &storage->copies[i]);
-    Py_CLEAR(storage->shard_like.tensor);
+    Py_CLEAR(storage->shard_like);
     buffer_fini(&storage->device_shard);
     Py_CLEAR(storage->fallback_dtypes);
 }
@@ -283,7 +283,7 @@ int storage_follow_shard(struct storage *storage) {
     PyObject *like = freed_tensor(numel, storage->orig_dtype, storage->param->device);
     if (!like)
         return -1;
-    ref_set(&storage->shard_like.tensor, like);
+    ref_set(&storage->shard_like, like);
     if (tensor_view_of(like, &storage->compute_view) < 0)
         return -1;
     /* the shard is in CPU memory, and what computes is not */
@@ -291,7 +291,7 @@ int storage_follow_shard(struct storage *storage) {
     storage->elsewhere = !storage->offload &&
                          (compute->device != shard->device || compute->device_index != shard->device_index);
     if (!storage->offload && compute->device == shard->device)
-        ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
+        ref_set(&storage->shard_like, Py_NewRef(storage->local_shard));
     bool is_fake = !shard->data && numel > 0;
     storage->kernels = is_fake ? &no_kernels : kernels_of(compute->device, compute->device_index, &why);
     buffer_fini(&storage->device_shard);

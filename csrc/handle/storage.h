@@ -34,11 +34,6 @@ enum precision {
     PRECISIONS
 };
 
-/* Says what torch_empty_like is to make; its own storage may be freed. */
-struct tensor_like {
-    PyObject *tensor; /* owned */
-};
-
 /* The unsharded parameters in one precision, and how gradients of them look. */
 struct precision_copy {
     PyObject *dtype, *reduce_dtype; /* owned; torch.dtype */
@@ -52,15 +47,15 @@ struct precision_copy {
     PyObject *secondary_source;
     /* allocated while the next gather reads it; see [Note: secondary shards] */
     struct buffer secondary_shard;
-    /* only with low_precision and sharded: its memory is own_part's, this is never allocated */
-    struct tensor_like low_precision_shard;
+    /* owned; only with low_precision and sharded: its memory is own_part's, this is never allocated */
+    PyObject *low_precision_shard;
     PyObject *full_data; /* owned; full without right padding */
     /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
     PyObject *views;
     int64_t *view_versions; /* owned array; theirs, when they were last asked for */
-    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in
+    /* owned; freed tensors that say how gradients look, for torch_empty_like: padded size in reduce and compute dtype, shard size in
      * reduce dtype */
-    struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
+    PyObject *reduce_input_like, *gradient_like, *reduce_output_like;
 };
 
 struct storage {
@@ -81,7 +76,7 @@ struct storage {
      * shard there first, and the reduced gradient is copied back before it is handed over: `offloaded`. */
     bool offload;
     bool elsewhere;                     /* the user has moved the shard away from the device that computes */
-    struct tensor_like shard_like;      /* how the shard looks on the device that computes */
+    PyObject *shard_like;               /* owned; how the shard looks on the device that computes */
     struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
     const struct kernel_table *kernels; /* of that device */
     struct buffer device_shard;         /* only with offload; allocated while it is cast from */

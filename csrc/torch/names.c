@@ -6,12 +6,17 @@
 
 struct torch_names torch_names;
 
-static int intern_attributes(void) {
+static int find_names(void) {
 #define TORCH_NAME_INTERN(name)                                                                              \
     if (!(torch_names.name = PyUnicode_InternFromString(#name)))                                             \
         return -1;
+#define TORCH_OBJECT_FIND(name, module, path)                                                                \
+    if (!(torch_names.name = ref_find(module, path)))                                                        \
+        return -1;
     TORCH_ATTRIBUTES(TORCH_NAME_INTERN)
+    TORCH_OBJECTS(TORCH_OBJECT_FIND)
 #undef TORCH_NAME_INTERN
+#undef TORCH_OBJECT_FIND
     return 0;
 }
 
@@ -51,33 +56,6 @@ static int write_attribute(PyObject *tensor, const struct attribute *attribute, 
     return PyObject_SetAttr(tensor, name, value);
 }
 
-static int find_in_modules(void) {
-    static const struct {
-        const char *module, *path;
-        PyObject **field;
-    } wanted[] = {
-        {"torch", "Tensor", &torch_names.tensor_type},
-        {"torch", "empty", &torch_names.empty},
-        {"torch", "empty_like", &torch_names.empty_like},
-        {"torch", "uint8", &torch_names.uint8},
-        {"torch", "int32", &torch_names.int32},
-        {"torch", "split_with_sizes", &torch_names.split_with_sizes},
-        {"torch", "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled},
-        {"torch.nn", "Parameter", &torch_names.parameter_type},
-        {"torch.nn.parallel", "DistributedDataParallel", &torch_names.data_parallel},
-        {"torch.utils.hooks", "RemovableHandle", &torch_names.removable_handle},
-        {"torch._C", "_InferenceMode", &torch_names.inference_mode_guard},
-        {"torch._C", "_current_graph_task_id", &torch_names.graph_task_id},
-        {"torch._C", "_len_torch_dispatch_stack", &torch_names.count_dispatch_modes},
-        {"torch._C", "_will_engine_execute_node", &torch_names.will_execute},
-        {"torch.autograd.variable", "Variable._execution_engine.queue_callback", &torch_names.queue_callback},
-    };
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (!(*wanted[i].field = ref_find(wanted[i].module, wanted[i].path)))
-            return -1;
-    return 0;
-}
-
 /* Of torch's kernels for aarch64 the default ones round once. 0 or -1. */
 static int ask_how_to_round(void) {
     int result = 0;
@@ -93,8 +71,8 @@ static int ask_how_to_round(void) {
 int torch_names_init(void) {
     static bool done;
     if (!done &&
-        (intern_attributes() < 0 || find_in_modules() < 0 || find_attribute("grad", &of_grad) < 0 ||
-         find_attribute("data", &of_data) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0 ||
+        (find_names() < 0 || find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
+         find_attribute("requires_grad", &of_requires_grad) < 0 ||
          find_attribute("_version", &of_version) < 0 || ask_how_to_round() < 0))
         return -1;
     done = true;

@@ -36,24 +36,31 @@
     X(_module_parameters)                                                                                    \
     X(training)
 
-struct torch_names {
-#define TORCH_NAME_FIELD(name) PyObject *name;
+/* field, and what it holds: a module, and the path in it */
+#define TORCH_OBJECTS(X)                                                                                     \
+    X(tensor_type, "torch", "Tensor")                                                                        \
+    X(empty, "torch", "empty")                                                                               \
+    X(empty_like, "torch", "empty_like")                                                                     \
+    X(uint8, "torch", "uint8")                                                                               \
+    X(int32, "torch", "int32")                                                                               \
+    X(split_with_sizes, "torch", "split_with_sizes")                                                         \
+    X(is_inference_mode_enabled, "torch", "is_inference_mode_enabled")                                       \
+    X(parameter_type, "torch.nn", "Parameter")                                                               \
+    X(data_parallel, "torch.nn.parallel", "DistributedDataParallel")                                         \
+    X(removable_handle, "torch.utils.hooks", "RemovableHandle")                                              \
+    X(inference_mode_guard, "torch._C", "_InferenceMode")                                                    \
+    X(graph_task_id, "torch._C", "_current_graph_task_id")                                                   \
+    X(count_dispatch_modes, "torch._C", "_len_torch_dispatch_stack")                                         \
+    X(will_execute, "torch._C", "_will_engine_execute_node")                                                 \
+    X(queue_callback, "torch.autograd.variable", "Variable._execution_engine.queue_callback")
+
+struct torch_names { /* owned for ever, all of them */
+#define TORCH_NAME_FIELD(name)                 PyObject *name;
+#define TORCH_OBJECT_FIELD(name, module, path) PyObject *name;
     TORCH_ATTRIBUTES(TORCH_NAME_FIELD)
+    TORCH_OBJECTS(TORCH_OBJECT_FIELD)
 #undef TORCH_NAME_FIELD
-    PyObject *tensor_type;    /* torch.Tensor */
-    PyObject *parameter_type; /* torch.nn.Parameter */
-    PyObject *empty;          /* torch.empty */
-    PyObject *empty_like;     /* torch.empty_like */
-    PyObject *uint8;          /* torch.uint8 */
-    PyObject *int32;          /* torch.int32 */
-    PyObject *split_with_sizes;
-    PyObject *is_inference_mode_enabled, *inference_mode_guard; /* torch._C._InferenceMode */
-    PyObject *queue_callback;                                   /* of the autograd engine */
-    PyObject *graph_task_id;                                    /* which backward runs in this thread */
-    PyObject *count_dispatch_modes;                             /* how many are on */
-    PyObject *will_execute;                                     /* will it come to a node? */
-    PyObject *data_parallel;                                    /* torch's DistributedDataParallel */
-    PyObject *removable_handle;                                 /* torch.utils.hooks.RemovableHandle */
+#undef TORCH_OBJECT_FIELD
 };
 
 extern struct torch_names torch_names;

@@ -27,8 +27,6 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
 
 /* clang-format off */
 #define TORCH_ABI_REQUIRED(X)                                                                                              \
-    X(int32_t, aoti_torch_device_type_cpu, (void))                                                                         \
-    X(int32_t, aoti_torch_device_type_cuda, (void))                                                                        \
     X(int32_t, aoti_torch_device_type_meta, (void))                                                                        \
     X(int32_t, aoti_torch_dtype_float32, (void))                                                                           \
     X(int32_t, aoti_torch_dtype_float64, (void))                                                                           \
