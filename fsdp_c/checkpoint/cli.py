@@ -344,14 +344,10 @@ def _largest_difference(left: Tensor, right: Tensor) -> tuple[int, float]:
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     lefts, rights = left.reshape(-1).split(_DIFF_NUMEL), right.reshape(-1).split(_DIFF_NUMEL)
     for ours, theirs in zip(lefts, rights, strict=True):
-        if ours.dtype == theirs.dtype and not ours.dtype.is_floating_point and not ours.dtype.is_complex:
-            differs = ours != theirs
-        else:
-            differs = None
         a, b = ours.to(wide), theirs.to(wide)
         unequal = (a != b) & ~(a.isnan() & b.isnan())
-        if differs is not None:
-            unequal |= differs
+        if ours.dtype == theirs.dtype and not (ours.dtype.is_floating_point or ours.dtype.is_complex):
+            unequal |= ours != theirs  # integers that float64 rounds
         if unequal.any():
             distance = (a - b).abs()[unequal].nan_to_num(nan=float("inf"), posinf=float("inf"))
             count += int(unequal.sum())

@@ -80,9 +80,7 @@ def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) ->
 def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Allocate and initialise modules that have tensors of their own; each is to initialise only those."""
     for module in modules:
-        if not any(True for _ in module.parameters(recurse=False)) and not any(
-            True for _ in module.buffers(recurse=False)
-        ):
+        if all(own is None for own in (*module._parameters.values(), *module._buffers.values())):
             continue
         try:
             module.to_empty(device=device, recurse=False)

@@ -122,18 +122,14 @@ class _Promised:
 
 def make_groups(modules: Iterable[ShardedModule]) -> None:
     """Make the groups promised to these units, on whose plans all ranks agree. Collective over all ranks."""
-    waiting = [module for module in modules if isinstance(module._node_group, _Promised)]
-    for module in waiting:
-        group = _group_of_size(_size_of(module))
+    groups: list[tuple[ShardedModule, object]] = [(module, module._node_group) for module in modules]
+    waiting = [(module, group.size()) for module, group in groups if isinstance(group, _Promised)]
+    for module, ranks in waiting:
+        group = _group_of_size(ranks)
         if module._handle is not None and not module._handle._use_fake_all_gather:
             module._handle.fake_all_gather(module.process_group, group)
-    for module in waiting:
-        module._whole._node_group = _group_of_size(_size_of(module))
-
-
-def _size_of(module: ShardedModule) -> int:
-    assert module._node_group is not None
-    return module._node_group.size()
+    for module, ranks in waiting:
+        module._whole._node_group = _group_of_size(ranks)
 
 
 def planned_ranks(ranks: int | None, shards: int, strategy: ShardingStrategy) -> int | None:

@@ -179,12 +179,8 @@ class Subtree:
         return clean_name(joined(info.module_name, info.param_name))
 
 
-def _is_never(module: nn.Module) -> bool:
-    return False
-
-
 def walk(
-    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never, *, once: bool
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False, *, once: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """``nn.Module.named_modules``, each path with a dot at its end; shared ones ``once``, or at every path.
 
@@ -205,7 +201,7 @@ def walk(
 
 
 def named_buffers(
-    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``nn.Module.named_buffers``, with all names of what is shared, without modules that are left out."""
     for prefix, current in walk(module, is_left_out, once=False):
@@ -226,7 +222,7 @@ def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[
 
 
 def named_params(
-    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Parameter]:
     """``nn.Module.named_parameters``, several times as fast, and whatever a unit's own method shows."""
     found: dict[str, nn.Parameter] = {}

@@ -341,13 +341,11 @@ def _shards_from_rank_0(
     """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by
     one."""
     world_size = dist.get_world_size(options.group)
-    direct = {
-        module
-        for module in _by_unit(targets)
-        if handle_of(module).layout.sharded and module.world_size == world_size
-    }
-    by_unit = _by_unit(target for target in targets if target.module in direct)
-    for shard_group, modules in by_group(by_unit):
+    by_unit = _by_unit(targets)
+    direct = [
+        module for module in by_unit if handle_of(module).layout.sharded and module.world_size == world_size
+    ]
+    for shard_group, modules in by_group(direct):
         members = [target for module in modules for target in by_unit[module]]
         shards = redistribute(
             (_flat_on_rank_0(target, source) for target in members),

@@ -308,16 +308,10 @@ class _Plan(NamedTuple):
         targets: Sequence[Partition],
         rank: int,
         world: int,
+        gathers: bool = False,
     ) -> _Plan:
         sizes = [piece.element_size() for piece in pieces]
-        return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), rank, world, False))
-
-    @classmethod
-    def of_gathering(cls, pieces: list[Tensor], sources: Sequence[Partition], world: int) -> _Plan:
-        """Of rank 0 making the whole tensors, which every rank does alike."""
-        targets = [rank0_partition(source.numel) for source in sources]
-        sizes = [piece.element_size() for piece in pieces]
-        return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), 0, world, True))
+        return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), rank, world, gathers))
 
     def assemble(
         self, received: Tensor, pieces: list[Tensor], shapes: Sequence[Sequence[int]] | None
@@ -417,7 +411,8 @@ def _gather_batch(
 ) -> list[Tensor]:
     """The whole tensors: one all-gather of what each rank holds, padded to the longest."""
     _check(pieces, sources, group.rank())
-    plan = _Plan.of_gathering(pieces, sources, group.size())
+    targets = [rank0_partition(source.numel) for source in sources]  # every rank does as rank 0 does
+    plan = _Plan.of(pieces, sources, targets, 0, group.size(), gathers=True)
     row_nbytes = max(plan.received_nbytes)
     sent = _adjacent(pieces, row_nbytes)
     sent = _packed(pieces, row_nbytes) if sent is None else sent

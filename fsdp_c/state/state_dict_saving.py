@@ -79,10 +79,10 @@ def is_dropped(module: ShardedModule) -> bool:
 
 
 @contextlib.contextmanager
-def summoned(module: ShardedModule, writeback: bool = False) -> Iterator[None]:
+def summoned(module: ShardedModule) -> Iterator[None]:
     """With the unit's parameters gathered on the modules: the way of those that are DTensors. Collective."""
     with flight_recorder.gathering(handle_of(module)):
-        handle_of(module).summon_enter(writeback)
+        handle_of(module).summon_enter(False)
     try:
         yield
     finally:

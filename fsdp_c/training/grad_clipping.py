@@ -57,7 +57,8 @@ def clip_params_(
     Collective over the groups of their units.
     """
     wanted = set(map(id, params))
-    roots = [root for root in _roots() if not wanted.isdisjoint(map(id, root.parameters()))]
+    roots = [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
+    roots = [root for root in roots if not wanted.isdisjoint(map(id, root.parameters()))]
     handles = [_handles(root) for root in roots]
     steppers = _steppers([one for own in handles for part in own for one in part], norm_type)
     if not steppers and not any(
@@ -81,11 +82,6 @@ def clip_params_(
     return _clipped(roots[0].rank, grads + plain, max_norm, total_norm, steppers)
 
 
-def _roots() -> list[ShardedModule]:
-    """Of the units that are alive, those that no other is around."""
-    return [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
-
-
 def _found(
     root: ShardedModule, norm_type: float, wanted: Container[int] | None = None
 ) -> tuple[list[Tensor], Tensor]:
@@ -98,11 +94,7 @@ def _found(
     for part, owners in ((sharded, sharded_handles), (whole, whole_handles)):
         _add_norms(part, owners)
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
-    dtype = (
-        torch.float64
-        if any(handle.flat_param.dtype == torch.float64 for handle in handles)
-        else torch.float32
-    )
+    dtype = _norm_dtype([handle.flat_param for handle in handles])
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
     if root.cpu_offload.offload_params:
         total_norm = total_norm.cpu()
@@ -173,10 +165,14 @@ def _steppers(handles: Sequence[FlatParamHandle], norm_type: float) -> list[Step
 
 def norms_by_groups(handle: FlatParamHandle) -> GradsByGroups:
     """Norms of the gradients of one unit, where they stand for them in a total norm."""
-    dtype = torch.float64 if handle.flat_param.dtype == torch.float64 else torch.float32
+    dtype = _norm_dtype([handle.flat_param])
     return {
         groups: [_norms(grads, 2.0, dtype)] for groups, grads in _grads_of([handle], None).items() if grads
     }
+
+
+def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
 
 
 def _add_norms(found: GradsByGroups, handles: Sequence[FlatParamHandle]) -> None:
@@ -312,8 +308,7 @@ def _norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def _norms_op(tensors: list[Tensor], p: float) -> Tensor:
     """``torch.ops.fsdp_c.norms``: in float64 where one of the tensors is, in float32 otherwise."""
-    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return _norms(tensors, p, torch.float64 if is_double else torch.float32)
+    return _norms(tensors, p, _norm_dtype(tensors))
 
 
 def scale(grads: list[Tensor], coefficient: Tensor) -> None:

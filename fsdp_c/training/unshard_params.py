@@ -95,7 +95,7 @@ def _check_arguments(
             f"with_grads={with_grads}, use_orig_params={use_orig_params}, offload_to_cpu={offload_to_cpu} is "
             "not supported: full gradients need use_orig_params=True and offload_to_cpu=False"
         )
-    if offload_to_cpu and fsdp_module._handle is not None and not _is_sharded(fsdp_module):
+    if offload_to_cpu and fsdp_module._handle and fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
         raise NotImplementedError(
             "offload_to_cpu=True and NO_SHARD is not supported: nothing is gathered there"
         )
@@ -115,10 +115,6 @@ def warn_of_copies() -> None:
         "each rank: pass rank0_only=True to keep one",
         stacklevel=5,
     )
-
-
-def _is_sharded(fsdp_module: ShardedModule) -> bool:
-    return fsdp_module.sharding_strategy != ShardingStrategy.NO_SHARD
 
 
 def _check_state(fsdp_module: ShardedModule) -> None:
