@@ -470,10 +470,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes within a tensor of ``shape``, which have as many elements as it, have none in common.
+    """Whether boxes within a tensor of ``shape`` have all of its elements, and none in common.
 
     In a time that does not grow with their square. ValueError for many boxes in many dimensions.
     """
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
     boxes = [box for box in boxes if math.prod(box[1])]
     divided = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
     if len(boxes) << len(divided) > _MAX_CORNERS:

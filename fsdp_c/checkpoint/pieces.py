@@ -19,7 +19,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -65,6 +65,13 @@ def in_memory(tensor: Tensor) -> Tensor:
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
+    """A view of a box of it."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
 
 
 class FileWriter:

@@ -144,8 +144,8 @@ def _group(paths: list[PathInDict], rows: list[_Row], loads: list[int]) -> Group
         if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):
             by_box.setdefault((row.held.offsets, row.held.sizes), []).append((row.held, row))
     boxes = [_box(key, each, len(paths), loads) for each in by_box.values()]
-    numel = sum(box.held.numel for box in boxes)
-    if numel != math.prod(first.shape) or not do_tile(list(by_box), first.shape):
+    if not do_tile(list(by_box), first.shape):
+        numel = sum(box.held.numel for box in boxes)
         raise ValueError(
             f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice"
         )

@@ -30,7 +30,7 @@ from fsdp_c.checkpoint.metadata import (
     TensorEntry,
     checksums_content,
 )
-from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, read_data
+from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrowed, read_data
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.compat.aliases import StateDict
 
@@ -361,9 +361,3 @@ def _can_read_into(chunk: Chunk, dtype: torch.dtype, target: Tensor) -> bool:
     if chunk.place.strides is None:
         return target.is_contiguous()
     return target.stride() == chunk.place.strides
-
-
-def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.held import Held, Offsets, Order
-from fsdp_c.checkpoint.pieces import is_dense
+from fsdp_c.checkpoint.pieces import is_dense, narrowed
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
 
@@ -337,10 +337,7 @@ class LocalParts(PartialTensor):
 
     @staticmethod
     def _own(local: Tensor, part: _Part) -> Tensor:
-        starts = part.local_offsets or (0,) * local.dim()
-        return local[
-            tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))
-        ]
+        return narrowed(local, part.local_offsets or (0,) * local.dim(), part.sizes)
 
     @property
     def numel_held(self) -> int:
@@ -355,10 +352,7 @@ class LocalParts(PartialTensor):
             )
         local = self.local.clone()
         for part in self.parts:
-            box = tuple(
-                slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True)
-            )
-            self._own(local, part).copy_(whole[box])
+            self._own(local, part).copy_(narrowed(whole, part.offsets, part.sizes))
         columns = zip(*self.parts, strict=True) if self.parts else ((), (), ())
         for name, value in zip(_PROTOCOL, (tuple(self.shape), *columns), strict=True):
             setattr(local, name, value)
