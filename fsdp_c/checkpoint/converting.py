@@ -28,10 +28,9 @@ from fsdp_c.checkpoint.folder import (
     sync_published,
 )
 from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
-from fsdp_c.checkpoint.held import Held
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.pieces import Described, FileWriter, in_memory, memory, pickled
-from fsdp_c.checkpoint.planning import Box, Group, key_of
+from fsdp_c.checkpoint.planning import Box, Group, Held, key_of
 from fsdp_c.checkpoint.storage import Info
 from fsdp_c.checkpoint.table import RECORD, Stored
 from fsdp_c.checkpoint.values import boxes_of

@@ -47,7 +47,6 @@ from fsdp_c.checkpoint.folder import (
     refusing,
     require,
 )
-from fsdp_c.checkpoint.held import Held, HeldBox, boxes_of_pieces
 from fsdp_c.checkpoint.metadata import (
     BytesEntry,
     Checkpoint,
@@ -61,7 +60,7 @@ from fsdp_c.checkpoint.metadata import (
 )
 from fsdp_c.checkpoint.pickles import dtype_named
 from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
-from fsdp_c.checkpoint.planning import key_of
+from fsdp_c.checkpoint.planning import Held, HeldBox, boxes_of_pieces, key_of
 from fsdp_c.checkpoint.table import RECORD, TOKEN, Stored
 
 _HEAD = struct.Struct("<16sQQI4x")  # behind it are the header, the index and the records

@@ -22,8 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.held import Held, Offsets, Order
 from fsdp_c.checkpoint.pieces import is_dense, narrowed
+from fsdp_c.checkpoint.planning import Held, Offsets, Order
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
 

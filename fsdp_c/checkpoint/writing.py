@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, data_file, write_file
-from fsdp_c.checkpoint.held import Held
 from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
-from fsdp_c.checkpoint.planning import Kept, Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.planning import Held, Kept, Planned, RankPart, RankPlan, merged
 from fsdp_c.checkpoint.storage import Counted, Report, finish_folder
 from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.held import Held
 from fsdp_c.checkpoint.metadata import do_tile
+from fsdp_c.checkpoint.planning import Held
 from fsdp_c.checkpoint.values import RangeTensor, boxes_of, whole_value
 from fsdp_c.state.sharded_values import memory_order
 

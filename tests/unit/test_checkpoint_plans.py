@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from fsdp_c import _C
-from fsdp_c.checkpoint.held import Held
-from fsdp_c.checkpoint.planning import Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.planning import Held, Planned, RankPart, RankPlan, merged
 from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
 
 SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 20, 7), "norm": (40,)}
