@@ -252,10 +252,7 @@ def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str,
 
 def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], frozen: frozenset[str]) -> None:
     """A unit's trained parameters have state together, or none has."""
-    by_unit: dict[ShardedModule, list[OptimParam]] = {}
-    for known in managed.values():
-        by_unit.setdefault(known.owner, []).append(known)
-    for members in by_unit.values():
+    for _, members in _by_unit(managed.values()):
         stated = [known.name for known in members if known.name in names]
         for known in members if stated else ():
             if known.name not in names and known.name not in frozen and _layout_of(known).shape.numel():

@@ -7,7 +7,7 @@ import functools
 import re
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -138,19 +138,23 @@ def _read_past_unit(
     error: BaseException, units: Iterable[ShardedModule]
 ) -> tuple[nn.Module, ShardedModule, str] | None:
     """The innermost module in the traceback, the unit below that keeps parameters sharded, what is there."""
-    reader, in_forward = _innermost(error)
-    for inner in units:
-        handle = inner._handle
-        if (
-            reader is not None
-            and handle is not None
-            and inner._whole not in in_forward
-            and handle.shows_sharded
-        ):
-            for name, module in reader.named_modules():
-                if module is not reader and module in _layers(handle):
-                    return reader, inner, repr(clean_path(name))
+    for reader, inner, layers in _keeping_sharded(error, units):
+        for name, module in reader.named_modules():
+            if module is not reader and module in layers:
+                return reader, inner, repr(clean_path(name))
     return None
+
+
+def _keeping_sharded(
+    error: BaseException, units: Iterable[ShardedModule]
+) -> Iterator[tuple[nn.Module, ShardedModule, dict[nn.Module, str]]]:
+    """The innermost module in the traceback, a unit that keeps parameters sharded, and who shows these."""
+    module, in_forward = _innermost(error)
+    if module is not None:
+        for inner in units:
+            handle = inner._handle
+            if handle is not None and inner._whole not in in_forward and handle.shows_sharded:
+                yield module, inner, _layers(handle)
 
 
 def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: str) -> None:
@@ -167,13 +171,8 @@ def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple
 
     None where that unit had gathered them: it was in its own forward when the error came.
     """
-    module, in_forward = _innermost(error)
-    for inner in units:
-        handle = inner._handle
-        if handle is None or inner._whole in in_forward or not handle.shows_sharded:
-            continue
-        name = _layers(handle).get(module) if module is not None else None
-        if name is not None:
+    for module, inner, layers in _keeping_sharded(error, units):
+        if (name := layers.get(module)) is not None:
             return inner, repr(name) if name else "the unit itself"
     return None
 
