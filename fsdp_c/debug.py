@@ -26,8 +26,7 @@ _NOTHING = torch.iinfo(torch.int64).max
 class _Detector:
     """Notes per unit the first parameter that got NaN or inf here, and asks other ranks at the reduction.
 
-    First is the last in the unit's order: backward passes from the last to the first, and so does what goes
-    wrong.
+    First is the last in the unit's order: backward passes from last to first, and so do wrong values.
     """
 
     def __init__(self) -> None:
@@ -66,10 +65,9 @@ def detect_anomalies() -> Iterator[None]:
     """In the body, every backward raises when a gradient is NaN or inf, before the reduction spreads it.
 
     FloatingPointError on every rank of the unit's groups, naming the lowest rank that has one, the unit and
-    its
-    parameter: the first unit in the order of the backward, and in it the parameter that was registered last,
-    which backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8 bytes per
-    unit, and waits for both: for looking, not for training. Collective: all ranks are in the body, or none.
+    its parameter: the first unit in the order of the backward, and in it the parameter registered last, which
+    backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8 bytes per unit,
+    and waits for both: for looking, not for training. Collective: all ranks are in the body, or none.
     Gradients of ``no_sync`` are noted, and raise at the reduction. Losses of a grad scaler overflow on
     purpose: leave the scaler out. RuntimeError inside another ``detect_anomalies``.
     """

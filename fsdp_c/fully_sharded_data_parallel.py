@@ -112,8 +112,7 @@ class FullyShardedDataParallel(ShardedModule):
     each rank the average gradient of its own share. ``module`` is changed in place. Build the optimizer after
     wrapping, over ``parameters()`` of the result.
 
-    Construction, forward, backward and the methods that say so are collective: all ranks of the group call
-    them in the same order.
+    Construction, forward, backward and methods that say so are collective, in one order on all ranks.
 
     Args:
         module: the module to wrap; its parameters are floating and of one dtype, and without

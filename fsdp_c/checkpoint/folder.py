@@ -7,8 +7,7 @@ other things in it, the checkpoint is saved in there: the data and their checksu
 ``fsdp_c-data-TOKEN`` of that folder, and one rename of a new ``.metadata`` over the old one publishes them.
 Then what the old ``.metadata`` named and the new one does not is removed, and nothing else ever is. (Its
 names lie in the new folder of data until that is done, for whoever comes after a kill.) So a kill at any time
-leaves the old checkpoint or the new, and whatever else is in the folder, its mode and its owner are left
-alone.
+leaves the old checkpoint or the new; whatever else is in the folder, its mode and owner are left alone.
 
 Who saves holds a lock (flock) on ``.saving.lock`` in the folder, or on ``.NAME.saving.lock`` beside what is
 not there yet; the next one raises CheckpointError before anything is touched. Under the lock what killed
@@ -22,8 +21,7 @@ meanwhile: ``unless_replaced()``. From then on it reads what it has opened, what
 This assumes a file system that all ranks share, on which a rename within a folder is atomic, fsync brings
 data to stable storage, and what one host has written, synced and closed is seen by another that opens it
 afterwards (NFS's close-to-open consistency). Local disks of several hosts are no such file system, and are
-refused. NFS also takes open files away when another host removes them: a load during which that happens
-raises.
+refused. NFS also takes open files away when another host removes them: a load raises then.
 """
 
 from __future__ import annotations

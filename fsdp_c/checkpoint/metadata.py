@@ -1,8 +1,7 @@
 """Reading what DCP's ``.metadata`` says, without trusting it.
 
 ``.metadata`` is read as [Note: A pickle from a stranger] says. Then every value is checked: types, sizes
-against the files that are there, names of files. What remains is a ``Checkpoint`` of plain values, from which
-all readers work.
+against the files that are there, names of files. A ``Checkpoint`` remains, from which all readers work.
 """
 
 from __future__ import annotations
@@ -254,8 +253,7 @@ def read_checkpoint(path: Path, *, whole: bool = True) -> Checkpoint:
     """What is in the folder ``path``; tensors' data are not read.
 
     Not ``whole``: where the parts of a tensor lie is looked at when it is asked for, and what is wrong raises
-    then. Raises FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or was not
-    written by DCP.
+    then. FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or not of DCP.
     """
     folder = locate(path)
     with _reading(folder):

@@ -141,8 +141,7 @@ def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tens
 def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
     """Whether tensor parallelism leaves the parameter whole here, and on a rank before this one too.
 
-    Their shards may end elsewhere: what tensor parallelism divides unevenly makes flat parameters of several
-    sizes.
+    Their shards may end elsewhere: what is divided unevenly makes flat parameters of several sizes.
     """
     specs = [spec for spec in handle_of(module).flat_param._param_extensions if spec is not None]
     if not specs:

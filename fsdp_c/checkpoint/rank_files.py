@@ -253,8 +253,7 @@ def is_flat(key: str) -> bool:
 def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ranks: int) -> dict[str, Flat]:
     """Where the parameters of ``shapes``, in the order of ``state_dict()``, are in the flat ones.
 
-    ``flats``: by key, elements of the flat parameter, and of 16 bytes of it. Raises ValueError where they do
-    not fit.
+    ``flats``: by key, elements of the flat parameter, and of 16 bytes of it. ValueError for a misfit.
     """
     further = sorted(key for key in flats if not key.endswith(FLAT_PARAM))
     if further:

@@ -135,8 +135,7 @@ def save(
 
     Plain tensors that hold parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``, are
     saved and loaded as such in the model, its extra state and the optimizer; in ``extra`` rank 0 must have
-    all parts, and ``load`` returns the whole. A parameter that is a part and that a unit divides besides is
-    refused by name.
+    all parts, and ``load`` returns the whole. A part that a unit divides besides is refused by name.
 
     ``background``: return a ``BackgroundSave`` once this rank's part has been copied into memory of the
     host's, which is kept for the next save, and write it from a thread while training goes on: see [Note:
@@ -223,8 +222,7 @@ def load(
     the strategy were, of ``averages`` those that ``save`` had under these names. State that the optimizer
     lacks is made, without a step. Everything read is compared
     with its checksum, where fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only
-    the checkpoint has are passed over. An empty ``model_key`` means that the model's names stand at the top
-    level.
+    the checkpoint has are passed over. With an empty ``model_key`` the model's names are at the top level.
 
     Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the
     rank on which something failed. Model, optimizer and its groups are then what they were on every rank,

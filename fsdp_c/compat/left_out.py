@@ -1,7 +1,6 @@
 """What torch's FSDP1 keeps on a unit and its handle and fsdp_c does not, and what to use instead.
 
-All of it is state or steps of a runtime that is in C here. Asking for one raises an AttributeError that says
-so.
+All of it is state or steps of a runtime that is in C here. Asking for it is an AttributeError that says so.
 """
 
 from __future__ import annotations

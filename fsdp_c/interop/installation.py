@@ -6,8 +6,7 @@ FullyShardedDataParallel``) and compare types with what they bound. So every mod
 objects gets ours under the same name: torch's own modules, from which later imports take it, the libraries,
 and the script. Enums, configurations and wrap policies are torch's own on both sides and stay. Where no
 module holds it (in a local variable, a default argument, a dictionary), torch's class itself hands on:
-calling it makes our units, and its static methods are ours. A torch without FSDP1 gets the names that it
-lacks.
+calling it makes our units, and its static methods are ours. A torch without FSDP1 gets its names.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
 
     Collective over those groups, unless this rank's plan is the one agreed on before. ``error`` is what this
     rank found by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with
-    groups of their own may differ. RuntimeError on every rank, naming the first difference and which ranks
-    have what.
+    groups of their own may differ. RuntimeError on every rank, with the first difference and its ranks.
     """
     sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
     optional_paths = OptionalPaths(root)

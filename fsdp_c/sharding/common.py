@@ -65,8 +65,7 @@ def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
 def bound_runtime(fsdp_module: ShardedModule) -> contextlib.AbstractContextManager[None]:
     """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
 
-    A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need
-    take one.
+    A state dict or a look at parameters must not decide which unit is the root: not all ranks need take one.
     """
     return _newly_bound(fsdp_module) if fsdp_module._unit.runtime is None else contextlib.nullcontext()
 

@@ -300,8 +300,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     ``replicate_group`` is the group over which a hybrid strategy reduces its shards' gradients,
     ``node_group`` the part of ``process_group`` within which a backward gathers what the forward has
     gathered, ``tree`` what a walk over the module has found already. With a ``flat_param_name``, under which
-    a unit registers it, parameters may be integers. Raises ValueError for parameters that do not fit into one
-    flat parameter.
+    a unit registers it, parameters may be integers. ValueError for parameters that cannot share one.
     """
 
     flat_param: FlatParameter
@@ -575,8 +574,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
         """One 1-D tensor of ``tensors``, of one dtype, in memory order; padded as parameters are (C-016).
 
-        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not
-        fit.
+        ``aligned_numel`` is the alignment in elements, 0 for none. ValueError for tensors that do not fit.
         """
         if not tensors:
             raise ValueError("Expects non-empty `tensors`")

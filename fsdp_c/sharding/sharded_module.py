@@ -247,8 +247,7 @@ class Segment(ShardedModule):
 
     The unit's own has the first group of ``grouping.groups_of``, and each further group is that of a segment,
     which wraps the same module: who walks over units finds it behind its unit, with a handle, names and state
-    of its own. What it is not asked for as such, its unit answers. The unit in C gathers, shows and frees its
-    segments with itself.
+    of its own. The rest its unit answers. The unit in C gathers, shows and frees its segments with itself.
     """
 
     def __init__(self, fsdp_module: ShardedModule, number: int) -> None:

@@ -478,8 +478,7 @@ def _flat_state(
 ) -> ParamState:
     """The state of a flat parameter, from those of its original parameters, which must be of one kind.
 
-    Missing tensors are zeros. Raises ValueError for state that differs in names, types, dtypes or scalar
-    values.
+    Missing tensors are zeros. ValueError for state that differs in names, types, dtypes or scalars.
     """
     given = {fqn: states[fqn] for fqn in known.fqns if states.get(fqn)}
     if not given:

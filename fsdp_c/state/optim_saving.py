@@ -454,8 +454,7 @@ def _wholes(
 def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, options: SaveOptions) -> Tensor:
     """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
 
-    In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to
-    have all.
+    In the form of the model's own state dict: a DTensor. Rank 0 alone, which has all, gets plain tensors.
     """
     extension, mesh = module._fsdp_extension, module._device_mesh
     if extension is not None and layout.parallel is not None:

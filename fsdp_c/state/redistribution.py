@@ -167,8 +167,7 @@ def gather_flat(
 ) -> Iterator[Tensor]:
     """Of each flat parameter the tensors at its ``places``, (first element, numel), whole and new.
 
-    ``shards``: this rank's, padding included, of equal size on every rank; all go in one all-gather.
-    Collective.
+    ``shards``: this rank's, padded, of equal size on every rank; all go in one all-gather. Collective.
     """
     wire = _wire_dtype(list(shards))
     sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])

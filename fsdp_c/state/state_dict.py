@@ -90,8 +90,7 @@ def set_state_dict_type(
     """Set what ``state_dict()`` of units in ``module`` returns; returns the old settings. Warns: deprecated.
 
     Not collective; all ranks set the same. The configurations default to those of the type. Raises
-    RuntimeError for a configuration of another type's class, AssertionError where the units disagreed
-    before.
+    RuntimeError for another type's configuration, AssertionError where the units disagreed before.
     """
     _warn_deprecated(stacklevel=3)
     return _select(module, state_dict_type, state_dict_config, optim_state_dict_config)

@@ -84,8 +84,7 @@ def begin_load(
 
     Returns a mark for each part of this unit, and the names of buffers that have been loaded.
 
-    Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is
-    written then.
+    RuntimeError for tensors of wrong shapes, AssertionError for other values; nothing is written then.
     """
     parts = parts_of(fsdp_module)
     marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]

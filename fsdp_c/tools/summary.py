@@ -196,8 +196,7 @@ class Summary:
         ``cost``: what ``fsdp_c.host_cost.measure()`` returns on the machine that will train. ``tokens``: of a
         rank's batch; each meets each parameter once. ``flops``: floating-point operations that the device
         does per second, which is less than its data sheet says. ``fsdp_c.tools.host_bound`` says what else is
-        assumed. ``str()`` of the result is a sentence. Raises ValueError for numbers that are not more than
-        0.
+        assumed. ``str()`` of the result is a sentence. ValueError for numbers that are not more than 0.
         """
         units: dict[int, host_bound.HostUnit] = {}  # segments are gathered with their unit
         for index, unit in enumerate(self.units):

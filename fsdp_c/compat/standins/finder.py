@@ -4,8 +4,7 @@
 ``torch.distributed.fsdp.api`` and its neighbours are looked for by pickles that hold an enum or a
 configuration, and by parts of torch and of libraries that were written when they were there. A finder answers
 for those that nobody else has, with fsdp_c's module of the same name, when somebody asks and not before. The
-names of the package ``torch.distributed.fsdp`` itself come with ``fsdp_c.install()``, unless torch has no
-such package either.
+names of the package ``torch.distributed.fsdp`` come with ``fsdp_c.install()``, unless torch has none.
 """
 
 from __future__ import annotations
