@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import _C
+from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined
-from fsdp_c.tools.flight_recorder import ranks_text
 from fsdp_c.training.grad_clipping import param_grad
 
 _NOTHING = torch.iinfo(torch.int64).max

@@ -4,7 +4,7 @@ Users search for it, and programs match it. What follows is ours: rank, unit, na
 """
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
@@ -17,6 +17,22 @@ def first_names(names: Collection[object]) -> str:
     """``names`` as a list, of which a message shows ten, and the number of the rest."""
     more = len(names) - _NAMES_SHOWN
     return f"{list(names)[:_NAMES_SHOWN]}" + (f" and {more} more" if more > 0 else "")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 to 2``, ``ranks 0, 2, 5 to 7``."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return runs_text(runs)
+
+
+def runs_text(runs: Sequence[tuple[int, int]]) -> str:
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return ("ranks " if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank ") + ", ".join(parts)
 
 
 def with_note(error: Error, note: str) -> Error:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
+from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
@@ -164,7 +165,7 @@ def difference(plans: Sequence[RankPlan]) -> str:
         found = _unit_difference(index, plans)
         if found is not None:
             field, values = found
-            held = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            held = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in values.items())
             return (
                 f"ranks wrap different models. The first difference is in unit {index}, "
                 f"{_name(index, plans)}: {field} is {held}. Build the same model with the same arguments on "
@@ -198,12 +199,8 @@ def _name(index: int, plans: Sequence[RankPlan]) -> str:
     names = _ranks_by({plan.rank: plan.units[index].module for plan in plans if index < len(plan.units)})
     if len(names) == 1:
         return _named(next(iter(names)))
-    return ", ".join(f"{_named(name)} on {_ranks(ranks)}" for name, ranks in names.items())
+    return ", ".join(f"{_named(name)} on {ranks_text(ranks)}" for name, ranks in names.items())
 
 
 def _named(module: str) -> str:
     return f"the module {module!r}" if module else "the root"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -12,6 +12,7 @@ from typing import cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_c.compat.errors import ranks_text
 from fsdp_c.compat.upstream import ShardingStrategy
 from fsdp_c.sharding.sharded_module import ShardedModule
 
@@ -175,12 +176,7 @@ def check_fits(node: Sequence[int], shard: Sequence[int]) -> None:
     if set(node) <= set(shard) and len(shard) % len(node) == 0:
         return
     raise ValueError(
-        f"reshard_after_forward (rank {dist.get_rank()}): the node has the ranks {_listed(node)}, and a unit "
-        f"is sharded over {_listed(shard)}. A node is a part of these, and they fill nodes of equal size: "
+        f"reshard_after_forward (rank {dist.get_rank()}): the node has {ranks_text(node)}, and a unit "
+        f"is sharded over {ranks_text(shard)}. A node is a part of these, and they fill nodes of equal size: "
         "pass the dimension of a DeviceMesh in which the ranks of a node are that share parameters"
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = list(map(str, ranks))
-    return ", ".join(shown if len(shown) <= 16 else [*shown[:15], "...", shown[-1]])

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_c import _C
+from fsdp_c.compat.errors import ranks_text, runs_text
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule
 from fsdp_c.sharding.traversal import clean_path
@@ -171,7 +172,7 @@ def describe(entries: Sequence[Entry]) -> str:
         )
     parts = [_clause(ranks, *place) for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))]
     if silent := _gaps({entry.rank for entry in entries}, entries[0].world_size):
-        parts.append(f"{_runs_text(silent)} kept no flight record")
+        parts.append(f"{runs_text(silent)} kept no flight record")
     return ", ".join(parts)
 
 
@@ -190,22 +191,6 @@ def _clause(
     notes += ["saving a checkpoint in the background"] if saving and not process else []
     verb = verb if len(ranks) == 1 else _SEVERAL[verb]
     return f"{ranks_text(ranks)} {verb} {rest.format(unit)} ({', '.join(notes)})"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 to 2``, ``ranks 0, 2, 5 to 7``."""
-    runs: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return _runs_text(runs)
-
-
-def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
-    parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
-    return ("ranks " if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank ") + ", ".join(parts)
 
 
 # ----------------------------------------------------------------- ranks that wait for each other

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, whole_units_of
 from fsdp_c.sharding.traversal import other_params
@@ -105,7 +106,7 @@ def _refuse(root: ShardedModule, groups: list[dist.ProcessGroup], has_data: bool
     for group in groups:
         without = sorted({rank for part in tell(without, group) for rank in part})
     raise ValueError(
-        f"rank {dist.get_rank()}: {flight_recorder.ranks_text(without)} of join() have no batch at all, "
+        f"rank {dist.get_rank()}: {ranks_text(without)} of join() have no batch at all, "
         "which could be given again while others train: give every rank one at least, for instance by a "
         "sampler that drops or repeats samples"
     )

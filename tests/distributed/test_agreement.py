@@ -112,7 +112,7 @@ def test_one_replica_among_four_ranks_is_named_by_all(rank: int) -> None:
     model = per_block(net_with(wider) if rank == 2 else None, **arguments)
     with pytest.raises(RuntimeError) as found:
         model(X)
-    assert "(7, 5) on ranks 0, 1, 3; 'up.weight' of shape (9, 5) on rank 2" in str(found.value)
+    assert "(7, 5) on ranks 0 to 1, 3; 'up.weight' of shape (9, 5) on rank 2" in str(found.value)
     per_block(**arguments)(X)
 
 

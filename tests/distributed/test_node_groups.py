@@ -502,7 +502,7 @@ def test_meshes_that_do_not_fit_are_refused(rank: int) -> None:
     ):
         build(mesh)
     with pytest.raises(
-        ValueError, match=rf"reshard_after_forward \(rank {rank}\): the node has the ranks .* sharded"
+        ValueError, match=rf"reshard_after_forward \(rank {rank}\): the node has ranks .* sharded"
     ):
         build(mesh["node"], device_mesh=mesh["nodes"])
 
@@ -511,7 +511,7 @@ def test_meshes_that_do_not_fit_are_refused(rank: int) -> None:
 def test_ranks_that_disagree_are_told(rank: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("nodes", "node"))
     model = build(mesh["node"] if rank else None)
-    with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1, 2, 3"):
+    with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1 to 3"):
         model(batch(rank))
 
 
@@ -521,5 +521,5 @@ def test_ranks_that_build_without_the_context_are_told(rank: int) -> None:
     others."""
     node_groups._groups_by_size.clear()
     model = build(NODE if rank else None)
-    with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1, 2, 3"):
+    with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1 to 3"):
         model(batch(rank))
