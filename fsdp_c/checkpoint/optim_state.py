@@ -163,9 +163,8 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             "shape can be saved"
         )
     elif known.is_original:
-        layout = param_layouts(known.owner)[known.indices[0]]
         if holds_elements(known):
-            yield known.fqns[0], part_value(known.owner, layout, value)
+            yield known.fqns[0], part_value(known.owner, known.layout, value)
     else:
         for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
             yield fqn, part_value(known.owner, layout, part)
@@ -278,7 +277,7 @@ class OptimTarget:
 
     def _take_other_shapes(self, known: OptimParam) -> None:
         (fqn,) = known.fqns
-        shape = param_layouts(known.owner)[known.indices[0]].full_shape
+        shape = known.layout.full_shape
         for name, key in [*self.found.get(fqn, {}).items()]:
             entry = self.checkpoint.entries[key]
             if isinstance(entry, TensorEntry) and entry.shape not in ((), tuple(shape)):
@@ -320,9 +319,8 @@ class OptimTarget:
             return keys
         elif known.is_original:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            layout = param_layouts(known.owner)[known.indices[0]]
-            self._expect_shape(keys[0], layout.full_shape)
-            self.tensors[keys[0]] = part_value(known.owner, layout, value)
+            self._expect_shape(keys[0], known.layout.full_shape)
+            self.tensors[keys[0]] = part_value(known.owner, known.layout, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
@@ -334,20 +332,18 @@ class OptimTarget:
 
     def _names_of_scalars(self) -> set[str]:
         """The names of state that is a single number for each parameter."""
-        layouts = {
-            fqn: layout.shape
+        shapes = {
+            fqn: param_layouts(known.owner)[index].shape
             for group in self.groups
             for _, known in group
             if known.module is not None
-            for fqn, layout in zip(
-                known.fqns, (param_layouts(known.owner)[i] for i in known.indices), strict=True
-            )
+            for fqn, index in zip(known.fqns, known.indices, strict=True)
         }
         names = {"step"}
         for fqn, states in self.found.items():
             for name, key in states.items():
                 entry = self.checkpoint.entries[key]
-                if isinstance(entry, TensorEntry) and not entry.shape and layouts.get(fqn):
+                if isinstance(entry, TensorEntry) and not entry.shape and shapes.get(fqn):
                     names.add(name)
         return names
 

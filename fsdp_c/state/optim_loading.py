@@ -137,7 +137,7 @@ def _with_whole_states(
         if known.module is None:
             continue
         for fqn in known.fqns:
-            shape = param_layouts(known.module)[known.indices[0]].full_shape
+            shape = known.layout.full_shape
             for name, value in sorted(states.get(fqn, {}).items()):
                 if shape_of(value) == shape if _is_tensor(value) else not has_tensors(value, _OnRank0):
                     continue

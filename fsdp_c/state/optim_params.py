@@ -17,6 +17,7 @@ from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.flat_ranges import make_ranges, ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
+from fsdp_c.state.sharded_values import ParamLayout, param_layouts
 
 Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
 
@@ -39,6 +40,11 @@ class OptimParam(NamedTuple):
     def is_original(self) -> bool:
         """Whether it is one original parameter, or its part of a flat one."""
         return has_originals(self.owner)
+
+    @property
+    def layout(self) -> ParamLayout:
+        """Of the original parameter, where it is one."""
+        return param_layouts(self.owner)[self.indices[0]]
 
     @property
     def takes_any_shape(self) -> bool:

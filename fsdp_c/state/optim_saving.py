@@ -31,7 +31,6 @@ from fsdp_c.state.sharded_values import (
     by_group,
     dims_from_memory,
     from_memory_order,
-    param_layouts,
     rows_of_shards,
     sharded_values,
 )
@@ -178,12 +177,7 @@ def holds_elements(known: OptimParam) -> bool:
     """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
     if not known.is_original or _own_numel(known):
         return True
-    return _layout_of(known).shape.numel() == 0
-
-
-def _layout_of(known: OptimParam) -> ParamLayout:
-    """The layout of an original parameter."""
-    return param_layouts(known.owner)[known.indices[0]]
+    return known.layout.shape.numel() == 0
 
 
 def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> Iterator[str]:
@@ -255,7 +249,7 @@ def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], froz
     for _, members in _by_unit(managed.values()):
         stated = [known.name for known in members if known.name in names]
         for known in members if stated else ():
-            if known.name not in names and known.name not in frozen and _layout_of(known).shape.numel():
+            if known.name not in names and known.name not in frozen and known.layout.shape.numel():
                 raise RuntimeError(
                     f"{known.name} is not in the optimizer state of any rank, but is trained in the same "
                     "unit as others that are: the unit has "
@@ -388,12 +382,12 @@ def _wholes_of_flat(
 
 def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     """This rank's part of one state of the original parameters that ``known`` stands for."""
-    module, layouts = known.owner, param_layouts(known.owner)
+    module = known.owner
     value = value.detach() if value.requires_grad else value
     sharded = handle_of(module).layout.sharded
     if known.is_original:
         part = value.reshape(-1) if sharded and value.dim() != 1 else value
-        return [_Piece((known.fqns[0], name), layouts[known.indices[0]], part)]
+        return [_Piece((known.fqns[0], name), known.layout, part)]
     return [
         _Piece((fqn, name), layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
         for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
