@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,6 +33,16 @@ has_fused_products = "avx2" in _C.cpu_capabilities() and torch.backends.cpu.get_
 FURTHER = 1 if has_fused_products else 16
 
 
+@contextmanager
+def capability_of(name: str | None) -> Iterator[None]:
+    """The kernels of one instruction set."""
+    try:
+        _C.use_cpu_capability(name)
+        yield
+    finally:
+        _C.use_cpu_capability(None)
+
+
 def params_of(dtype: torch.dtype, numels: list[int] = NUMELS) -> list[nn.Parameter]:
     return [nn.Parameter(randn(numel, numel).to(dtype)) for numel in numels]
 
@@ -50,6 +61,11 @@ def train(optimizer: torch.optim.Optimizer, steps: int = 20, first: int = 0) -> 
                 (numbers * 10 ** (2 * randn(param.numel(), step))).clamp(-1e3, 1e3).view_as(param).to(param)
             )
         optimizer.step()
+
+
+def copy_params(target: torch.optim.Optimizer, source: torch.optim.Optimizer) -> None:
+    for one, other in zip(*(each.param_groups[0]["params"] for each in (target, source)), strict=True):
+        one.data.copy_(other)
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -98,12 +114,11 @@ def assert_alike_everywhere(dtype: torch.dtype, options: dict[str, Any]) -> None
     results = []
     try:
         for capability, count in itertools.product(_C.cpu_capabilities(), (1, 2)):
-            _C.use_cpu_capability(capability)
             torch.set_num_threads(count)
             results.append(FlatAdamW(params_of(dtype), **options))
-            train(results[-1], steps=3)
+            with capability_of(capability):
+                train(results[-1], steps=3)
     finally:
-        _C.use_cpu_capability(None)
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert_same(other, results[0])
@@ -115,8 +130,7 @@ def test_a_fused_product_is_rounded_once(capability: str) -> None:
     even."""
     grad, exp_avg, unused = torch.full((32,), 2.0), torch.full((32,), 1 + 2.0**-23), torch.zeros(32)
     beta1 = 1 - 2.0**-24 - 2.0**-47  # the average moves by (1 + 2**-23) 2**-24 of 1 - 2**-23
-    try:
-        _C.use_cpu_capability(capability)
+    with capability_of(capability):
         torch.ops.fsdp_c.adamw_(
             [unused],
             [grad],
@@ -136,8 +150,6 @@ def test_a_fused_product_is_rounded_once(capability: str) -> None:
             [],
             [],
         )
-    finally:
-        _C.use_cpu_capability(None)
     assert exp_avg.tolist() == [1 + 2.0**-23] * 32
 
 
@@ -155,10 +167,7 @@ def test_state_dicts_are_exchanged_with_torchs_adamw(options: dict[str, Any]) ->
     for first, second in itertools.product(makers, makers[:2]):
         saving, loading = first(), second()
         train(saving, steps=3)
-        for param, source in zip(
-            loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
-        ):
-            param.data.copy_(source)
+        copy_params(loading, saving)
         loading.load_state_dict(copy.deepcopy(saving.state_dict()))
         assert_same(loading, saving)
         train(saving, steps=2, first=3)
@@ -189,10 +198,7 @@ def test_float32_state_of_16_bit_parameters_survives_loading(make_copy: Any) -> 
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
     assert not torch.equal(state["exp_avg"], state["exp_avg"].bfloat16().float())
     loading = make_copy(FlatAdamW(params_of(torch.bfloat16), state_dtype=torch.float32))
-    for param, source in zip(
-        loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
-    ):
-        param.data.copy_(source)
+    copy_params(loading, saving)
     loading.load_state_dict(copy.deepcopy(saving.state_dict()))
     assert_same(loading, saving)
     plain = FlatAdamW(params_of(torch.bfloat16))
@@ -305,13 +311,10 @@ def test_a_master_is_both_halves_of_any_bits(capability: str) -> None:
     started = (torch.where(masters.isnan(), masters.bfloat16(), param), torch.where(masters.isnan(), 0, low))
     zeros, stepped = torch.zeros(bits.numel()), [tensor.clone() for tensor in started]
     numbers = (0.0, 0.9, 0.99, 1e-8, 0.0, False, [], [])
-    try:
-        _C.use_cpu_capability(capability)
+    with capability_of(capability):
         torch.ops.fsdp_c.adamw_(
             stepped[:1], [zeros], [zeros], [zeros], [], stepped[1:], [], [torch.zeros(())], [], *numbers
         )
-    finally:
-        _C.use_cpu_capability(None)
     assert torch.equal(stepped[0].view(torch.int16), param.view(torch.int16))
     assert torch.equal(stepped[1], low)
     is_number = ~masters.isnan()
@@ -328,10 +331,7 @@ def test_resumed_masters_go_on_to_the_bit_and_torchs_state_begins_at_the_paramet
     loading = FlatAdamW(params_of(torch.bfloat16), **MASTERS)
     theirs = torch.optim.AdamW(params_of(torch.bfloat16))
     for other in (loading, theirs):
-        for param, source in zip(
-            other.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
-        ):
-            param.data.copy_(source)
+        copy_params(other, saving)
     loading.load_state_dict(copy.deepcopy(saving.state_dict()))
     for optimizer in (saving, loading):
         train(optimizer, steps=2, first=3)
@@ -366,11 +366,8 @@ def kept(values: Tensor, first: int = 0, capability: str | None = None) -> dict[
     param = nn.Parameter(torch.zeros_like(values))
     param.grad, param._first_index = values.clone(), first  # type: ignore[attr-defined]
     optimizer = FlatAdamW([param], betas=(0.0, 0.0), **IN_8_BITS)
-    try:
-        _C.use_cpu_capability(capability)
+    with capability_of(capability):
         optimizer.step()
-    finally:
-        _C.use_cpu_capability(None)
     state = optimizer.state[param]
     codes = {f"{name}_codes": state[name] for name in ("exp_avg", "exp_avg_sq")}
     return state | codes | optimizer.state_dict()["state"][0]
@@ -503,10 +500,7 @@ def test_state_in_8_bits_is_saved_in_float32_and_comes_back_to_the_same_bits() -
         key: value.dtype for key, value in theirs.state_dict()["state"][4].items()
     }
     for other in (loading, theirs):
-        for param, source in zip(
-            other.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True
-        ):
-            param.data.copy_(source)
+        copy_params(other, saving)
         other.load_state_dict(saved)
     assert_same(loading, saving)
     assert loading.param_groups[0]["state_dtype"] == torch.uint8
@@ -622,11 +616,8 @@ def test_draws_follow_the_index_in_the_whole_over_its_32nd_bit() -> None:
 @pytest.mark.parametrize("capability", _C.cpu_capabilities())
 def test_what_is_not_finite_stays_so(capability: str) -> None:
     start = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0] * 20, dtype=torch.bfloat16)
-    try:
-        _C.use_cpu_capability(capability)
+    with capability_of(capability):
         assert torch.equal(decayed(start, 0.5).view(torch.int16), start.view(torch.int16))
-    finally:
-        _C.use_cpu_capability(None)
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": torch.float32}], ids=str)
@@ -793,21 +784,21 @@ def test_parameters_of_other_dtypes_are_refused() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_masters_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f"masters of bfloat16 .*, but parameter 0 of group 0 is {dtype}"):
-        FlatAdamW(params_of(dtype), **MASTERS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-def test_rounding_by_chance_of_other_dtypes_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f'rounding="stochastic" is for bfloat16, .* group 0 is {dtype}'):
-        FlatAdamW(params_of(dtype), **STOCHASTIC)
-
-
-def test_averages_in_8_bits_of_float64_are_refused() -> None:
-    with pytest.raises(TypeError, match="stepped in float32 .*, but parameter 0 of group 0 is torch.float64"):
-        FlatAdamW(params_of(torch.float64), **IN_8_BITS)
+@pytest.mark.parametrize(
+    ("options", "dtype", "why"),
+    [
+        (MASTERS, torch.float32, "masters of bfloat16"),
+        (MASTERS, torch.float16, "masters of bfloat16"),
+        (STOCHASTIC, torch.float32, 'rounding="stochastic" is for bfloat16'),
+        (STOCHASTIC, torch.float16, 'rounding="stochastic" is for bfloat16'),
+        (STOCHASTIC, torch.float64, 'rounding="stochastic" is for bfloat16'),
+        (IN_8_BITS, torch.float64, "stepped in float32"),
+    ],
+    ids=str,
+)
+def test_options_for_other_dtypes_are_refused(options: dict[str, Any], dtype: torch.dtype, why: str) -> None:
+    with pytest.raises(TypeError, match=f"{why} ?.*, but parameter 0 of group 0 is {dtype}"):
+        FlatAdamW(params_of(dtype), **options)
 
 
 @pytest.mark.parametrize(
