@@ -48,6 +48,15 @@ def batch(rank: int, index: int = 0, dtype: torch.dtype | None = None) -> Tensor
     return torch.randn(3, WIDTH, generator=generator, dtype=dtype)
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, steps: int = 2) -> None:
+    """Steps on batches of the seed."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def full_state(model: Any) -> dict[str, Tensor]:
     """A copy of the full state dict."""
     with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):

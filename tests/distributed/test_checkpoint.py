@@ -31,6 +31,7 @@ from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, device, on_ranks, pool
+from tests.training import train
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
@@ -58,14 +59,6 @@ def adamw(model: nn.Module, groups: int = 2) -> torch.optim.Optimizer:
     params = list(model.parameters())
     split = [{"params": params[:1], "lr": 0.02}, {"params": params[1:]}]
     return torch.optim.AdamW(split if groups == 2 else [{"params": params, "lr": 0.02}], lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> None:
-    generator = torch.Generator(device()).manual_seed(seed)
-    for _ in range(steps):
-        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def trained(groups: int = 2, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -140,7 +133,7 @@ def body_load(rank: int, world_size: int, folder: str, groups: int = 2, **option
     assert extra["nested"]["name"] == "x" and torch.equal(
         extra["nested"]["tensor"], torch.arange(4, device="cpu")
     )
-    train(model, optimizer, 1)  # with the state as it came
+    train(model, optimizer, steps=1)  # with the state as it came
 
 
 def across(tmp_path: Path, saving: int, loading: int, save: dict[str, Any], load: dict[str, Any]) -> None:
@@ -353,7 +346,7 @@ def test_what_torch_saved_loads_here(kind, flatten):
         assert_same_tensors(expected_model, full_model(model))
         assert_same_tensors(expected_optim["state"], full_optim(model, own)["state"])
         assert own.param_groups[0]["lr"] == 0.02
-        train(model, own, 1)
+        train(model, own, steps=1)
 
 
 # not of ShardedTensors: torch's DCP takes a checkpoint for an old one where a rank has no row of one, its own
@@ -572,7 +565,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(
     folder = folder_of_ranks()
     write_full(folder, model, optimizer)
     checkpoint.save(model, optimizer, folder / "ckpt", extra=EXTRA)
-    train(model, optimizer, 1)
+    train(model, optimizer, steps=1)
     target, failing = {
         "write": ("fsdp_c.checkpoint.pieces.FileWriter.write_tensor", 1),
         "plan": ("fsdp_c.checkpoint.writing.Writer.plan", 1),

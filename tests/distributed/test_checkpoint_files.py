@@ -33,11 +33,11 @@ from tests.distributed.test_checkpoint import (
     folder_of_ranks,
     full_model,
     torch_model,
-    train,
 )
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.parity.engine import same_bits
 from tests.ranks import both_views, on_ranks
+from tests.training import train
 
 both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 

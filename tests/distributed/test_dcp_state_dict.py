@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.distributed.test_optim_state_dict import assert_same_value, snapshot
-from tests.models import WIDTH, Block, Net
+from tests.models import Block, Net
 from tests.parity.engine import implementation
 from tests.ranks import both_views, device, on_ranks
+from tests.training import train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,14 +64,6 @@ def built(
     model = cls(module, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=device(), **extra)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
     return model, optimizer
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 2) -> None:
-    generator = torch.Generator(device()).manual_seed(rank)
-    for _ in range(steps):
-        model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def assert_same_state(where: Any, expected: Any, actual: Any) -> None:

@@ -30,6 +30,7 @@ from tests.distributed.test_sharded_state_dict import wrap
 from tests.models import WIDTH, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import both_views, device, on_ranks
+from tests.training import train
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
@@ -51,14 +52,6 @@ all_optimizers = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def net(seed: int = 0, tied_head: bool = True) -> Net:
     torch.manual_seed(seed)
     return Net(2, tied_head=tied_head)
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 2) -> None:
-    generator = torch.Generator(device()).manual_seed(rank)
-    for _ in range(steps):
-        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def trained(use_orig_params: bool, rank: int, kind: str = "adam", **options: Any) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from tests import training
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import all_strategies, both_views, device, on_ranks
@@ -43,13 +44,8 @@ def wrap(module: nn.Module, use_orig_params: bool = True, which: str = "fsdp_c",
     return implementation(which)(module, use_orig_params=use_orig_params, **options)
 
 
-def train(model: nn.Module, rank: int, steps: int = 2) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator(device()).manual_seed(rank)
-    for _ in range(steps):
-        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train(model: nn.Module, rank: int) -> None:
+    training.train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank)
 
 
 def full_state_dict(model: Any, **config: Any) -> dict[str, Tensor]:
