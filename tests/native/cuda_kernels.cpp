@@ -94,7 +94,7 @@ template <typename Body> static void for_each_pair(Body body) {
     }
 }
 
-static void test_cast_divide_equals_the_cpus(void) {
+TEST(test_cast_divide_equals_the_cpus) {
     const double divisors[] = {1.0, 2.0, 0.5};
     for_each_pair([&](enum dtype out, enum dtype in, int64_t numel, int64_t out_shift, int64_t in_shift) {
         memory input(in, numel, in_shift), expected(out, numel), actual(out, numel, out_shift);
@@ -123,14 +123,14 @@ template <typename T> static void check_reciprocal(enum dtype dtype, double divi
     }
 }
 
-static void test_division_is_a_product_with_the_reciprocal(void) {
+TEST(test_division_is_a_product_with_the_reciprocal) {
     check_reciprocal<float>(DTYPE_FLOAT32, 2.3); /* taken in fp32 it would be another */
     check_reciprocal<double>(DTYPE_FLOAT64, 1.5);
     check_reciprocal<bfloat16>(DTYPE_BFLOAT16, 2.3);
     check_reciprocal<float16>(DTYPE_FLOAT16, 1.5);
 }
 
-static void test_cast_divide_in_place_divides(void) {
+TEST(test_cast_divide_in_place_divides) {
     memory input(DTYPE_BFLOAT16, 777, 3), expected(DTYPE_BFLOAT16, 777);
     expected.set(input);
     kernel_cast_divide(expected.data, DTYPE_BFLOAT16, expected.data, DTYPE_BFLOAT16, 777, 4.0, nullptr);
@@ -141,7 +141,7 @@ static void test_cast_divide_in_place_divides(void) {
                 STATUS_INVALID);
 }
 
-static void test_accumulate_equals_the_cpus(void) {
+TEST(test_accumulate_equals_the_cpus) {
     for_each_pair([&](enum dtype out, enum dtype in, int64_t numel, int64_t out_shift, int64_t in_shift) {
         memory input(in, numel, in_shift), expected(out, numel), actual(out, numel, out_shift);
         fill_numbers(&input, in, numel);
@@ -240,7 +240,7 @@ static void check_pack(int64_t count, bool add) {
     }
 }
 
-static void test_pack_equals_the_cpus(void) {
+TEST(test_pack_equals_the_cpus) {
     for (int round = 0; round < 150; round++) {
         check_pack(random_below(&random_state, 5), round % 2 == 0);
     }
@@ -277,7 +277,7 @@ static void check_transposed(const int64_t *sizes, const int *order, bool add, b
 
 /* Matrices, stacks of them, and images whose channels lie behind each other; some are larger than a launch,
  * which has 5000 places here, and one has more tiles than a launch has blocks. */
-static void test_transposed_sources_go_by_tiles(void) {
+TEST(test_transposed_sources_go_by_tiles) {
     const int64_t matrix[] = {1, 1, 45, 70}, wide[] = {1, 1, 600, 9}, stack[] = {5, 1, 33, 10},
                   images[] = {3, 11, 4, 8};
     const int64_t narrow[] = {1, 1, 7, 800}, tiles[] = {40, 1, 8, 10};
@@ -293,7 +293,7 @@ static void test_transposed_sources_go_by_tiles(void) {
     }
 }
 
-static void test_pack_of_a_unit_is_one_launch(void) {
+TEST(test_pack_of_a_unit_is_one_launch) {
     enum { COUNT = 12, NUMEL = 100 };
     int64_t size = NUMEL;
     memory input(DTYPE_BFLOAT16, NUMEL), output(DTYPE_FLOAT32, COUNT * (NUMEL + 4));
@@ -312,7 +312,7 @@ static void test_pack_of_a_unit_is_one_launch(void) {
     CHECK_EQUAL(emulated_launches, 1);
 }
 
-static void test_pack_refuses_what_the_cpu_refuses(void) {
+TEST(test_pack_refuses_what_the_cpu_refuses) {
     memory input(DTYPE_FLOAT32, 4), output(DTYPE_FLOAT32, 16);
     const int64_t three = 3, sizes[2] = {2, 2}, holes[2] = {4, 1};
     struct pack_source two[2] = {}, square = {};
@@ -338,7 +338,7 @@ static void test_pack_refuses_what_the_cpu_refuses(void) {
 
 /* ---- checksums ---- */
 
-static void test_checksums_equal_the_cpus_at_any_length_and_address(void) {
+TEST(test_checksums_equal_the_cpus_at_any_length_and_address) {
     enum { COUNT = 400 };
     std::vector<struct byte_range> ranges;
     std::vector<memory *> memories;
@@ -443,7 +443,7 @@ struct adam_case {
     }
 };
 
-static void test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address(void) {
+TEST(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address) {
     const double lrs[] = {0.1, 0.03};
     struct adamw_options options = {0.1, 0.9, 0.999, 1e-8, 0.1, false, nullptr, DTYPE_FLOAT32};
     for (int kind = 0; kind < 8; kind++) {
@@ -461,7 +461,7 @@ static void test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address(voi
     }
 }
 
-static void test_adamw_refuses_what_the_cpu_refuses(void) {
+TEST(test_adamw_refuses_what_the_cpu_refuses) {
     adam_case tensors(3, false);
     struct adamw_options options = {0.1, 0.9, 0.999, 1e-8, 0.1, false, nullptr, DTYPE_FLOAT32};
     tensors.on_the_gpu[1].operands[ADAM_GRAD].dtype = DTYPE_OTHER;
@@ -474,7 +474,7 @@ static void test_adamw_refuses_what_the_cpu_refuses(void) {
 
 /* ---- launches ---- */
 
-static void test_nothing_to_do_is_no_launch(void) {
+TEST(test_nothing_to_do_is_no_launch) {
     int64_t none = 0;
     emulated_launches = 0;
     CHECK_EQUAL(table->pack(nullptr, DTYPE_FLOAT32, 0, nullptr, 0, 3.0, &on_gpu), STATUS_OK);
@@ -492,7 +492,7 @@ static enum status halve(memory &values, const struct kernel_stream *stream) {
     return table->cast_divide(values.data, DTYPE_FLOAT32, values.data, DTYPE_FLOAT32, 10, 2.0, stream);
 }
 
-static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(void) {
+TEST(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one) {
     const struct kernel_stream second = {nullptr, nullptr, 1, DEVICE_CUDA},
                                missing = {nullptr, nullptr, 7, DEVICE_CUDA};
     memory values(DTYPE_FLOAT32, 10);
@@ -508,7 +508,7 @@ static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(
     emulated_device = 0;
 }
 
-static void test_a_refused_launch_is_told(void) {
+TEST(test_a_refused_launch_is_told) {
     memory values(DTYPE_FLOAT32, 10);
     emulated_launch_error = 98;
     CHECK_EQUAL(halve(values, &on_gpu), STATUS_DEVICE);
@@ -516,7 +516,7 @@ static void test_a_refused_launch_is_told(void) {
     CHECK_EQUAL(halve(values, &on_gpu), STATUS_OK);
 }
 
-static void test_a_device_of_another_architecture_is_told_by_name(void) {
+TEST(test_a_device_of_another_architecture_is_told_by_name) {
     emulated_device_without_code = 1;
     CHECK(table->why_not_on(0) == nullptr);
     const char *why = table->why_not_on(1);
@@ -527,7 +527,7 @@ static void test_a_device_of_another_architecture_is_told_by_name(void) {
     CHECK(table->why_not_on(1) == nullptr); /* what was refused is asked again */
 }
 
-static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
+TEST(test_a_large_tensor_is_taken_in_strides_of_the_grid) {
     enum { NUMEL = 700000 };
     memory input(DTYPE_BFLOAT16, NUMEL), expected(DTYPE_FLOAT32, NUMEL), actual(DTYPE_FLOAT32, NUMEL, 1);
     emulated_most_blocks = 0;
@@ -541,7 +541,7 @@ static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
 
 /* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by
  * one. */
-static void test_a_cast_moves_vectors_where_both_sides_can(void) {
+TEST(test_a_cast_moves_vectors_where_both_sides_can) {
     enum { CHUNK = step<float, bfloat16>::CHUNK_NUMEL, NUMEL = 2 * CHUNK, EACH = VECTOR_NBYTES / 2 };
     memory input(DTYPE_BFLOAT16, NUMEL, 4), output(DTYPE_FLOAT32, NUMEL, 4);
     emulated_vector_loads = 0;
@@ -552,7 +552,7 @@ static void test_a_cast_moves_vectors_where_both_sides_can(void) {
 }
 
 /* The processors of a large GPU, some blocks each. */
-static void test_16_mebibytes_are_work_for_every_processor(void) {
+TEST(test_16_mebibytes_are_work_for_every_processor) {
     enum { MEBIBYTES = 16, BLOCKS = 132 * 3, PART = 32 };
     std::vector<char> bytes((MEBIBYTES << 20) / PART);
     const struct byte_range range = {bytes.data(), (int64_t)bytes.size()};
@@ -568,23 +568,5 @@ int main(void) {
     const char *why = nullptr;
     table = fsdp_c_cuda_kernels(&why);
     CHECK(table != nullptr && table->version == KERNEL_TABLE_VERSION);
-    RUN(test_cast_divide_equals_the_cpus);
-    RUN(test_division_is_a_product_with_the_reciprocal);
-    RUN(test_cast_divide_in_place_divides);
-    RUN(test_accumulate_equals_the_cpus);
-    RUN(test_pack_equals_the_cpus);
-    RUN(test_transposed_sources_go_by_tiles);
-    RUN(test_pack_of_a_unit_is_one_launch);
-    RUN(test_pack_refuses_what_the_cpu_refuses);
-    RUN(test_checksums_equal_the_cpus_at_any_length_and_address);
-    RUN(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address);
-    RUN(test_adamw_refuses_what_the_cpu_refuses);
-    RUN(test_nothing_to_do_is_no_launch);
-    RUN(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one);
-    RUN(test_a_refused_launch_is_told);
-    RUN(test_a_device_of_another_architecture_is_told_by_name);
-    RUN(test_a_large_tensor_is_taken_in_strides_of_the_grid);
-    RUN(test_a_cast_moves_vectors_where_both_sides_can);
-    RUN(test_16_mebibytes_are_work_for_every_processor);
-    return 0;
+    return run_tests();
 }

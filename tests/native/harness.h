@@ -25,11 +25,31 @@
         }                                                                                                    \
     } while (0)
 
-#define RUN(test)                                                                                            \
-    do {                                                                                                     \
-        test();                                                                                              \
-        printf("passed %s\n", #test);                                                                        \
-    } while (0)
+static struct {
+    const char *name;
+    void (*run)(void);
+} tests[64];
+static int num_tests;
+
+/* Begins a test, in the place of `static void test(void)`: run_tests() runs it. */
+#define TEST(test)                                                                                           \
+    static void test(void);                                                                                  \
+    __attribute__((constructor)) static void register_##test(void) {                                         \
+        CHECK(num_tests < (int)(sizeof tests / sizeof *tests));                                              \
+        tests[num_tests].name = #test;                                                                       \
+        tests[num_tests++].run = test;                                                                       \
+    }                                                                                                        \
+    static void test(void)
+
+/* Every test of the program; what main() returns. */
+static inline int run_tests(void) {
+    CHECK(num_tests > 0);
+    for (int i = 0; i < num_tests; i++) {
+        tests[i].run();
+        printf("passed %s\n", tests[i].name);
+    }
+    return 0;
+}
 
 /* Uniform in [0, bound); xorshift, so that every run and machine draws the same. */
 static inline int64_t random_below(uint64_t *state, int64_t bound) {

@@ -69,7 +69,7 @@ static void gather_once(struct exchange_tensor *tensors) {
     exchange_free(&plan);
 }
 
-static void test_every_byte_that_is_gathered_arrives_where_it_belongs(void) {
+TEST(test_every_byte_that_is_gathered_arrives_where_it_belongs) {
     for (int round = 0; round < 5000; round++) {
         struct exchange_tensor tensors[TENSORS];
         for (int i = 0; i < TENSORS; i++) {
@@ -83,7 +83,7 @@ static void test_every_byte_that_is_gathered_arrives_where_it_belongs(void) {
     CHECK_EQUAL(mem_live_count(), 0);
 }
 
-static void test_each_failed_allocation_leaves_nothing_behind(void) {
+TEST(test_each_failed_allocation_leaves_nothing_behind) {
     const struct exchange_tensor tensors[1] = {{{100, 25, 0}, {100, 30, 0}, 4}};
     struct exchange plan;
     size_t nth = 1;
@@ -96,7 +96,7 @@ static void test_each_failed_allocation_leaves_nothing_behind(void) {
     CHECK_EQUAL(mem_live_count(), 0);
 }
 
-static void test_what_cannot_be_planned_is_invalid(void) {
+TEST(test_what_cannot_be_planned_is_invalid) {
     struct exchange plan;
     const struct partition ten = {10, 3, 0};
     const struct exchange_tensor behind = {ten, {10, 2, 0}, 4}, other = {ten, {11, 3, 0}, 4};
@@ -111,7 +111,7 @@ static void test_what_cannot_be_planned_is_invalid(void) {
     CHECK_EQUAL(mem_live_count(), 0);
 }
 
-static void test_rank_behind_the_last_element_holds_nothing(void) {
+TEST(test_rank_behind_the_last_element_holds_nothing) {
     const struct partition partition = {10, 4, 2};
     const struct partition_range last = partition_of_rank(&partition, 2);
     CHECK_EQUAL(last.start, 6);
@@ -121,7 +121,7 @@ static void test_rank_behind_the_last_element_holds_nothing(void) {
     CHECK_EQUAL(partition_of_rank(&partition, -1).end, 0);
 }
 
-static void test_partitions_whose_sums_leave_64_bits_are_invalid(void) {
+TEST(test_partitions_whose_sums_leave_64_bits_are_invalid) {
     CHECK(!partition_is_valid(&(struct partition){INT64_MAX, 1, 1}));
     CHECK(!partition_is_valid(&(struct partition){INT64_MAX - 1, 2, 0}));
     CHECK(!partition_is_valid(&(struct partition){1, INT64_MAX, 0}));
@@ -131,10 +131,5 @@ static void test_partitions_whose_sums_leave_64_bits_are_invalid(void) {
 }
 
 int main(void) {
-    RUN(test_rank_behind_the_last_element_holds_nothing);
-    RUN(test_partitions_whose_sums_leave_64_bits_are_invalid);
-    RUN(test_every_byte_that_is_gathered_arrives_where_it_belongs);
-    RUN(test_each_failed_allocation_leaves_nothing_behind);
-    RUN(test_what_cannot_be_planned_is_invalid);
-    return 0;
+    return run_tests();
 }

@@ -49,7 +49,7 @@ static void put_library(void) {
     CHECK(file && fputs("not a library", file) >= 0 && fclose(file) == 0);
 }
 
-static void test_a_missing_library_is_told_from_one_that_cannot_be_loaded(void) {
+TEST(test_a_missing_library_is_told_from_one_that_cannot_be_loaded) {
     check_told("this torch has no CUDA");
     torch_abi.aoti_torch_get_current_cuda_stream = some_stream;
     check_told("does not tell of which version");
@@ -64,7 +64,7 @@ static void test_a_missing_library_is_told_from_one_that_cannot_be_loaded(void) 
     CHECK(unsetenv("FSDP_C_CUDA_KERNELS") == 0);
 }
 
-static void test_the_environment_may_ask_for_torchs(void) {
+TEST(test_the_environment_may_ask_for_torchs) {
     const char *why = NULL;
     CHECK(kernels_of(DEVICE_CPU, 0, &why) == &cpu_kernels && !why);
     CHECK(setenv("FSDP_C_KERNELS", "torch", 1) == 0);
@@ -74,7 +74,5 @@ static void test_the_environment_may_ask_for_torchs(void) {
 }
 
 int main(void) {
-    RUN(test_a_missing_library_is_told_from_one_that_cannot_be_loaded);
-    RUN(test_the_environment_may_ask_for_torchs);
-    return 0;
+    return run_tests();
 }

@@ -134,13 +134,13 @@ static void check_pack_of_random_sources(bool add) {
     free(memory[1]);
 }
 
-static void test_pack_places_elements_of_any_strides(void) {
+TEST(test_pack_places_elements_of_any_strides) {
     for (int round = 0; round < 600; round++) {
         check_pack_of_random_sources(false);
     }
 }
 
-static void test_pack_add_adds_elements_of_any_strides(void) {
+TEST(test_pack_add_adds_elements_of_any_strides) {
     for (int round = 0; round < 600; round++) {
         check_pack_of_random_sources(true);
     }
@@ -152,7 +152,7 @@ static struct pack_source run_of(void *data, enum dtype dtype, const int64_t *nu
     return source;
 }
 
-static void test_pack_writes_zeros_for_an_absent_source(void) {
+TEST(test_pack_writes_zeros_for_an_absent_source) {
     float output[6] = {9, 9, 9, 9, 9, 9};
     float input[2] = {1, 2};
     int64_t two = 2;
@@ -163,7 +163,7 @@ static void test_pack_writes_zeros_for_an_absent_source(void) {
     CHECK_EQUAL(memcmp(output, expected, sizeof expected), 0);
 }
 
-static void test_pack_add_leaves_gaps_and_absent_sources_alone(void) {
+TEST(test_pack_add_leaves_gaps_and_absent_sources_alone) {
     float output[6] = {9, 9, 9, 9, 9, 9};
     float input[2] = {1, 2};
     int64_t two = 2;
@@ -176,7 +176,7 @@ static void test_pack_add_leaves_gaps_and_absent_sources_alone(void) {
 
 /* The second addend is a little more than half of the last place of 1 in bf16: rounded to bf16 first, it
  * would tie to 1. */
-static void test_pack_add_rounds_the_sum_once_to_the_output(void) {
+TEST(test_pack_add_rounds_the_sum_once_to_the_output) {
     uint16_t output[2] = {0x4380, 0x3f80}; /* 256 and 1 in bf16 */
     float input[2] = {1.5f, 0x1.001p-8f};
     int64_t two = 2;
@@ -186,7 +186,7 @@ static void test_pack_add_rounds_the_sum_once_to_the_output(void) {
     CHECK_EQUAL(output[1], 0x3f81);
 }
 
-static void test_pack_refuses_sources_that_overlap_or_leave_the_output(void) {
+TEST(test_pack_refuses_sources_that_overlap_or_leave_the_output) {
     float output[4] = {0};
     float input[3] = {1, 2, 3};
     int64_t three = 3;
@@ -198,7 +198,7 @@ static void test_pack_refuses_sources_that_overlap_or_leave_the_output(void) {
     CHECK(output[0] == 0);
 }
 
-static void test_pack_refuses_output_strides_with_holes(void) {
+TEST(test_pack_refuses_output_strides_with_holes) {
     float output[16] = {0};
     float input[4] = {1, 2, 3, 4};
     const int64_t sizes[2] = {2, 2};
@@ -208,7 +208,7 @@ static void test_pack_refuses_output_strides_with_holes(void) {
     CHECK_EQUAL(kernel_pack(output, DTYPE_FLOAT32, 16, &source, 1, 1.0, NULL), STATUS_INVALID);
 }
 
-static void test_pack_of_an_unknown_dtype_is_unsupported(void) {
+TEST(test_pack_of_an_unknown_dtype_is_unsupported) {
     float output[1] = {0};
     int64_t one = 1;
     struct pack_source source = run_of(output, DTYPE_OTHER, &one, 0);
@@ -216,7 +216,7 @@ static void test_pack_of_an_unknown_dtype_is_unsupported(void) {
     CHECK_EQUAL(kernel_pack(output, DTYPE_OTHER, 1, NULL, 0, 1.0, NULL), STATUS_UNSUPPORTED);
 }
 
-static void test_cast_divide_in_place_divides(void) {
+TEST(test_cast_divide_in_place_divides) {
     double tensor[2] = {3.0, -1.0};
     CHECK_EQUAL(kernel_cast_divide(tensor, DTYPE_FLOAT64, tensor, DTYPE_FLOAT64, 2, 2.0, NULL), STATUS_OK);
     CHECK(tensor[0] == 1.5 && tensor[1] == -0.5);
@@ -224,7 +224,7 @@ static void test_cast_divide_in_place_divides(void) {
                 STATUS_INVALID);
 }
 
-static void test_kernels_accept_nothing_to_do(void) {
+TEST(test_kernels_accept_nothing_to_do) {
     int64_t none = 0;
     struct pack_source source = run_of(NULL, DTYPE_FLOAT32, &none, 0);
     CHECK_EQUAL(kernel_pack(NULL, DTYPE_FLOAT32, 0, &source, 1, 3.0, &cutting), STATUS_OK);
@@ -236,7 +236,7 @@ static void test_kernels_accept_nothing_to_do(void) {
 }
 
 /* With beta1 of 0, lr of 1 and no decay a step moves by the gradient's sign, whatever the dtypes. */
-static void test_adamw_steps_operands_of_any_dtype(void) {
+TEST(test_adamw_steps_operands_of_any_dtype) {
     for (int kind = 0; kind < DTYPE_COUNT * DTYPE_COUNT; kind++) {
         enum { NUMEL = 2500 };
         enum dtype dtype = (enum dtype)(kind / DTYPE_COUNT);
@@ -267,7 +267,7 @@ static void test_adamw_steps_operands_of_any_dtype(void) {
 }
 
 /* Wherever threads meet in a tensor, and wherever its first block begins. */
-static void test_adamw_divides_no_block_of_averages_in_8_bits(void) {
+TEST(test_adamw_divides_no_block_of_averages_in_8_bits) {
     enum { NUMEL = 40000, MOST_BLOCKS = NUMEL / 256 + 2, RUNS = 2 };
     static float params[RUNS][NUMEL], grads[NUMEL], scales[RUNS][2][MOST_BLOCKS];
     static uint8_t codes[RUNS][2][NUMEL];
@@ -300,7 +300,7 @@ static void test_adamw_divides_no_block_of_averages_in_8_bits(void) {
     }
 }
 
-static void test_adamw_refuses_what_is_no_count_and_unknown_dtypes(void) {
+TEST(test_adamw_refuses_what_is_no_count_and_unknown_dtypes) {
     float memory[4] = {1, 1, 1, 1}, step = NAN;
     struct adam_tensor tensor = {.numel = 1, .step = &step};
     const struct adamw_options options = {.lr = 1};
@@ -327,7 +327,7 @@ static uint64_t checksum_of(const void *data, int64_t nbytes, const struct kerne
     return checksum;
 }
 
-static void test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut(void) {
+TEST(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut) {
     for (int64_t nbytes = 0; nbytes < 70; nbytes++) {
         unsigned char *data = malloc((size_t)nbytes + 1); /* its end is watched by the sanitizer */
         for (int64_t i = 0; i < nbytes; i++) {
@@ -338,7 +338,7 @@ static void test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cu
     }
 }
 
-static void test_checksum_of_every_flipped_bit_and_length_differs(void) {
+TEST(test_checksum_of_every_flipped_bit_and_length_differs) {
     unsigned char data[67] = {0};
     uint64_t whole = checksum_of(data, 67, NULL);
     for (int bit = 0; bit < 67 * 8; bit++) {
@@ -352,20 +352,5 @@ static void test_checksum_of_every_flipped_bit_and_length_differs(void) {
 }
 
 int main(void) {
-    RUN(test_pack_places_elements_of_any_strides);
-    RUN(test_pack_add_adds_elements_of_any_strides);
-    RUN(test_pack_writes_zeros_for_an_absent_source);
-    RUN(test_pack_add_leaves_gaps_and_absent_sources_alone);
-    RUN(test_pack_add_rounds_the_sum_once_to_the_output);
-    RUN(test_pack_refuses_sources_that_overlap_or_leave_the_output);
-    RUN(test_pack_refuses_output_strides_with_holes);
-    RUN(test_pack_of_an_unknown_dtype_is_unsupported);
-    RUN(test_cast_divide_in_place_divides);
-    RUN(test_kernels_accept_nothing_to_do);
-    RUN(test_adamw_steps_operands_of_any_dtype);
-    RUN(test_adamw_divides_no_block_of_averages_in_8_bits);
-    RUN(test_adamw_refuses_what_is_no_count_and_unknown_dtypes);
-    RUN(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut);
-    RUN(test_checksum_of_every_flipped_bit_and_length_differs);
-    return 0;
+    return run_tests();
 }

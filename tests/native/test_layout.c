@@ -29,7 +29,7 @@ static void check_refused(struct layout_spec spec, enum status expected) {
     layout_fini(&layout);
 }
 
-static void test_arguments_outside_their_domain_are_invalid(void) {
+TEST(test_arguments_outside_their_domain_are_invalid) {
     const int64_t numels[] = {3, 2}, negative[] = {3, -1};
     check_refused(spec_of(numels, 0, 4, 2, 0), STATUS_INVALID);
     check_refused(spec_of(numels, -1, 4, 2, 0), STATUS_INVALID);
@@ -41,7 +41,7 @@ static void test_arguments_outside_their_domain_are_invalid(void) {
     check_refused(spec_of(negative, 2, 4, 2, 0), STATUS_INVALID);
 }
 
-static void test_totals_beyond_64_bits_are_invalid(void) {
+TEST(test_totals_beyond_64_bits_are_invalid) {
     const int64_t sum[] = {INT64_MAX, 1}, aligned[] = {INT64_MAX, 0}, largest[] = {INT64_MAX};
     check_refused(spec_of(sum, 2, 0, 1, 0), STATUS_INVALID);
     check_refused(spec_of(aligned, 2, 4, 1, 0), STATUS_INVALID); /* the alignment pad */
@@ -56,7 +56,7 @@ static void test_totals_beyond_64_bits_are_invalid(void) {
     layout_fini(&layout);
 }
 
-static void test_every_failed_allocation_leaves_nothing_behind(void) {
+TEST(test_every_failed_allocation_leaves_nothing_behind) {
     const int64_t numels[] = {9, 3, 6};
     const struct layout_spec spec = spec_of(numels, COUNT_OF(numels), 4, 4, 1);
     for (size_t nth = 1; nth <= 3; nth++) {
@@ -71,7 +71,7 @@ static void test_every_failed_allocation_leaves_nothing_behind(void) {
     layout_fini(&layout);
 }
 
-static void test_fini_twice_is_legal(void) {
+TEST(test_fini_twice_is_legal) {
     const int64_t numels[] = {1};
     const struct layout_spec spec = spec_of(numels, 1, 0, 1, 0);
     struct flat_layout layout;
@@ -81,18 +81,18 @@ static void test_fini_twice_is_legal(void) {
     CHECK_EQUAL(layout.num_params, 0);
 }
 
-static void test_array_of_overflowing_size_is_refused(void) {
+TEST(test_array_of_overflowing_size_is_refused) {
     CHECK(mem_new_array(SIZE_MAX / 2 + 1, 2) == NULL);
     CHECK(mem_new_array(SIZE_MAX, SIZE_MAX) == NULL);
 }
 
-static void test_array_of_no_elements_is_not_a_failure(void) {
+TEST(test_array_of_no_elements_is_not_a_failure) {
     void *none = mem_new_array(0, 8);
     CHECK(none != NULL);
     mem_free(none);
 }
 
-static void test_array_is_zeroed(void) {
+TEST(test_array_is_zeroed) {
     int64_t *array = mem_new_array(100, sizeof *array);
     CHECK(array != NULL);
     for (int i = 0; i < 100; i++) {
@@ -102,13 +102,7 @@ static void test_array_is_zeroed(void) {
 }
 
 int main(void) {
-    RUN(test_array_of_overflowing_size_is_refused);
-    RUN(test_array_of_no_elements_is_not_a_failure);
-    RUN(test_array_is_zeroed);
-    RUN(test_arguments_outside_their_domain_are_invalid);
-    RUN(test_totals_beyond_64_bits_are_invalid);
-    RUN(test_every_failed_allocation_leaves_nothing_behind);
-    RUN(test_fini_twice_is_legal);
+    const int failed = run_tests();
     CHECK_EQUAL(mem_live_count(), 0);
-    return 0;
+    return failed;
 }

@@ -214,7 +214,7 @@ static void end_backward(void) {
 
 /* ---- tests ---- */
 
-static void test_full_shard_frees_each_unit_but_the_root_after_its_forward(void) {
+TEST(test_full_shard_frees_each_unit_but_the_root_after_its_forward) {
     build(FULL_SHARD, PREFETCH_NONE, false);
     forward(true);
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
@@ -222,13 +222,13 @@ static void test_full_shard_frees_each_unit_but_the_root_after_its_forward(void)
     CHECK(it_said("gather3 free3 flush gather2 free2 flush gather1 free1 flush free0 flush"));
 }
 
-static void test_without_a_backward_to_come_all_is_freed_and_nothing_held_back(void) {
+TEST(test_without_a_backward_to_come_all_is_freed_and_nothing_held_back) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(false);
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0 flush"));
 }
 
-static void test_shard_grad_op_keeps_each_unit_for_its_backward(void) {
+TEST(test_shard_grad_op_keeps_each_unit_for_its_backward) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     CHECK(it_said("gather0 gather1 gather2 gather3"));
@@ -236,7 +236,7 @@ static void test_shard_grad_op_keeps_each_unit_for_its_backward(void) {
     CHECK(it_said("free3 flush free2 flush free1 flush free0 flush"));
 }
 
-static void test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered(void) {
+TEST(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered) {
     for (enum sharding_strategy strategy = FULL_SHARD; strategy <= SHARD_GRAD_OP; strategy++) {
         build(strategy, PREFETCH_NONE, false);
         for (int i = 0; i < UNITS; i++)
@@ -249,7 +249,7 @@ static void test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered(v
     }
 }
 
-static void test_copies_of_what_is_not_sharded_are_freed_at_once(void) {
+TEST(test_copies_of_what_is_not_sharded_are_freed_at_once) {
     build(NO_SHARD, PREFETCH_NONE, false);
     forward(true);
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0"));
@@ -261,7 +261,7 @@ static void keep_in_nodes(void) {
         handles[i].storage.copy->secondary_source = (PyObject *)&source; /* is not followed */
 }
 
-static void test_what_a_node_keeps_is_gathered_by_the_backward_alone(void) {
+TEST(test_what_a_node_keeps_is_gathered_by_the_backward_alone) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
     keep_in_nodes();
     for (int step = 0; step < 2; step++) {
@@ -278,7 +278,7 @@ static void test_what_a_node_keeps_is_gathered_by_the_backward_alone(void) {
     CHECK(it_said("free0 gather0 gather1 gather2 free1 gather3 free2 free3 free0 flush"));
 }
 
-static void test_a_forward_gathers_anew_what_one_without_backward_has_left(void) {
+TEST(test_a_forward_gathers_anew_what_one_without_backward_has_left) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     said[0] = '\0';
@@ -286,7 +286,7 @@ static void test_a_forward_gathers_anew_what_one_without_backward_has_left(void)
     CHECK(it_said("free0 free1 free2 free3 gather0 gather2 gather3"));
 }
 
-static void test_a_unit_that_runs_again_in_one_forward_is_gathered_once(void) {
+TEST(test_a_unit_that_runs_again_in_one_forward_is_gathered_once) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     said[0] = '\0';
@@ -295,7 +295,7 @@ static void test_a_unit_that_runs_again_in_one_forward_is_gathered_once(void) {
     CHECK(it_said(""));
 }
 
-static void test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward(void) {
+TEST(test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward) {
     build(FULL_SHARD, PREFETCH_NONE, true);
     forward(true);
     backward();
@@ -306,7 +306,7 @@ static void test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward(void)
     CHECK(!units[1].place.prefetched);
 }
 
-static void test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to(void) {
+TEST(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to) {
     for (int written = 0; written < 2; written++) {
         build(SHARD_GRAD_OP, PREFETCH_NONE, false);
         for (int i = 0; i < UNITS; i++)
@@ -323,7 +323,7 @@ static void test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_we
     }
 }
 
-static void test_the_first_forward_tells_the_next_what_to_gather_ahead(void) {
+TEST(test_the_first_forward_tells_the_next_what_to_gather_ahead) {
     build(FULL_SHARD, PREFETCH_NONE, true);
     forward(true);
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
@@ -334,7 +334,7 @@ static void test_the_first_forward_tells_the_next_what_to_gather_ahead(void) {
     CHECK(it_said("gather0 gather1 gather2 free1 gather3 free2 free3"));
 }
 
-static void test_limits_say_how_many_units_are_gathered_ahead(void) {
+TEST(test_limits_say_how_many_units_are_gathered_ahead) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
     order_set_limits(&runtime.order, 2, 0);
     forward(true);
@@ -349,7 +349,7 @@ static void test_limits_say_how_many_units_are_gathered_ahead(void) {
     CHECK(it_said("gather3 free3 flush gather2 free2 flush gather1 free1 flush free0 flush"));
 }
 
-static void test_after_a_unit_the_next_is_gathered_before_its_memory_goes(void) {
+TEST(test_after_a_unit_the_next_is_gathered_before_its_memory_goes) {
     build(FULL_SHARD, PREFETCH_BACKWARD_POST, false);
     forward(true);
     said[0] = '\0';
@@ -357,7 +357,7 @@ static void test_after_a_unit_the_next_is_gathered_before_its_memory_goes(void) 
     CHECK(it_said("gather3 free3 gather2 flush free2 gather1 flush free1 flush free0 flush"));
 }
 
-static void test_a_frozen_unit_is_given_back_once_amid_its_backward(void) {
+TEST(test_a_frozen_unit_is_given_back_once_amid_its_backward) {
     build(FULL_SHARD, PREFETCH_NONE, false);
     forward(true);
     said[0] = '\0';
@@ -369,7 +369,7 @@ static void test_a_frozen_unit_is_given_back_once_amid_its_backward(void) {
     CHECK(it_said("gather3 free3 flush"));
 }
 
-static void test_a_backward_that_ends_leaves_nothing_gathered(void) {
+TEST(test_a_backward_that_ends_leaves_nothing_gathered) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
@@ -378,7 +378,7 @@ static void test_a_backward_that_ends_leaves_nothing_gathered(void) {
     CHECK(it_said("free0 free2 free3"));
 }
 
-static void test_a_backward_within_a_forward_ends_for_its_own_units_alone(void) {
+TEST(test_a_backward_within_a_forward_ends_for_its_own_units_alone) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
@@ -409,7 +409,7 @@ static void optional_step(bool runs) {
     post_backward(0);
 }
 
-static void test_optional_units_come_and_go_with_the_unit_around_them(void) {
+TEST(test_optional_units_come_and_go_with_the_unit_around_them) {
     for (int runs = 0; runs < 2; runs++) {
         build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
         optional_step(runs);
@@ -422,23 +422,7 @@ static void test_optional_units_come_and_go_with_the_unit_around_them(void) {
 }
 
 int main(void) {
-    RUN(test_full_shard_frees_each_unit_but_the_root_after_its_forward);
-    RUN(test_without_a_backward_to_come_all_is_freed_and_nothing_held_back);
-    RUN(test_shard_grad_op_keeps_each_unit_for_its_backward);
-    RUN(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered);
-    RUN(test_copies_of_what_is_not_sharded_are_freed_at_once);
-    RUN(test_what_a_node_keeps_is_gathered_by_the_backward_alone);
-    RUN(test_a_forward_gathers_anew_what_one_without_backward_has_left);
-    RUN(test_a_unit_that_runs_again_in_one_forward_is_gathered_once);
-    RUN(test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward);
-    RUN(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to);
-    RUN(test_the_first_forward_tells_the_next_what_to_gather_ahead);
-    RUN(test_limits_say_how_many_units_are_gathered_ahead);
-    RUN(test_after_a_unit_the_next_is_gathered_before_its_memory_goes);
-    RUN(test_a_frozen_unit_is_given_back_once_amid_its_backward);
-    RUN(test_a_backward_that_ends_leaves_nothing_gathered);
-    RUN(test_a_backward_within_a_forward_ends_for_its_own_units_alone);
-    RUN(test_optional_units_come_and_go_with_the_unit_around_them);
+    const int failed = run_tests();
     order_fini(&runtime.order);
-    return 0;
+    return failed;
 }

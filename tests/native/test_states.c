@@ -156,7 +156,7 @@ static struct schedule schedule;
             }                                                                                                \
     } while (0)
 
-static void test_every_illegal_transition_is_refused(void) {
+TEST(test_every_illegal_transition_is_refused) {
     /* SHARDED, UNSHARDING, UNSHARDED */
     CHECK_TABLE(handle.storage.param_state, PARAM_STATES, storage_set_state(&handle.storage, to), ".x.",
                 "x.x", "x..");
@@ -176,7 +176,7 @@ static void test_every_illegal_transition_is_refused(void) {
                 "xx.", "x.x", "x..");
 }
 
-static void test_an_illegal_transition_names_both_states(void) {
+TEST(test_an_illegal_transition_names_both_states) {
     begin();
     CHECK_EQUAL(storage_set_state(&handle.storage, PARAM_UNSHARDED), -1);
     CHECK(!strcmp(from_in_error, "SHARDED") && !strcmp(to_in_error, "UNSHARDED"));
@@ -228,7 +228,7 @@ static int call_prefetch(struct unit *of, enum training_state state) {
 const struct operations operations_own = {.prefetch = own_prefetch};
 const struct operations operations_calls = {.prefetch = call_prefetch};
 
-static void test_what_takes_the_place_of_an_operation_is_called_until_it_is_given_back(void) {
+TEST(test_what_takes_the_place_of_an_operation_is_called_until_it_is_given_back) {
     static PyObject function = {.ob_refcnt = 1000};
     operations_init(&operations);
     CHECK_EQUAL(operations.prefetch(&unit, USE_FORWARD), 0);
@@ -353,7 +353,7 @@ static bool aborts_after(void (*begin_with)(void), int broken, char *said, size_
     return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
 }
 
-static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
+TEST(test_a_broken_invariant_ends_the_process_and_is_named) {
     char said[1024];
     CHECK(!aborts_after(nothing, -1, said, sizeof said));
     CHECK(!aborts_after(use_streams, -1, said, sizeof said));
@@ -368,9 +368,5 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
 }
 
 int main(void) {
-    RUN(test_every_illegal_transition_is_refused);
-    RUN(test_an_illegal_transition_names_both_states);
-    RUN(test_what_takes_the_place_of_an_operation_is_called_until_it_is_given_back);
-    RUN(test_a_broken_invariant_ends_the_process_and_is_named);
-    return 0;
+    return run_tests();
 }
