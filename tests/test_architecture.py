@@ -40,13 +40,13 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 158,
     "csrc/layout": 559,
-    "csrc/kernels": 4_082,
-    "csrc/torch": 3_552,
+    "csrc/kernels": 3_881,
+    "csrc/torch": 3_486,
     "csrc/collective": 321,
-    "csrc/handle": 4_905,
-    "csrc/runtime": 5_611,
-    "csrc/python": 1_660,
-    "fsdp_c": 25_412,
+    "csrc/handle": 4_900,
+    "csrc/runtime": 5_463,
+    "csrc/python": 1_651,
+    "fsdp_c": 25_419,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
