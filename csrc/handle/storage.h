@@ -185,9 +185,7 @@ bool storage_makes_input(const struct storage *storage);
 int storage_alloc_unsharded(struct storage *storage);
 /* not of the pool, which belongs to the streams of a step */
 int storage_alloc_outside_step(struct storage *storage);
-/* Take the memory that gathering will take, so that the pool holds it when it is given back. No state
- * changes. 0 or -1. */
-int storage_reserve(struct storage *storage);
+/* Gives back what storage_alloc_unsharded took, while SHARDED, so that the pool holds it. 0 or -1. */
 int storage_release_reserved(struct storage *storage);
 int64_t storage_unsharded_nbytes(const struct storage *storage);
 bool storage_wants_memory(const struct storage *storage); /* SHARDED, and gathering would allocate */

@@ -30,10 +30,6 @@ int storage_alloc_outside_step(struct storage *storage) {
     return buffer_alloc(full);
 }
 
-int storage_reserve(struct storage *storage) {
-    return storage->copy->is_local || storage->param_state != PARAM_SHARDED ? 0 : alloc_full(storage);
-}
-
 int storage_release_reserved(struct storage *storage) {
     return storage->copy->is_local || storage->param_state != PARAM_SHARDED
                ? 0

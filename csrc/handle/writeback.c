@@ -18,18 +18,15 @@ void writeback_bind(struct writeback *writeback, const struct flat_param *param,
 /* ---- original parameters ---- */
 
 static const char *expected_data(const struct writeback *writeback, int64_t param) {
-    const struct layout_shard_range *range = &writeback->param->layout.shard_ranges[param];
-    int64_t offset = writeback->param->sharded ? range->offset_in_shard
-                                               : layout_param_offset(&writeback->param->layout, param);
-    return (const char *)writeback->storage->local_view.data +
-           offset * dtype_nbytes(writeback->storage->local_view.dtype);
+    const struct tensor_view *shard = &writeback->storage->local_view;
+    return (const char *)shard->data +
+           writeback->param->layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
 }
 
 static int check_shape(struct writeback *writeback, int64_t param, PyObject *value,
                        const struct tensor_view *view) {
     const struct flat_param *is = writeback->param;
-    int64_t want =
-        is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
+    int64_t want = is->layout.shard_ranges[param].numel_in_shard;
     if (tensor_view_numel(view) == want && (!is->sharded || view->ndim == 1))
         return 0;
     OWNED *shape = PyObject_GetAttrString(value, "shape");
@@ -72,18 +69,15 @@ static int keep_object(struct writeback *writeback, int64_t param, PyObject *val
 /* shard part <- value, then value.data = shard part, and `value` is the parameter from now on. */
 static int take_over(struct writeback *writeback, int64_t param, PyObject *value) {
     const struct flat_param *is = writeback->param;
-    const struct tensor_view *shard = &writeback->storage->local_view;
-    int64_t offset =
-        (expected_data(writeback, param) - (const char *)shard->data) / dtype_nbytes(shard->dtype);
-    int64_t numel =
-        is->sharded ? is->layout.shard_ranges[param].numel_in_shard : layout_param_numel(&is->layout, param);
+    const struct layout_shard_range *range = &is->layout.shard_ranges[param];
     OWNED *source = torch_data(value);
-    OWNED *flat_shape = Py_BuildValue("(L)", (long long)numel);
+    OWNED *flat_shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
     OWNED *part = NULL;
     PyObject *shape = is->sharded ? flat_shape : PyTuple_GetItem(is->shapes, param);
     PyObject *strides = is->sharded ? Py_None : PyTuple_GetItem(is->strides, param);
     if (source && flat_shape)
-        part = torch_view(writeback->storage->local_shard, offset, numel, shape, strides);
+        part = torch_view(writeback->storage->local_shard, range->offset_in_shard, range->numel_in_shard,
+                          shape, strides);
     writeback->copied = true;
     if (!part || torch_copy(part, source) < 0 || torch_set_data(value, part) < 0)
         return -1;
@@ -223,16 +217,12 @@ static PyObject *written_part(const struct writeback *writeback, PyObject *part,
 /* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
  * gathered. */
 static int take_over_view(struct writeback *writeback, int64_t param) {
-    const struct flat_layout *layout = &writeback->param->layout;
-    struct layout_shard_range range = {.in_shard = true,
-                                       .offset_in_shard = layout_param_offset(layout, param),
-                                       .numel_in_shard = layout_param_numel(layout, param)};
-    if (writeback->param->sharded)
-        range = layout->shard_ranges[param];
-    if (!range.in_shard)
+    const struct layout_shard_range *range = &writeback->param->layout.shard_ranges[param];
+    if (!range->in_shard)
         return 0;
-    OWNED *part = torch_part(writeback->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
-    OWNED *view = torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
+    OWNED *part = torch_part(writeback->storage->local_shard, range->offset_in_shard, range->numel_in_shard);
+    OWNED *view =
+        torch_part(writeback->storage->copy->own_part, range->offset_in_shard, range->numel_in_shard);
     OWNED *value = part && view ? written_part(writeback, part, view) : NULL;
     int result = value ? torch_copy(part, value) : -1;
     writeback->copied = true;

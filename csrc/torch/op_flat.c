@@ -62,8 +62,7 @@ void op_unflatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST offsets = op_list_of(stack[1], false);
     OP_OWNED_LIST numels = op_list_of(stack[2], false);
     OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
-    op_read_list(&offsets);
-    op_read_list(&numels);
+    OP_READ_LISTS(&offsets, &numels);
     struct op_operand flat;
     op_call_read_flat(call, &flat, tensor, "flat");
     OP_CHECK(offsets.count == numels.count, "%s: %zu offsets, but %zu numels", call->name, offsets.count,
@@ -122,8 +121,7 @@ void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST grads = op_list_of(stack[1], true);
     OP_OWNED_LIST offsets = op_list_of(stack[2], false);
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
-    op_read_list(&grads);
-    op_read_list(&offsets);
+    OP_READ_LISTS(&grads, &offsets);
     double divisor = op_call_read_divisor(call, stack[3]);
     struct op_operand out;
     op_call_read_flat(call, &out, tensor, "out");

@@ -164,20 +164,12 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST lr_list = op_list_of(stack[NUM_LISTS + 3], true);
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
-    op_read_list(&params);
-    op_read_list(&grads);
-    op_read_list(&exp_avgs);
-    op_read_list(&exp_avg_sqs);
-    op_read_list(&max_exp_avg_sqs);
-    op_read_list(&low_list);
-    op_read_list(&scale_list);
-    op_read_list(&step_list);
-    op_read_list(&lr_list);
+    OP_READ_LISTS(&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &low_list, &scale_list,
+                  &step_list, &lr_list);
     const StableIValue *numbers = stack + NUM_LISTS + 4;
     OP_OWNED_LIST streams = op_list_of(numbers[6], false);
     OP_OWNED_LIST first_indices = op_list_of(numbers[7], false);
-    op_read_list(&streams);
-    op_read_list(&first_indices);
+    OP_READ_LISTS(&streams, &first_indices);
     struct adamw_options options = {
         .lr = op_float(numbers[0]),
         .beta1 = op_float(numbers[1]),

@@ -83,12 +83,7 @@ void op_join_ranges(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST sizes = op_list_of(stack[5], false);
     OP_OWNED_MEMORY struct op_operand *operands = NULL;
     OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
-    op_read_list(&sources);
-    op_read_list(&numbers);
-    op_read_list(&counts);
-    op_read_list(&likes);
-    op_read_list(&ndims);
-    op_read_list(&sizes);
+    OP_READ_LISTS(&sources, &numbers, &counts, &likes, &ndims, &sizes);
     OP_CHECK(numbers.count % 3 == 0, "%s: a range is three numbers, but there are %zu", call->name,
              numbers.count);
     check_join(call, &counts, &likes, &ndims, sizes.count, numbers.count / 3);

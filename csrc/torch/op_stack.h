@@ -134,6 +134,13 @@ static inline void op_read_list(struct op_list *list) {
         OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
 }
 
+/* Of several, once all of them are owned. */
+#define OP_READ_LISTS(...) op_read_lists((struct op_list *const[]){__VA_ARGS__, NULL})
+static inline void op_read_lists(struct op_list *const *lists) {
+    for (; *lists; lists++)
+        op_read_list(*lists);
+}
+
 /* Append an owned tensor to a list under construction, which takes it over. */
 static inline void op_push(StableListHandle list, AtenTensorHandle *tensor) {
     OP_CALL(torch_abi.torch_list_push_back(list, op_give(tensor)));
