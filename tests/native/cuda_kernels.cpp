@@ -475,7 +475,6 @@ TEST(test_adamw_refuses_what_the_cpu_refuses) {
 /* ---- launches ---- */
 
 TEST(test_nothing_to_do_is_no_launch) {
-    int64_t none = 0;
     emulated_launches = 0;
     CHECK_EQUAL(table->pack(nullptr, DTYPE_FLOAT32, 0, nullptr, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->pack_add(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
