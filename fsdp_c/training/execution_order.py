@@ -151,5 +151,7 @@ class _Check:
 
 def check_order(root: weakref.ref[Any], unit: int) -> None:
     """The runtime in C calls it before a unit is gathered for a forward, by the unit's index."""
-    order = root()._exec_order_data
+    module = root()
+    assert module is not None  # it is amid its forward
+    order = module._exec_order_data
     order._check(unit, order._iter)
