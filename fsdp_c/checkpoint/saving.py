@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -311,13 +311,8 @@ def _error(what: str, errors: dict[int, str]) -> CheckpointError:
 # ----------------------------------------------------------------- saving
 
 
-class _State(NamedTuple):
-    """What is saved, by key, and the path of each key in nested dicts and lists."""
-
-    values: StateDict
-    paths: dict[str, PathInDict]
-
-
+# what is saved, by key, and the path of each key in nested dicts and lists
+_State = tuple[StateDict, dict[str, PathInDict]]
 _host_copies = HostCopies()
 
 
@@ -345,11 +340,11 @@ def _saved_state(
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
         state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, _whole_on_rank_0))
-    return _State(*flatten_state_dict(state))
+    return flatten_state_dict(state)
 
 
 def _copied(state: _State, model: nn.Module) -> _State:
-    return _State(_host_copies.copied(*state, params_of_script(model)), state.paths)
+    return _host_copies.copied(*state, params_of_script(model)), state[1]
 
 
 def _copies_of(prepared: Callable[[], _State]) -> _State:
