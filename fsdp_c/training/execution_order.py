@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class _Check:
         return values
 
 
-def check_order(root: weakref.ref[Any], unit: int) -> None:
+def check_order(root: Callable[[], Any], unit: int) -> None:
     """The runtime in C calls it before a unit is gathered for a forward, by the unit's index."""
     module = root()
     assert module is not None  # it is amid its forward
