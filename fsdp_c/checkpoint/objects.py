@@ -258,11 +258,6 @@ def _dtype_classes() -> dict[str, Any]:
     return {_name(cls): cls for cls in classes}
 
 
-def plain_arrays(value: Any) -> Any:
-    """``value`` with numpy's own arrays for those that were read; what stands in several places, once."""
-    return _with_plain_arrays(value, {})
-
-
 def _has_its_elements(tensor: Tensor) -> bool:
     """Whether each has a place of its own, so that who works with them needs no more memory than was read."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout != torch.strided:
@@ -270,7 +265,9 @@ def _has_its_elements(tensor: Tensor) -> bool:
     return tensor.is_meta or tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _with_plain_arrays(value: Any, made: dict[int, Any]) -> Any:
+def plain_arrays(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """``value`` with numpy's own arrays for those that were read. ``made``: of what stands in several places."""
+    made = {} if made is None else made
     if id(value) in made or isinstance(value, Tensor):
         _require(
             not isinstance(value, Tensor) or _has_its_elements(value),
@@ -284,10 +281,10 @@ def _with_plain_arrays(value: Any, made: dict[int, Any]) -> Any:
     elif isinstance(value, dict):
         made[id(value)] = value
         for key, one in value.items():
-            value[key] = _with_plain_arrays(one, made)
+            value[key] = plain_arrays(one, made)
     elif isinstance(value, list):
         made[id(value)] = value
-        value[:] = [_with_plain_arrays(one, made) for one in value]
+        value[:] = [plain_arrays(one, made) for one in value]
     elif isinstance(value, tuple):
-        made[id(value)] = rebuilt(value, [_with_plain_arrays(one, made) for one in value])
+        made[id(value)] = rebuilt(value, [plain_arrays(one, made) for one in value])
     return made.get(id(value), value)

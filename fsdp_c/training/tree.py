@@ -31,7 +31,9 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return _mapped_mapping(fn, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _mapped_dataclass(fn, value)
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: new for name, old in fields.items() if (new := _map(fn, old)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
     return value
 
 
@@ -47,12 +49,6 @@ def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     for key, new in changed.items():
         result[key] = new
     return result
-
-
-def _mapped_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    changed = {name: new for name, old in fields.items() if (new := _map(fn, old)) is not old}
-    return dataclasses.replace(value, **changed) if changed else value
 
 
 def convert_inputs(
