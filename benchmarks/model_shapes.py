@@ -17,7 +17,7 @@ class Model:
     vocabulary: int = 32000
     kv_heads: int = 0  # of keys and values, where they are fewer than those of queries; 0: as many
     family: str = "llama"
-    in_fp32: bool = False  # rotary positions and the loss, as torchtitan has them
+    in_fp32: bool = False  # norms, rotary positions and the loss, as torchtitan has them
     experts: int = 0  # in place of each feed-forward network; a token goes to two of them
 
     @property

@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.head_width = width // shape.heads
         kv_width = self.head_width * (shape.kv_heads or shape.heads)
         self.in_fp32 = shape.in_fp32
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention_norm, self.feed_forward_norm = norm(shape), norm(shape)
         self.query, self.output = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(width, kv_width, bias=False) for _ in range(2))
         self.feed_forward = Experts(shape) if shape.experts else FeedForward(width, hidden)
@@ -56,11 +56,24 @@ class Block(nn.Module):
         normed = self.attention_norm(x)
         projected = (layer(normed) for layer in (self.query, self.key, self.value))
         query, key, value = (in_heads(each, self.head_width) for each in projected)
-        rotary = torch.float32 if self.in_fp32 else x.dtype
-        query, key = (rotated(each.to(rotary), cosine, sine).to(x.dtype) for each in (query, key))
+        rotate = rotated_in_fp32 if self.in_fp32 else rotated
+        query, key = (rotate(each, cosine, sine) for each in (query, key))
         mixed = attention(query, *(as_many_heads(each, query.shape[1]) for each in (key, value)))
         x = x + self.output(mixed.transpose(1, 2).flatten(-2))
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class ComposedNorm(nn.RMSNorm):
+    """As torchtitan and torch had it until CUDA had a kernel of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * scale).type_as(x) * self.weight
+
+
+def norm(shape: Model) -> nn.Module:
+    return (ComposedNorm if shape.in_fp32 else nn.RMSNorm)(shape.width)
 
 
 class FeedForward(nn.Module):
@@ -129,6 +142,13 @@ def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat((-second, first), -1) * sine
 
 
+def rotated_in_fp32(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """As torchtitan does it: of two numbers one complex, times another."""
+    turns = torch.complex(cosine[:, ::2].float(), sine[:, ::2].float())
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+
+
 class Llama(nn.Module):
     """A language model; its forward gives the loss."""
 
@@ -136,7 +156,7 @@ class Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
-        self.norm, self.head = nn.RMSNorm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.norm, self.head = norm(shape), nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name in ("cosine", "sine"):
             self.register_buffer(name, torch.empty(sequence, shape.width // shape.heads))
         self.in_fp32 = shape.in_fp32

@@ -52,6 +52,7 @@ class Row:
     ranks: int = 0  # 0: as many as the machine has
     blocks: int = 0  # 0: the model's own
     speed: float = 0.0  # of products and attention; 0: the machine's own
+    attention: float = 0.0  # operations per us, whatever the speed is; 0: the machine's own
 
 
 @dataclass
@@ -96,7 +97,7 @@ def machine_of(name: str) -> dict[str, Any]:
 
 
 def machine_of_row(row: Row) -> dict[str, Any]:
-    given = {"world_size": row.ranks, "speed": row.speed}
+    given = {"world_size": row.ranks, "speed": row.speed, "attention": row.attention}
     return machine_of(row.machine) | {name: value for name, value in given.items() if value}
 
 
@@ -148,6 +149,8 @@ def set_machine(machine: dict[str, Any]) -> None:
     timeline.set_costs(gpus_per_node=per_node, **machine["gpu"])
     for name in ("flops_16", "attention"):
         timeline.set_costs(**{name: timeline.native().cost(name) * machine.get("speed", 1.0)})
+    if "attention" in machine:
+        timeline.set_costs(attention=machine["attention"])
     within, between = machine["within_node"], machine.get("between_nodes")
     of_node = us_by_nbytes(within, min(per_node, world_size), 1, per_node)
     timeline.set_wire(False, of_node, multiprocessors=within.get("multiprocessors", 0.0))

@@ -3,8 +3,9 @@
 On the timeline each piece of work takes as long as it does alone. Here the same work, launched by the same host
 in the same order and behind the same events, shares the device:
 
-- A collective keeps its multiprocessors from kernels for as long as it runs. Kernels that are bound by what they
-  compute share the rest.
+- Kernels share the multiprocessors: one that is bound by memory occupies as large a part of them as it takes of the
+  bandwidth, although it computes nothing.
+- A collective keeps its multiprocessors from kernels that are bound by what they compute, for as long as it runs.
 - All that runs shares the memory's bandwidth.
 
 Where more of one of them is asked for than there is, all that need it slow down alike. So work whose neighbours
@@ -17,7 +18,7 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
-from tests.simulated_gpu.timeline import COMMUNICATION, HOST_WAITS, Span, Step
+from tests.simulated_gpu.timeline import COMMUNICATION, COMPUTE, HOST_WAITS, Span, Step
 
 LEAST_SHARE = 0.1  # of the multiprocessors, however many collectives run
 
@@ -53,13 +54,16 @@ class Running:
 def rates_of(running: list[Span]) -> list[float]:
     """How fast each of them goes beside the others; 1.0: as if it were alone."""
     kept = sum(span.multiprocessors for span in running if span.kind in COMMUNICATION)
-    wanted = sum(span.multiprocessors for span in running if span.kind not in COMMUNICATION)
-    computing = min(1.0, max(1.0 - kept, LEAST_SHARE) / wanted) if wanted else 1.0
+    wanted = sum(span.multiprocessors or span.memory for span in running if span.kind == COMPUTE)
+    of_kernel = 1.0 / max(1.0, wanted)
+    of_product = min(1.0, max(1.0 - kept, LEAST_SHARE) / wanted) if wanted else 1.0
     memory = 1.0 / max(1.0, sum(span.memory for span in running))
     rates = []
     for span in running:
-        computes = span.multiprocessors and span.kind not in COMMUNICATION
-        rates.append(min(memory if span.memory else 1.0, computing if computes else 1.0))
+        rate = memory if span.memory else 1.0
+        if span.kind == COMPUTE:
+            rate = min(rate, of_product if span.multiprocessors else of_kernel)
+        rates.append(rate)
     return rates
 
 

@@ -7,8 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published import ROWS, SPEEDS, Beside, Comparison, Measured, lateness, results_of, speed_of
-from benchmarks.timeline_row import Result, Row, at_nodes, us_by_nbytes, us_of_ring
+from benchmarks.published import (
+    GPU_OF,
+    ROWS,
+    SPEEDS,
+    Beside,
+    Comparison,
+    Measured,
+    lateness,
+    results_of,
+    speed_for,
+    speed_of,
+)
+from benchmarks.timeline_row import Result, Row, at_nodes, machine_of, us_by_nbytes, us_of_ring
+from tests.simulated_gpu.test_timeline import run
 
 ROW = Row("torch.fsdp1", "6.7B", "ib512", batch=2, ranks=8)
 
@@ -26,6 +38,27 @@ def test_a_speed_makes_a_step_as_long_as_it_was_measured() -> None:
     assert SPEEDS == (1.0, 0.8)
     # 100 ms that it does not shorten, and 400 that it does
     assert speed_of(900.0, [500.0, 600.0]) == pytest.approx(0.5)
+
+
+def test_a_machine_has_the_speed_of_the_one_with_its_gpu() -> None:
+    assert speed_for(Measured("", ROW, 1.0), {"ib512": 0.9}) == 0.9
+    assert speed_for(Measured("", replace(ROW, machine="h100_800g"), 1.0), {"ib512": 0.9}) == 0.9
+    assert GPU_OF
+    for machine, other in GPU_OF.items():
+        assert [machine_of(machine)[key] for key in ("gpu", "speed")] == [
+            machine_of(other)[key] for key in ("gpu", "speed")
+        ]
+
+
+def test_a_row_has_the_attention_that_it_names_whatever_the_speed_is() -> None:
+    told = run("""
+        from benchmarks.timeline_row import Row, machine_of_row, set_machine
+
+        for name, given in {"the machine's": 0.0, "its own": 1e6}.items():
+            set_machine(machine_of_row(Row("alone", "6.7B", "nvlink8", speed=0.5, attention=given)))
+            times[name] = timeline.native().cost("attention")
+    """)
+    assert told == {"the machine's": 140e6, "its own": 1e6}
 
 
 def test_each_rank_adds_a_part_of_a_step() -> None:
