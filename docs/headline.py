@@ -16,7 +16,7 @@ COLORS = {"FSDP1": "#9aa5b1", "FSDP2": "#5c7080", "fsdp_c": "#d9480f"}
 
 
 def newest(name: str) -> str:
-    return max((ROOT / "benchmarks" / "results").glob(f"{name}_*.md")).read_text()
+    return max((ROOT / "benchmarks" / "results").glob(f"{name}_[0-9]*.md")).read_text()
 
 
 def row(text: str, first: str) -> list[float]:
