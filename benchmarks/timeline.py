@@ -38,9 +38,9 @@ NEAR = 1.01  # of the bound: less is not asked of a schedule
 ABOUT = """\
 Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams,
 events and torch's allocator, and says when each launch would begin and end (docs/timeline.md has the rules, and what
-they leave out). The process is rank 0 of the machine's ranks. Models are Llama's or MPT's (titan: Llama's, whose rotary
-positions and loss are in fp32, as torchtitan has them), in bf16 with fp32 shards and reductions, one unit per block,
-with fused AdamW; the fourth step is told.
+they leave out). The process is rank 0 of the machine's ranks. Models are Llama's or MPT's (titan: Llama's, whose norms,
+rotary positions and loss are in fp32, as torchtitan has them), in bf16 with fp32 shards and reductions, one unit per
+block, with fused AdamW; the fourth step is told.
 
   bound     max(the model's own computation + the first gather + the last reduction, all communication) + optimizer,
             with the shortest of each among the implementations: no schedule of these collectives is faster
@@ -161,24 +161,24 @@ MORE = [
     {"model": "mixtral-8x7b", "machine": "ib512", "recompute": "full"},
     {"model": "6.7B", "machine": "nvlink8", "adapters": True},
 ]
-LINES_HEAD = (
-    "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | what holds it up |\n|---|---|---|---|---|---|---|"
-)
+LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | ahead | what holds it up |\n" + 8 * "|---" + "|"
 
 
 def line(results: list[Result], alone: Result) -> str:
-    """Step ms (plain), and the peaks of requested, allocated and reserved MiB of each."""
+    """Step ms (plain, exposed communication), and the peaks of requested, allocated and reserved MiB of each; and
+    by how much less than the faster of the others the last takes."""
     row, bound = results[0].row, bound_of(alone, results)
     what = [row.model, row.machine, *([row.strategy] if row.strategy != "FULL_SHARD" else [])]
     what += ["CPU offload"] * row.offload
     what.append(f"{row.batch} x {row.sequence or MODELS[row.model].sequence}{more_of(row)}")
     cells = [
-        f"{each.step_ms:.1f} ({each.plain_ms:.1f}) "
+        f"{each.step_ms:.1f} ({each.plain_ms:.1f}, {each.exposed_ms:.1f}) "
         f"{each.requested_MiB:.0f} / {each.allocated_MiB:.0f} / {each.reserved_MiB:.0f}"
         for each in results
     ]
-    ours = results[-1]
-    cells += [f"{ours.step_ms / bound.ms:.3f}", obstacle(ours, alone, bound)]
+    *others, ours = results
+    ahead = 1 - ours.step_ms / min(each.step_ms for each in others)
+    cells += [f"{ours.step_ms / bound.ms:.3f}", f"{100 * ahead:.1f} %", obstacle(ours, alone, bound)]
     return " | ".join([f"| {', '.join(what)}", f"{bound.ms:.1f}", *cells]) + " |"
 
 
