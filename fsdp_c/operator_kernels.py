@@ -152,18 +152,19 @@ def _store(
     if stream is None or output.dtype != torch.bfloat16:
         output.copy_(values)
         return
-    counter = step * 5 + operand
-    key = _mixed(_mixed(torch.full_like(step, stream + 1)) + counter * _STEP)
+    key = _mixed(_mixed(torch.full_like(step, stream + 1)) + step * _STEP)
     bits = values.view(torch.int32).masked_fill(values.isnan(), 0x7FC00000)
-    cut_off = _drawn_bits(torch.arange(values.numel(), device=values.device) + first_index, key)
+    cut_off = _drawn_bits(torch.arange(values.numel(), device=values.device) + first_index, key, operand)
     bits = bits + torch.where(values.isfinite(), cut_off, 0).to(torch.int32)
     output.view(torch.int16).copy_(bits >> 16)
 
 
-def _drawn_bits(index: Tensor, key: Tensor) -> Tensor:
+def _drawn_bits(index: Tensor, key: Tensor, operand: int) -> Tensor:
     """16 bits for each element, by [Note: stochastic rounding] in adam.h."""
-    x = _permuted((index ^ key) & _LOW)
-    return _permuted((x + (_shifted(key, 32) ^ _shifted(index, 32))) & _LOW) >> 16
+    word = _permuted((index ^ key) & _LOW)
+    word = _permuted((word + (_shifted(key, 32) ^ _shifted(index, 32))) & _LOW)
+    factor = {0: 1 << 16, 2: 1, 3: 0xB5297A4D, 4: 0xED5AD4BB}[operand]
+    return ((word * factor) & _LOW) >> 16
 
 
 def _permuted(x: Tensor) -> Tensor:

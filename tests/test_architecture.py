@@ -40,13 +40,13 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 158,
     "csrc/layout": 559,
-    "csrc/kernels": 3_881,
-    "csrc/torch": 3_486,
+    "csrc/kernels": 4_139,
+    "csrc/torch": 3_478,
     "csrc/collective": 321,
-    "csrc/handle": 4_900,
+    "csrc/handle": 4_884,
     "csrc/runtime": 5_463,
     "csrc/python": 1_651,
-    "fsdp_c": 25_408,
+    "fsdp_c": 25_411,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

@@ -12,6 +12,7 @@
  * Those are the bits of torch's fused AdamW where its vectors have fused products, but for the elements that
  * its vectors leave over. Coefficients are computed in fp64. */
 #include <stddef.h>
+#include <string.h>
 
 #include "kernels/adam.h"
 #include "kernels/blocks.h"
@@ -21,7 +22,8 @@ struct adam_context {
     const struct adam_tensor *tensor;
     struct adam_numbers numbers;
     enum dtype dtype; /* that the loop runs in: of all operands, or the arithmetic's */
-    int64_t most;     /* elements at once: as many as scratch holds, where a dtype differs */
+    int64_t most;     /* elements at once: a block of averages in 8 bits, or what scratch holds */
+    uint64_t key;     /* of stochastic rounding */
 };
 
 /* Elements of the first block of averages in 8 bits that lie before the tensor. */
@@ -29,63 +31,62 @@ static int64_t adam_before(const struct adam_tensor *tensor) {
     return tensor->scales[ADAM_EXP_AVG] ? tensor->first_index % STATE_BLOCK_NUMEL : 0;
 }
 
-/* Between an operand in 8 bits and scratch, block by block. */
-static void adam_states(const struct adam_context *adam, int operand, void *scratch, int64_t begin,
-                        int64_t numel, bool encodes) {
+/* Between the operand's memory and scratch, in which it has the loop's dtype, or its 8 bits. */
+static void adam_load(const struct adam_context *adam, int operand, void *scratch, const void *memory,
+                      int64_t begin, int64_t numel) {
     const struct adam_tensor *tensor = adam->tensor;
-    int64_t position = adam_before(tensor) + begin;
-    for (int64_t i = 0, end; i < numel; i = end) {
-        float *scale = &tensor->scales[operand][(position + i) / STATE_BLOCK_NUMEL];
-        uint8_t *codes = (uint8_t *)tensor->operands[operand].data + begin + i;
-        float *values = (float *)scratch + i;
-        end = i + STATE_BLOCK_NUMEL - (position + i) % STATE_BLOCK_NUMEL;
-        end = end < numel ? end : numel;
-        if (encodes)
-            *scale = loops_active()->encode_state(codes, values, (int)(end - i), adam_has_sign(operand));
-        else
-            loops_active()->decode_state(values, codes, (int)(end - i), *scale, adam_has_sign(operand));
-    }
+    enum dtype dtype = tensor->operands[operand].dtype;
+    if (tensor->master_low && operand == ADAM_PARAM)
+        loops_active()->join_masters(scratch, memory, tensor->master_low + begin, numel);
+    else
+        cast_block(scratch, tensor->scales[operand] ? dtype : adam->dtype, memory, dtype, numel);
 }
 
-/* From scratch back to the operand's memory. */
-static void adam_store(const struct adam_context *adam, int operand, void *memory, void *scratch,
+static void adam_store(const struct adam_context *adam, int operand, void *memory, const void *scratch,
                        int64_t begin, int64_t numel) {
     const struct adam_tensor *tensor = adam->tensor;
     enum dtype dtype = tensor->operands[operand].dtype;
     if (tensor->master_low && operand == ADAM_PARAM)
         loops_active()->split_masters(memory, tensor->master_low + begin, scratch, numel);
-    else if (tensor->scales[operand])
-        adam_states(adam, operand, scratch, begin, numel, true);
     else if (tensor->is_stochastic && dtype == DTYPE_BFLOAT16)
-        loops_active()->draw_bfloat16(memory, scratch, (int)numel, tensor->first_index + begin,
-                                      draw_key(tensor->stream, (double)*tensor->step, operand));
+        loops_active()->draw_bfloat16(memory, scratch, numel, tensor->first_index + begin, adam->key,
+                                      operand);
     else
-        cast_block(memory, dtype, scratch, adam->dtype, numel);
+        cast_block(memory, dtype, scratch, tensor->scales[operand] ? dtype : adam->dtype, numel);
 }
 
-/* Operands of other dtypes than the loop's, and masters, go through scratch, and back but for the
- * gradient. */
+/* Operands of other dtypes than the loop's, and masters, go through scratch, and back but for the gradient;
+ * so do all of a part of a block of averages in 8 bits, with zeros behind. */
 static void adam_block(const struct adam_context *adam, int64_t begin, int64_t numel) {
     const struct loops *loops = loops_active();
-    int16_t *lows = adam->tensor->master_low ? adam->tensor->master_low + begin : NULL;
+    const struct adam_tensor *tensor = adam->tensor;
+    bool is_coded = tensor->scales[ADAM_EXP_AVG] != NULL;
+    bool is_part = is_coded && numel < STATE_BLOCK_NUMEL;
     _Alignas(64) union block scratch[ADAM_OPERANDS];
     void *operands[ADAM_OPERANDS];
     char *memory[ADAM_OPERANDS];
+    float *scales[ADAM_OPERANDS];
     for (int i = 0; i < ADAM_OPERANDS; i++) {
-        const struct tensor_view *view = &adam->tensor->operands[i];
+        const struct tensor_view *view = &tensor->operands[i];
         memory[i] = view->data ? (char *)view->data + begin * dtype_nbytes(view->dtype) : NULL;
         operands[i] = memory[i];
-        if (memory[i] && view->dtype != adam->dtype) {
+        scales[i] = tensor->scales[i];
+        if (scales[i])
+            scales[i] += (adam_before(tensor) + begin) / STATE_BLOCK_NUMEL;
+        bool differs = view->dtype != adam->dtype && !tensor->scales[i];
+        if (memory[i] && (differs || is_part)) {
             operands[i] = scratch[i].bytes;
-            if (lows && i == ADAM_PARAM)
-                loops->join_masters(operands[i], memory[i], lows, numel);
-            else if (adam->tensor->scales[i])
-                adam_states(adam, i, operands[i], begin, numel, false);
-            else
-                cast_block(operands[i], adam->dtype, memory[i], view->dtype, numel);
+            if (is_part)
+                memset(operands[i], 0, STATE_BLOCK_NUMEL * sizeof(float));
+            adam_load(adam, i, operands[i], memory[i], begin, numel);
         }
     }
-    loops->adamw[adam->dtype](operands, numel, &adam->numbers);
+    if (is_coded)
+        loops->adamw_coded[adam->dtype](operands, scales, &adam->numbers);
+    else if (tensor->is_stochastic && adam->dtype == DTYPE_BFLOAT16)
+        loops->adamw_drawn(operands, numel, &adam->numbers, tensor->first_index + begin, adam->key);
+    else
+        loops->adamw[adam->dtype](operands, numel, &adam->numbers);
     for (int i = 0; i < ADAM_OPERANDS; i++)
         if (operands[i] != memory[i] && i != ADAM_GRAD)
             adam_store(adam, i, memory[i], operands[i], begin, numel);
@@ -93,17 +94,25 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
 
 static struct adam_context adam_context_of(const struct adam_tensor *tensor,
                                            const struct adamw_options *options, double lr) {
+    double step = (double)*tensor->step;
     enum dtype dtype = tensor->operands[ADAM_PARAM].dtype;
-    struct adam_context context = {tensor, adam_numbers_of(options, lr, (double)*tensor->step + 1.0), dtype,
-                                   tensor->numel > 0 ? tensor->numel : 1};
-    for (int i = 0; i < ADAM_OPERANDS; i++) {
-        bool differs = tensor->operands[i].data && tensor->operands[i].dtype != dtype;
-        if (differs || tensor->master_low || tensor->is_stochastic) {
-            context.dtype = dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
-            context.most = BLOCK_NUMEL;
-        }
-    }
-    return context;
+    bool is_coded = tensor->scales[ADAM_EXP_AVG] != NULL;
+    bool differs = tensor->master_low || (is_coded && (tensor->is_stochastic || dtype == DTYPE_FLOAT16));
+    for (int i = 0; i < ADAM_OPERANDS; i++)
+        if (tensor->operands[i].data && tensor->operands[i].dtype != dtype && !tensor->scales[i])
+            differs = true;
+    if (differs)
+        dtype = dtype == DTYPE_FLOAT64 ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+    return (struct adam_context){
+        .tensor = tensor,
+        .numbers = adam_numbers_of(options, lr, step + 1.0),
+        .dtype = dtype,
+        .most = is_coded            ? STATE_BLOCK_NUMEL
+                : differs           ? BLOCK_NUMEL
+                : tensor->numel > 0 ? tensor->numel
+                                    : 1,
+        .key = draw_key(tensor->stream, step),
+    };
 }
 
 struct adamw {
@@ -129,6 +138,8 @@ static void adam_part(const struct adamw *adamw, const struct adam_tensor *tenso
     for (int64_t next, i = adam_meeting(tensor, begin); i < end; i = next) {
         next = i + adam.most - (adam_before(tensor) + i) % adam.most;
         next = next < end ? next : end;
+        int64_t same_half = ((int64_t)1 << 32) - (uint32_t)(tensor->first_index + i);
+        next = next - i > same_half ? i + same_half : next; /* for what is drawn */
         adam_block(&adam, i, next - i);
     }
 }

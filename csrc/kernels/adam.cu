@@ -84,10 +84,10 @@ template <typename A> __device__ static void convert_operand(A *values, const un
 
 /* Of the element at `index` in the whole. */
 template <typename T, enum adam_kind kind, typename A>
-__device__ static T rounded(A value, int64_t index, uint64_t key) {
+__device__ static T rounded(A value, int operand, int64_t index, uint64_t key) {
     if constexpr (kind == ADAM_STOCHASTIC && is_same_type<T, bfloat16>::value) {
-        uint32_t drawn = draw_bits((uint32_t)index, (uint32_t)((uint64_t)index >> 32), key);
-        return {draw_rounded(bits_of_float(value), drawn)};
+        uint32_t word = draw_word((uint32_t)index, (uint32_t)((uint64_t)index >> 32), key);
+        return {draw_rounded(bits_of_float(value), draw_bits(word, operand))};
     } else {
         return converted<T>(value);
     }
@@ -102,7 +102,7 @@ __device__ static void store_operand(const A *values, const struct adam_item &it
             T stored[adam_width<A>::VALUE];
 #pragma unroll
             for (int j = 0; j < adam_width<A>::VALUE; j++)
-                stored[j] = rounded<T, kind>(values[j], item.first_index + i + j, key);
+                stored[j] = rounded<T, kind>(values[j], operand, item.first_index + i + j, key);
             store_aligned<T, adam_width<A>::VALUE>((T *)item.operands[operand] + i, stored);
         }
     });
@@ -139,7 +139,7 @@ __device__ static void store_one(A value, const struct adam_item &item, int oper
             return split_master((bfloat16 *)item.operands[operand] + i, item.master_low + i, value);
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
-        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, item.first_index + i, key);
+        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, operand, item.first_index + i, key);
     });
 }
 
@@ -186,7 +186,7 @@ __device__ inline double root(double value) {
 
 template <typename A> struct adam_coefficients {
     A sign, grad_weight, beta2, square_weight, correction, eps, decay, step_size;
-    uint64_t keys[ADAM_OPERANDS]; /* of stochastic rounding */
+    uint64_t key; /* of stochastic rounding */
 };
 
 template <typename A, enum adam_kind kind>
@@ -202,9 +202,9 @@ __device__ adam_coefficients<A> coefficients_of(const struct adamw_options &opti
                                (A)numbers.eps,
                                (A)numbers.decay,
                                (A)numbers.step_size,
-                               {}};
-    for (int of = 0; kind == ADAM_STOCHASTIC && of < ADAM_OPERANDS; of++)
-        by.keys[of] = draw_key(item.stream, (double)*item.step, of);
+                               0};
+    if (kind == ADAM_STOCHASTIC)
+        by.key = draw_key(item.stream, (double)*item.step);
     return by;
 }
 
@@ -259,7 +259,7 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
         if (is_written(of, has_largest) && (kind != ADAM_MASTERS || of != ADAM_PARAM))
-            store_operand<A, kind>(values[of], item, of, i, by.keys[of]);
+            store_operand<A, kind>(values[of], item, of, i, by.key);
     if constexpr (kind == ADAM_MASTERS)
         split_masters(values[ADAM_PARAM], item, i);
 }
@@ -276,7 +276,7 @@ __device__ static void step_one(const struct adam_item &item, int64_t i, const a
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
         if (is_written(of, has_largest))
-            store_one<A, kind>(values[of][0], item, of, i, by.keys[of]);
+            store_one<A, kind>(values[of][0], item, of, i, by.key);
 }
 
 template <typename A, enum adam_kind kind>
@@ -371,7 +371,7 @@ __device__ static void step_blocks(const struct adam_item &item, int64_t chunk,
 #pragma unroll
         for (int of = 0; of < ADAM_OPERANDS; of++)
             if (is_written(of, has_largest))
-                own.store<kind>(values[of], of, by.keys[of]);
+                own.store<kind>(values[of], of, by.key);
     }
 }
 

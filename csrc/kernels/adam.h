@@ -60,22 +60,34 @@ HOST_DEVICE static inline int16_t master_low(uint32_t kept) {
  * that is cut off. What is drawn for an element follows from its index in the whole, the tensor's stream, the
  * step and the operand, and from nothing else: ranks, threads and vectors may divide a tensor in any way.
  *
- * Stream, step and operand make a key of 64 bits, as splitmix64 makes its numbers. The index goes through a
+ * Stream and step make a key of 64 bits, as splitmix64 makes its numbers. The index goes through a
  * permutation of 32 bits after either half of the key: lowbias32, of the search for hash functions with
- * little bias in hash-prospector. */
-HOST_DEVICE static inline uint64_t draw_key(uint64_t stream, double step, int operand) {
-    uint64_t counter = (uint64_t)step * ADAM_OPERANDS + (uint64_t)operand;
-    return checksum_mixed(checksum_mixed(stream + 1) + counter * CHECKSUM_STEP);
+ * little bias in hash-prospector. Of that word the parameter takes the lower half, the exponential average
+ * the upper one, and the squares the upper ones of products by odd numbers, of which each is as independent
+ * of any other half as numbers show. */
+HOST_DEVICE static inline uint64_t draw_key(uint64_t stream, double step) {
+    return checksum_mixed(checksum_mixed(stream + 1) + (uint64_t)step * CHECKSUM_STEP);
 }
-HOST_DEVICE static inline uint32_t draw_permuted(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
+/* Of 32 bits, or of a vector of them. */
+#define DEFINE_PERMUTED(type, name)                                                                          \
+    HOST_DEVICE static inline type name(type x) {                                                            \
+        x = (x ^ (x >> 16)) * 0x7feb352du;                                                                   \
+        x = (x ^ (x >> 15)) * 0x846ca68bu;                                                                   \
+        return x ^ (x >> 16);                                                                                \
+    }
+DEFINE_PERMUTED(uint32_t, draw_permuted)
+/* For the element whose index has these halves of 32 bits. */
+HOST_DEVICE static inline uint32_t draw_word(uint32_t index_low, uint32_t index_high, uint64_t key) {
+    return draw_permuted(draw_permuted(index_low ^ (uint32_t)key) + ((uint32_t)(key >> 32) ^ index_high));
 }
-/* 16 bits for the element whose index has these halves of 32. */
-HOST_DEVICE static inline uint32_t draw_bits(uint32_t index_low, uint32_t index_high, uint64_t key) {
-    uint32_t x = draw_permuted(index_low ^ (uint32_t)key);
-    return draw_permuted(x + ((uint32_t)(key >> 32) ^ index_high)) >> 16;
+/* The operand's 16 bits of it, or of a vector of them. */
+#define DRAW_BITS(word, operand)                                                                             \
+    ((operand) == ADAM_PARAM        ? (word) & 0xffffu                                                       \
+     : (operand) == ADAM_EXP_AVG    ? (word) >> 16                                                           \
+     : (operand) == ADAM_EXP_AVG_SQ ? ((word) * 0xb5297a4du) >> 16                                           \
+                                    : ((word) * 0xed5ad4bbu) >> 16)
+HOST_DEVICE static inline uint32_t draw_bits(uint32_t word, int operand) {
+    return DRAW_BITS(word, operand);
 }
 /* The bf16 for a number of these bits. Infinities stay, a NaN is 0x7fc0. */
 HOST_DEVICE static inline uint16_t draw_rounded(uint32_t bits, uint32_t drawn) {

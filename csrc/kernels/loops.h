@@ -36,12 +36,17 @@ struct loops {
     void (*join_masters)(void *masters, const void *params, const int16_t *lows, int64_t numel);
     void (*split_masters)(void *params, int16_t *lows, const void *masters, int64_t numel);
 
-    /* [Note: stochastic rounding]: bf16 from fp32, of the element at `first_index` and the next ones */
-    void (*draw_bfloat16)(void *output, const void *input, int numel, int64_t first_index, uint64_t key);
+    /* [Note: stochastic rounding], of the element at `first_index` and the next ones, whose indices have one
+     * upper half: an operand's bf16 from fp32; and a step of which all is bf16 */
+    void (*draw_bfloat16)(void *output, const void *input, int64_t numel, int64_t first_index, uint64_t key,
+                          int operand);
+    void (*adamw_drawn)(void *const operands[], int64_t numel, const struct adam_numbers *numbers,
+                        int64_t first_index, uint64_t key);
 
-    /* [Note: states in 8 bits], of one block, fp32 and codes; encoding returns the scale */
-    void (*decode_state)(void *values, const uint8_t *codes, int numel, float scale, bool has_sign);
-    float (*encode_state)(uint8_t *codes, const void *values, int numel, bool has_sign);
+    /* A step over a whole block of [Note: states in 8 bits], by the dtype of parameters and gradients: fp32
+     * and bf16 alone */
+    void (*adamw_coded[DTYPE_COUNT])(void *const operands[], float *const scales[],
+                                     const struct adam_numbers *numbers);
 
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };

@@ -157,33 +157,33 @@ DEFINE_DOUBLE(multiply, multiplied, *)
 
 /* ---- AdamW ---- */
 
-/* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which. See
- * [Note: as torch's]. */
-#define ADAMW_STEP(type, spread, load, store, fused, root, larger)                                           \
+/* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which, `element`
+ * the dtype in memory. See [Note: as torch's]. */
+#define ADAMW_STEP(element, type, spread, load, store, fused, root, larger)                                  \
     do {                                                                                                     \
-        type grad = load(grads + i) * sign;                                                                  \
-        type average = load(averages + i);                                                                   \
-        type square = load(squares + i);                                                                     \
+        type grad = load(element, grads) * sign;                                                             \
+        type average = load(element, averages);                                                              \
+        type square = load(element, squares);                                                                \
         average = fused(is_small ? average : grad, spread(weight), grad - average);                          \
         square = fused(square * beta2, grad * square_weight, grad);                                          \
-        store(averages + i, average);                                                                        \
-        store(squares + i, square);                                                                          \
+        store(element, averages, average);                                                                   \
+        store(element, squares, square);                                                                     \
         if (maxima) {                                                                                        \
-            square = larger(load(maxima + i), square);                                                       \
-            store(maxima + i, square);                                                                       \
+            square = larger(load(element, maxima), square);                                                  \
+            store(element, maxima, square);                                                                  \
         }                                                                                                    \
         type denominator = root(square) / correction + eps;                                                  \
-        store(params + i, load(params + i) * decay + average * step_size / denominator);                     \
+        store(element, params, load(element, params) * decay + average * step_size / denominator);           \
     } while (0)
 
 /* The operands and coefficients under the names above; the weight is what the exponential average moves
  * by. */
-#define ADAMW_NUMBERS(type, arithmetic)                                                                      \
+#define ADAMW_NUMBERS(type, state_type, arithmetic)                                                          \
     type *params = operands[ADAM_PARAM];                                                                     \
     const type *grads = operands[ADAM_GRAD];                                                                 \
-    type *averages = operands[ADAM_EXP_AVG];                                                                 \
-    type *squares = operands[ADAM_EXP_AVG_SQ];                                                               \
-    type *maxima = operands[ADAM_MAX_EXP_AVG_SQ];                                                            \
+    state_type *averages = operands[ADAM_EXP_AVG];                                                           \
+    state_type *squares = operands[ADAM_EXP_AVG_SQ];                                                         \
+    state_type *maxima = operands[ADAM_MAX_EXP_AVG_SQ];                                                      \
     const arithmetic sign = numbers->maximize ? -1 : 1;                                                      \
     const arithmetic grad_weight = (arithmetic)numbers->grad_weight;                                         \
     const bool is_small = grad_weight < (arithmetic)0.5;                                                     \
@@ -212,20 +212,30 @@ DEFINE_SINGLE(double)
 DEFINE_SINGLE(bfloat16)
 DEFINE_SINGLE(float16)
 
+#define LOAD_VECTOR(element, name)         floats_load_##element(name + i)
+#define STORE_VECTOR(element, name, value) floats_store_##element(name + i, value)
+#define LOAD_SINGLE(element, name)         single_load_##element(name + i)
+#define STORE_SINGLE(element, name, value) single_store_##element(name + i, value)
+
+#define VECTOR_STEP(element, load, store)                                                                    \
+    ADAMW_STEP(element, floats, floats_of, load, store, floats_fused, floats_root, floats_larger)
+#define SINGLE_STEP(element, load, store)                                                                    \
+    ADAMW_STEP(element, float, SINGLE, load, store, SINGLE_FUSED_float, sqrtf, SINGLE_LARGER)
+#define PREFETCH_OPERANDS                                                                                    \
+    PREFETCH(params + i + PREFETCH_NUMEL, 1);                                                                \
+    PREFETCH(grads + i + PREFETCH_NUMEL, 0);                                                                 \
+    PREFETCH(averages + i + PREFETCH_NUMEL, 1);                                                              \
+    PREFETCH(squares + i + PREFETCH_NUMEL, 1)
+
 #define DEFINE_ADAMW(type)                                                                                   \
     static void type##_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {    \
-        ADAMW_NUMBERS(type, float);                                                                          \
+        ADAMW_NUMBERS(type, type, float);                                                                    \
         OVER_VECTORS {                                                                                       \
-            PREFETCH(params + i + PREFETCH_NUMEL, 1);                                                        \
-            PREFETCH(grads + i + PREFETCH_NUMEL, 0);                                                         \
-            PREFETCH(averages + i + PREFETCH_NUMEL, 1);                                                      \
-            PREFETCH(squares + i + PREFETCH_NUMEL, 1);                                                       \
-            ADAMW_STEP(floats, floats_of, floats_load_##type, floats_store_##type, floats_fused,             \
-                       floats_root, floats_larger);                                                          \
+            PREFETCH_OPERANDS;                                                                               \
+            VECTOR_STEP(type, LOAD_VECTOR, STORE_VECTOR);                                                    \
         }                                                                                                    \
         OVER_REST {                                                                                          \
-            ADAMW_STEP(float, SINGLE, single_load_##type, single_store_##type, SINGLE_FUSED_float, sqrtf,    \
-                       SINGLE_LARGER);                                                                       \
+            SINGLE_STEP(type, LOAD_SINGLE, STORE_SINGLE);                                                    \
         }                                                                                                    \
     }
 DEFINE_ADAMW(float)
@@ -233,9 +243,9 @@ DEFINE_ADAMW(bfloat16)
 DEFINE_ADAMW(float16)
 
 static void double_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {
-    ADAMW_NUMBERS(double, double);
+    ADAMW_NUMBERS(double, double, double);
     ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
-        ADAMW_STEP(double, SINGLE, single_load_double, single_store_double, SINGLE_FUSED_double, sqrt,
+        ADAMW_STEP(double, double, SINGLE, LOAD_SINGLE, STORE_SINGLE, SINGLE_FUSED_double, sqrt,
                    SINGLE_LARGER);
     }
 }
@@ -255,56 +265,177 @@ static void split_masters(void *params, int16_t *lows, const void *masters, int6
     }
 }
 
-/* Elements whose indices have one upper half. */
-static void draw_bfloat16_below(bfloat16 *output, const float *input, int numel, int64_t first_index,
-                                uint64_t key) {
-    const uint32_t low = (uint32_t)first_index, high = (uint32_t)((uint64_t)first_index >> 32);
-    ELEMENTWISE for (int i = 0; i < numel; i++) {
-        output[i].bits = draw_rounded(bits_of_float(input[i]), draw_bits(low + (uint32_t)i, high, key));
+/* ---- stochastic rounding ---- */
+
+DEFINE_PERMUTED(float_bits, draws_permuted)
+
+/* As draw_rounded(): what is not finite has no exponent left to be added to. */
+static inline void draws_store(bfloat16 *output, floats values, float_bits drawn) {
+    float_bits bits = floats_kept(values);
+    bits_store_halves(output, (bits + bits_smaller(drawn, ~bits & 0x7f800000u)) >> 16);
+}
+
+#define OPERAND_params                    ADAM_PARAM
+#define OPERAND_averages                  ADAM_EXP_AVG
+#define OPERAND_squares                   ADAM_EXP_AVG_SQ
+#define OPERAND_maxima                    ADAM_MAX_EXP_AVG_SQ
+#define STORE_DRAWN(element, name, value) draws_store(name + i, value, DRAW_BITS(word, OPERAND_##name))
+#define STORE_DRAWN_SINGLE(element, name, value)                                                             \
+    name[i].bits = draw_rounded(bits_of_float(value), DRAW_BITS(word, OPERAND_##name))
+
+/* draw_word() of the elements from `i` on. */
+static inline float_bits draws_words(int64_t first_index, int64_t i, uint64_t key) {
+    float_bits indices = {0};
+    for (int lane = 0; lane < FLOATS; lane++)
+        indices[lane] = (uint32_t)(first_index + lane);
+    float_bits word = draws_permuted((indices + (uint32_t)i) ^ (uint32_t)key);
+    return draws_permuted(word + (uint32_t)((key ^ (uint64_t)first_index) >> 32));
+}
+
+#define DRAW_SINGLE                                                                                          \
+    uint32_t word = draw_word((uint32_t)(first_index + i), (uint32_t)((uint64_t)first_index >> 32), key)
+
+static void draw_bfloat16(void *output, const void *input, int64_t numel, int64_t first_index, uint64_t key,
+                          int operand) {
+    bfloat16 *target = output;
+    const float *source = input;
+    OVER_VECTORS {
+        float_bits word = draws_words(first_index, i, key);
+        draws_store(target + i, floats_load_float(source + i), DRAW_BITS(word, operand));
+    }
+    OVER_REST {
+        DRAW_SINGLE;
+        target[i].bits = draw_rounded(bits_of_float(source[i]), draw_bits(word, operand));
     }
 }
 
-static void draw_bfloat16(void *output, const void *input, int numel, int64_t first_index, uint64_t key) {
-    int64_t left = ((int64_t)1 << 32) - (int64_t)(uint32_t)first_index;
-    int below = left < numel ? (int)left : numel;
-    draw_bfloat16_below(output, input, below, first_index, key);
-    draw_bfloat16_below((bfloat16 *)output + below, (const float *)input + below, numel - below,
-                        first_index + below, key);
-}
-
-static void decode_state(void *values, const uint8_t *codes, int numel, float scale, bool has_sign) {
-    float *target = values;
-    if (has_sign) {
-        ELEMENTWISE for (int i = 0; i < numel; i++) {
-            target[i] = state_value(codes[i], true) * scale;
-        }
-    } else {
-        ELEMENTWISE for (int i = 0; i < numel; i++) {
-            target[i] = state_value(codes[i], false) * scale;
-        }
+static void adamw_drawn(void *const operands[], int64_t numel, const struct adam_numbers *numbers,
+                        int64_t first_index, uint64_t key) {
+    ADAMW_NUMBERS(bfloat16, bfloat16, float);
+    OVER_VECTORS {
+        PREFETCH_OPERANDS;
+        float_bits word = draws_words(first_index, i, key);
+        VECTOR_STEP(bfloat16, LOAD_VECTOR, STORE_DRAWN);
+    }
+    OVER_REST {
+        DRAW_SINGLE;
+        SINGLE_STEP(bfloat16, LOAD_SINGLE, STORE_DRAWN_SINGLE);
     }
 }
 
-static float encode_state(uint8_t *codes, const void *values, int numel, bool has_sign) {
-    const float *source = values;
+/* ---- states in 8 bits ---- */
+
+/* By the last three bits of a number's exponent: its decade's cells. Those below 2 stand for zero, and those
+ * from 256 on for 1. */
+#define STATE_WIDTH(first, end)  (float)(0.9 * end / first),
+#define STATE_CELLS(first, end)  (float)(first / (0.9 * end)),
+#define STATE_BEFORE(first, end) (float)(first * (8 / 9.0)),
+static const float state_widths[] = {STATE_DECADES(STATE_WIDTH) 0};
+static const float state_befores[] = {STATE_DECADES(STATE_BEFORE) 0};
+
+/* By a third of a magnitude's exponent: a factor of 8, in which one decade at most ends. From 2^-22 to 1 they
+ * are 35 to 42, of which the last three bits count. */
+#define STATE_UPPER(X)                                                                                       \
+    X(32, 1e-2) X(64, 1e-1) X(128, 1.0) X(2, 1e-6) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(16, 1e-3)
+#define STATE_LOWER(X)                                                                                       \
+    X(64, 1e-1) X(128, 1.0) X(128, 1.0) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(16, 1e-3) X(32, 1e-2)
+static const float state_lines[][8] = {
+    {STATE_UPPER(STATE_CELLS)},
+    {STATE_UPPER(STATE_BEFORE)},
+    {STATE_LOWER(STATE_CELLS)},
+    {STATE_LOWER(STATE_BEFORE)},
+};
+
+/* As state_value(), times the scale. */
+static inline floats states_load(const uint8_t *codes, float scale, bool has_sign) {
+    float_bits code = bits_load_codes(codes);
+    float_bits is_most = (float_bits)(code == (has_sign ? 128u : 255u));
+    float_bits count = has_sign ? (code & 127u) * 2u + 1u : code;
+    floats number = __builtin_convertvector((float_ints)count, floats);
+    if (!has_sign)
+        number += floats_of(1.5f);
+    float_bits decade = (float_bits)number >> 23;
+    floats magnitude = number - table_pick(table_of(state_befores), decade);
+    magnitude *= table_pick(table_of(state_widths), decade); /* none of the most */
+    float_bits sign = has_sign ? (code << 24) & 0x80000000u : code ^ code;
+    float_bits rest = (is_most & bits_of_float(1.0f)) | (~is_most & sign);
+    return (floats)((float_bits)magnitude | rest) * floats_of(scale);
+}
+
+/* As state_code(). */
+static inline float_bits states_code(floats values, floats inverse, bool has_sign) {
+    floats quotients = values * inverse;
+    const float_bits most = (float_bits)floats_of(0.999f);
+    float_bits magnitude = bits_smaller((float_bits)quotients & 0x7fffffffu, most);
+    float_bits third = (bits_larger(magnitude >> 23, most - most + 105u) * 43u) >> 7;
+    table lines[4];
+    for (int line = 0; line < 4; line++)
+        lines[line] = table_of(state_lines[line]);
+    floats upper = (floats)magnitude * table_pick(lines[0], third) + table_pick(lines[1], third);
+    floats lower = (floats)magnitude * table_pick(lines[2], third) + table_pick(lines[3], third);
+    floats number = (floats)bits_smaller((float_bits)upper, (float_bits)lower);
+    float_bits cell = (float_bits) __builtin_convertvector(number, float_ints);
+    cell -= (float_bits)((float_ints)magnitude > (int32_t)bits_of_float(0.998f)); /* 256 then */
+    const float_bits ones = most - most + 1u;
+    if (!has_sign)
+        return bits_larger(cell - 1u, bits_smaller((float_bits)values, ones));
+    float_bits is_negative = (float_bits)(quotients < 0.0f);
+    float_bits half = bits_smaller(cell >> 1, is_negative + 128u);
+    return half + ((bits_smaller(half, ones) << 7) & is_negative);
+}
+
+/* Of a block's elements that have these highest ranks. */
+static inline float states_scale(float_bits ranks) {
     uint32_t highest = 0;
-    ELEMENTWISE for (int i = 0; i < numel; i++) {
-        uint32_t rank = state_rank(bits_of_float(source[i]));
-        highest = rank > highest ? rank : highest;
-    }
-    float scale = float_of_bits(state_scale(highest));
-    float inverse = state_inverse(scale);
-    if (has_sign) {
-        ELEMENTWISE for (int i = 0; i < numel; i++) {
-            codes[i] = state_code(source[i], inverse, true);
-        }
-    } else {
-        ELEMENTWISE for (int i = 0; i < numel; i++) {
-            codes[i] = state_code(source[i], inverse, false);
-        }
-    }
-    return scale;
+    for (int lane = 0; lane < FLOATS; lane++)
+        highest = ranks[lane] > highest ? ranks[lane] : highest;
+    return float_of_bits(state_scale(highest));
 }
+
+static inline void states_store(uint8_t *codes, const float *values, float scale, bool has_sign) {
+    const floats inverse = floats_of(state_inverse(scale));
+    for (int i = 0; i < STATE_BLOCK_NUMEL; i += FLOATS)
+        bits_store_codes(codes + i, states_code(floats_load_float(values + i), inverse, has_sign));
+}
+
+#define LOAD_CODED(element, name)            LOAD_CODED_##name(element)
+#define LOAD_CODED_params(element)           LOAD_VECTOR(element, params)
+#define LOAD_CODED_grads(element)            LOAD_VECTOR(element, grads)
+#define LOAD_CODED_averages(element)         states_load(averages + i, *scales[ADAM_EXP_AVG], true)
+#define LOAD_CODED_squares(element)          states_load(squares + i, *scales[ADAM_EXP_AVG_SQ], false)
+#define LOAD_CODED_maxima(element)           states_load(maxima + i, *scales[ADAM_MAX_EXP_AVG_SQ], false)
+#define STORE_CODED(element, name, value)    STORE_CODED_##name(element, value)
+#define STORE_CODED_params(element, value)   STORE_VECTOR(element, params, value)
+#define STORE_CODED_averages(element, value) KEEP_STATE(ADAM_EXP_AVG, value)
+#define STORE_CODED_squares(element, value)  KEEP_STATE(ADAM_EXP_AVG_SQ, value)
+#define STORE_CODED_maxima(element, value)   KEEP_STATE(ADAM_MAX_EXP_AVG_SQ, value)
+#define KEEP_STATE(operand, value)                                                                           \
+    do {                                                                                                     \
+        float_bits bits = (float_bits)(value);                                                               \
+        ranks[operand] = bits_larger(ranks[operand], (bits << 1 | bits >> 31) ^ 1u); /* state_rank() */      \
+        floats_store_float(values[operand] + i, value);                                                      \
+    } while (0)
+
+#define DEFINE_ADAMW_CODED(type)                                                                             \
+    static void type##_adamw_coded(void *const operands[], float *const scales[],                            \
+                                   const struct adam_numbers *numbers) {                                     \
+        ADAMW_NUMBERS(type, uint8_t, float);                                                                 \
+        _Alignas(64) float values[ADAM_OPERANDS][STATE_BLOCK_NUMEL];                                         \
+        float_bits ranks[ADAM_OPERANDS] = {{0}};                                                             \
+        for (int i = 0; i < STATE_BLOCK_NUMEL; i += FLOATS) {                                                \
+            PREFETCH_OPERANDS;                                                                               \
+            VECTOR_STEP(type, LOAD_CODED, STORE_CODED);                                                      \
+        }                                                                                                    \
+        for (int operand = ADAM_EXP_AVG; operand < (maxima ? ADAM_OPERANDS : ADAM_MAX_EXP_AVG_SQ);           \
+             operand++)                                                                                      \
+            *scales[operand] = states_scale(ranks[operand]);                                                 \
+        states_store(averages, values[ADAM_EXP_AVG], *scales[ADAM_EXP_AVG], true);                           \
+        states_store(squares, values[ADAM_EXP_AVG_SQ], *scales[ADAM_EXP_AVG_SQ], false);                     \
+        if (maxima)                                                                                          \
+            states_store(maxima, values[ADAM_MAX_EXP_AVG_SQ], *scales[ADAM_MAX_EXP_AVG_SQ], false);          \
+    }
+DEFINE_ADAMW_CODED(float)
+DEFINE_ADAMW_CODED(bfloat16)
 
 /* ---- checksum ---- */
 
@@ -365,7 +496,7 @@ const struct loops LOOPS_TABLE = {
     .join_masters = join_masters,
     .split_masters = split_masters,
     .draw_bfloat16 = draw_bfloat16,
-    .decode_state = decode_state,
-    .encode_state = encode_state,
+    .adamw_drawn = adamw_drawn,
+    .adamw_coded = {[DTYPE_FLOAT32] = float_adamw_coded, [DTYPE_BFLOAT16] = bfloat16_adamw_coded},
     .checksum = checksum,
 };

@@ -4,6 +4,7 @@
  * which gives the intrinsic of a name, and what the two instruction sets have each in its own way. */
 typedef vector_floats floats;
 typedef uint32_t float_bits __attribute__((vector_size(4 * FLOATS)));
+typedef int32_t float_ints __attribute__((vector_size(4 * FLOATS)));
 typedef uint64_t words __attribute__((vector_size(8 * WORDS)));
 
 enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
@@ -24,6 +25,18 @@ static inline floats floats_load_float16(const float16 *input) {
     return OF_WIDTH(cvtph_ps)(halves_load(input));
 }
 
+static inline float_bits bits_larger(float_bits a, float_bits b) {
+    return (float_bits)OF_WIDTH(max_epu32)((vector_bits)a, (vector_bits)b);
+}
+
+static inline float_bits bits_smaller(float_bits a, float_bits b) {
+    return (float_bits)OF_WIDTH(min_epu32)((vector_bits)a, (vector_bits)b);
+}
+
+static inline void bits_store_halves(void *halves, float_bits bits) {
+    halves_store(halves, lower_halves((vector_bits)bits));
+}
+
 static inline floats floats_round_bfloat16(floats values) {
     return (floats)((float_bits)round_to_bfloat16(values) & 0xffff0000u);
 }
@@ -37,7 +50,7 @@ static inline void floats_store_float(float *output, floats values) {
 }
 
 static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
-    halves_store(output, lower_halves(OF_WIDTH(srli_epi32)(round_to_bfloat16(values), 16)));
+    bits_store_halves(output, (float_bits)round_to_bfloat16(values) >> 16);
 }
 
 static inline void floats_store_float16(float16 *output, floats values) {

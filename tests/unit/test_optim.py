@@ -605,6 +605,25 @@ def test_draws_of_elements_steps_and_streams_know_nothing_of_each_other() -> Non
     assert spectrum.max() < 25 * spectrum.mean()  # no period: above, by chance, once in a million
 
 
+def test_any_two_draws_of_an_element_know_nothing_of_each_other() -> None:
+    """Of parameter, average, square and largest square: each goes from 1 down by 16 parts of its last place,
+    and how many of these move it says how high its number is."""
+    went: list[Tensor] = []
+    for part in (1 - 2.0**-8 * torch.linspace(1 / 32, 31 / 32, 16)).tolist():
+        param, average, square, largest = ([torch.ones(MANY, dtype=torch.bfloat16)] for _ in range(4))
+        largest[0].zero_()
+        grad, step = torch.zeros(MANY, dtype=torch.bfloat16), torch.zeros(())
+        numbers = (1.0, part, part, 1e30, 1 - part, False, [1], [0])
+        torch.ops.fsdp_c.adamw_(param, [grad], average, square, largest, [], [], [step], [], *numbers)
+        went.append(torch.stack(param + average + square + largest) < 1)
+    draws = torch.stack(went).sum(0)
+    for one, other in itertools.combinations(draws, 2):
+        found = (17 * one + other).bincount(minlength=17 * 17).view(17, 17).double()
+        expected = found.sum(1, keepdim=True) * found.sum(0) / MANY
+        chi = ((found - expected).square() / expected).sum().item()
+        assert abs(chi - 256) < 5 * math.sqrt(2 * 256)
+
+
 def test_draws_follow_the_index_in_the_whole_over_its_32nd_bit() -> None:
     start, first = randn(5000, 1).bfloat16(), (1 << 32) - 2017
     whole = decayed(start, 0.3, first=first)
