@@ -220,14 +220,14 @@ class FlatAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         if state["step"].device != param.device:  # the module was moved, or the user set the state
             state["step"] = state["step"].to(param.device)
+        if _is_coded(group):
+            _encode_loaded(param, state)
         for name in _averages(group["amsgrad"]):
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=_state_dtype(param, group))
                 if _is_coded(group):
                     blocks = num_blocks(_first_index(param), tensor_parallel.local(param).numel())
                     state[_scale_of(name)] = torch.zeros(blocks, device=param.device)
-            elif _is_coded(group) and state[name].dtype != torch.uint8:  # loaded
-                state |= _encoded_state(param, name, state[name])
         if group["master_dtype"] and "master_low" not in state:
             state["master_low"] = torch.zeros_like(param, dtype=torch.int16)
         return state
@@ -271,8 +271,18 @@ class FlatAdamW(torch.optim.Optimizer):
                         self.state[param][name] = value.to(dtype=dtypes[name], device=param.device)
                 if not group["master_dtype"] and param in self.state:
                     self.state[param].pop("master_low", None)
-                if _is_coded(group) and param in self.state:
-                    self._state_of(param, group)
+        self.keep_loaded()
+
+    @staticmethod
+    def encodes(group: dict[str, Any], name: str) -> bool:
+        """Whether a group keeps state of this name in 8 bits, which is loaded in float32."""
+        return _is_coded(group) and name in _averages(True)
+
+    def keep_loaded(self) -> None:
+        """Averages that were loaded take 8 bits where their group keeps them so. Not collective."""
+        for group in filter(_is_coded, self.param_groups):
+            for param in group["params"]:
+                _encode_loaded(param, self.state.get(param, {}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain
@@ -311,13 +321,15 @@ def _scale_of(name: str) -> str:
     return f"{name}_scale"
 
 
-def _encoded_state(param: Tensor, name: str, value: Tensor) -> dict[str, Tensor]:
-    values = tensor_parallel.local(value).to(dtype=torch.float32, device=param.device).reshape(-1)
-    codes, scale = encoded(values, _first_index(param), name == "exp_avg")
-    state = torch.zeros_like(param, dtype=torch.uint8)
-    local = tensor_parallel.local(state)
-    local.copy_(codes.view_as(local))
-    return {name: state, _scale_of(name): scale}
+def _encode_loaded(param: Tensor, state: dict[str, Any]) -> None:
+    for name in _averages(True):
+        if name not in state or state[name].dtype == torch.uint8:
+            continue
+        values = tensor_parallel.local(state[name]).to(dtype=torch.float32, device=param.device).reshape(-1)
+        codes, state[_scale_of(name)] = encoded(values, _first_index(param), name == "exp_avg")
+        state[name] = torch.zeros_like(param, dtype=torch.uint8)
+        local = tensor_parallel.local(state[name])
+        local.copy_(codes.view_as(local))
 
 
 def _decoded_state(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:

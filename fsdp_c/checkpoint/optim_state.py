@@ -359,18 +359,24 @@ class OptimTarget:
         present = self.optimizer.state.get(param, {}).get(name)
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
             return present
-        device = torch.device("cpu") if name == "step" and not self._is_fused(param) else param.device
+        stays = name == "step" and not self._is_fused(param)
+        # what comes in float32 and is kept in 8 bits: the device need not hold all of it first
+        encodes = getattr(self.optimizer, "encodes", None)  # FlatAdamW's
+        is_coded = encodes is not None and encodes(self._group_of(param), name)
+        device = torch.device("cpu") if stays or is_coded else param.device
         if tuple(param.shape) == shape:
             return torch.zeros_like(
                 param, dtype=dtype, device=device, memory_format=torch.preserve_format
             ).detach()
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def _group_of(self, param: nn.Parameter) -> ParamGroup:
+        groups = zip(self.optimizer.param_groups, self.groups, strict=True)
+        return next((group for group, params in groups if any(param is own for own, _ in params)), {})
+
     def _is_fused(self, param: nn.Parameter) -> bool:
-        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
-            if any(param is own for own, _ in params):
-                return bool(group.get("capturable") or group.get("fused"))
-        return False
+        group = self._group_of(param)
+        return bool(group.get("capturable") or group.get("fused"))
 
     def _scalar(self, key: str) -> Tensor:
         """Memory for what is read before anything is changed."""
@@ -447,6 +453,8 @@ class OptimTarget:
         kept = getattr(self.optimizer, "kept_options", ())
         for group, saved in groups:
             group.update({name: copy.deepcopy(value) for name, value in saved.items() if name not in kept})
+        if keep_loaded := getattr(self.optimizer, "keep_loaded", None):
+            keep_loaded()
 
     def _value(self, key: str) -> Any:
         """What was read."""
