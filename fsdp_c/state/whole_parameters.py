@@ -213,7 +213,11 @@ class WholeParameters(Optimizer):
 
     def __repr__(self) -> str:
         """Begins with what the ranks own, in bytes and shares of the work."""
-        return "\n".join([*_shares(self._wholes), super().__repr__()])
+        return "\n".join([*self.shares(), super().__repr__()])
+
+    def shares(self) -> tuple[str, ...]:
+        """For each set of ranks, in words, what each of them owns: parameters, bytes and work."""
+        return tuple(_shares(self._wholes))
 
     def _inner_groups(self) -> list[dict[str, Any]]:
         return [group for inner in self._inner for group in inner.param_groups]

@@ -59,6 +59,8 @@ class Summary:
     # by ``summary``: why torch's operators run in place of fsdp_c's kernels, by type of device. It is this
     # machine's, and no part of what ``plan`` says without one
     without_kernels: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    # by ``summary``, of WholeParameters: what its ranks own, in words
+    owners: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def numel(self) -> int:
@@ -223,8 +225,9 @@ def _segments(units: Sequence[UnitSummary]) -> int:
 # ----------------------------------------------------------------- of a wrapped model
 
 
-def summary(module: nn.Module) -> Summary:
-    """The units in ``module``, itself included: their names, sizes, dtypes, and the memory they take.
+def summary(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Summary:
+    """The units in ``module``, itself included: their names, sizes, dtypes, and the memory they take. Of an
+    ``optimizer`` that is ``fsdp_c.optim.WholeParameters`` also which ranks own how much, of bytes and work.
 
     Not collective, and at any time. Raises TypeError for what is no module, ValueError for one without units.
     """
@@ -238,7 +241,8 @@ def summary(module: nn.Module) -> Summary:
     units = tuple(_of_units(module, found))
     whys = {unit.device_type: _C.why_no_kernels(unit.device_type) for unit in units}
     without_kernels = tuple((device_type, why) for device_type, why in whys.items() if why)
-    return Summary(units, tuple(lowered_frequencies(found)), without_kernels)
+    shares = getattr(optimizer, "shares", tuple)  # WholeParameters'
+    return Summary(units, tuple(lowered_frequencies(found)), without_kernels, shares())
 
 
 def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
@@ -551,6 +555,8 @@ def _text(whole: Summary) -> Iterator[str]:
         )
         gathers = _count(sum(whole.all_gathers), "all-gather")
         yield f"per step: {gathers}, {_size(whole.all_gather_nbytes)} on each rank{within}"
+    for owners in whole.owners:
+        yield from textwrap.wrap(f"optimizer: {owners}", TEXT_WIDTH)
     for device_type, why in whole.without_kernels:
         yield from textwrap.wrap(_with_operators(device_type, why), TEXT_WIDTH)
     if whole.hint is not None:

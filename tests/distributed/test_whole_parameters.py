@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, StateDictType, checkpoint
+from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, StateDictType, checkpoint, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import FlatAdamW, WholeParameters
 from fsdp_c.state import whole_parameters
@@ -249,6 +249,11 @@ def test_ranks_have_equal_work(world_size: int) -> None:
     first = repr(optimizer).splitlines()[0]
     assert first.startswith(f"4 ranks own {len(optimizer._wholes)} parameters of ")
     assert f"at most {share:.2f} of an equal share of the work; this one {len(owned)}, {mib:.2f} MiB" in first
+    assert summary(model, optimizer).owners == (first,)
+    assert f"optimizer: {first}" in " ".join(str(summary(model, optimizer)).split())
+    assert "optimizer: " not in str(summary(model)) + str(
+        summary(model, torch.optim.SGD(model.parameters(), lr=1))
+    )
     told: list[Any] = [None] * world_size
     dist.all_gather_object(told, [whole.owner for whole in optimizer._wholes])
     assert all(one == told[0] for one in told)
