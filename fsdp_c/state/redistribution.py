@@ -356,7 +356,9 @@ def _join_elsewhere(
         parts = [
             data[source][start : start + nbytes] for source, start, nbytes in itertools.islice(triples, count)
         ]
-        joined.append(torch.cat([*parts, data[0][:0]]).view(like.dtype).view(shape))
+        # nothing is launched for what is not this rank's, as most is that goes to one of many ranks
+        whole = torch.cat(parts).view(like.dtype) if parts else like.new_empty(0)
+        joined.append(whole.view(shape))
     return joined
 
 

@@ -687,8 +687,8 @@ def _return_to_shards(wholes: Sequence[_Whole]) -> None:
         if not value.is_cpu:  # an optimizer may have put memory of its stream in place of ours
             value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
     given = [(w, v if w.is_own else None, v.dtype) for w, v in zip(wholes, values, strict=True)]
-    for whole, part in zip(wholes, _moved_to_shards(given), strict=True):
-        whole.param.copy_(part)
+    if wholes:
+        torch._foreach_copy_([whole.param for whole in wholes], _moved_to_shards(given))
 
 
 def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]) -> list[Tensor]:

@@ -139,6 +139,17 @@ def test_ranges_are_joined_alike_where_the_op_cannot_reach(shapes):
         assert torch.equal(one, other)
 
 
+def test_what_a_rank_has_nothing_of_costs_no_launch():
+    """On a device; most of what goes to one of many ranks is of this kind."""
+    source, like = torch.arange(4.0), torch.empty(0)
+    with mock.patch.object(torch, "cat", wraps=torch.cat) as cat:
+        made = redistribution._join_elsewhere(
+            [source], [0, 4, 8], [0, 1, 0], [like] * 3, [(0,), (2,), (3, 0)]
+        )
+    assert [one.tolist() for one in made] == [[], [1.0, 2.0], [[], [], []]]
+    assert cat.call_count == 1
+
+
 @on_ranks(2)
 def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank):
     """Not packed first; the last rank's padding is sent with them."""
