@@ -183,6 +183,7 @@ test-cuda-build: build
 	FAKE_CUDA_LATE=1 $(ON_CUDA_BUILD) -m pytest tests/cuda
 	$(ON_CUDA_BUILD) -m pytest tests/real_cuda
 	$(ON_CUDA_BUILD) -m pytest --device cuda --part $(CUDA_BUILD_PART) $(ON_ANY_DEVICE)
+	FAKE_CUDA_CLIENTS=1 FAKE_CUDA_DEVICES=4 $(ON_CUDA_BUILD) -m pytest --device cuda tests/clients
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients

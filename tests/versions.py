@@ -170,10 +170,16 @@ def interpreter(version: str) -> str:
     )
 
 
-def requirements() -> list[str]:
-    """What the tests need beside torch."""
-    lines = [line for name in REQUIREMENTS for line in (ROOT / name).read_text().splitlines()]
+def requirements(names: Iterable[str] = REQUIREMENTS) -> list[str]:
+    """What these files name beside torch."""
+    lines = [line for name in names for line in (ROOT / name).read_text().splitlines()]
     return [line for line in lines if line and not line.startswith(("#", "-r", "torch=="))]
+
+
+def install(python: Path, torch_version: str, names: Iterable[str] = REQUIREMENTS) -> None:
+    """What these files name, beside that torch: no build with a label, as 2.13.0+cpu, in its place."""
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    subprocess.run([*command, f"torch==={torch_version}", *requirements(names)], check=True)
 
 
 def make_environment(version: Version, tree: Path) -> None:
@@ -183,16 +189,7 @@ def make_environment(version: Version, tree: Path) -> None:
     if not version.python.exists():
         maker = interpreter(python_version) if python_version else sys.executable
         subprocess.run([maker, "-m", "venv", str(version.home)], check=True)
-    install = [
-        str(version.python),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "-q",
-        f"torch==={torch_version}",  # and no build with a label, as 2.13.0+cpu, in its place
-    ]
-    subprocess.run([*install, *requirements()], check=True)
+    install(version.python, torch_version)
     for packages in version.home.glob("lib/python*/site-packages"):
         (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
     ask = "import platform, torch; print(torch.__version__, platform.python_version())"

@@ -15,7 +15,11 @@ LIBRARIES = ["accelerate", "transformers", "lightning", "peft", "trl", "bitsandb
 
 ON_RANKS = LIBRARIES[:4]  # the others are for examples, in processes of their own
 
-ranks.PRELOAD.extend(name for name in ON_RANKS if name not in ranks.PRELOAD)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """PEFT imports bitsandbytes, which initialises CUDA, and a process that has done so cannot be forked."""
+    preload = [name for name in ON_RANKS if name != "peft" or config.getoption("device") == "cpu"]
+    ranks.PRELOAD.extend(name for name in preload if name not in ranks.PRELOAD)
 
 
 @pytest.fixture(scope="module", autouse=True)

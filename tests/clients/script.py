@@ -23,7 +23,7 @@ def main(folder: str) -> None:
         transformer_cls_names_to_wrap=["Block"],
         use_orig_params=True,
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), Block(5, 5), Block(5, 5), nn.Linear(5, 1))
     model = accelerator.prepare(model)
@@ -34,7 +34,8 @@ def main(folder: str) -> None:
         generator = torch.Generator().manual_seed(
             step * accelerator.num_processes + accelerator.process_index
         )
-        loss = F.mse_loss(model(torch.randn(4, 3, generator=generator)), torch.ones(4, 1))
+        inputs = torch.randn(4, 3, generator=generator)
+        loss = F.mse_loss(model(inputs), torch.ones(4, 1, device=accelerator.device))
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
+from tests.ranks import device_type
+
+ROOT = Path(__file__).resolve().parents[2]
 # fp32 on both sides, and the same sums in another order
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
 TIMEOUT_S = 180.0  # of one body: the first of a library still imports parts of it
+ON_CPU = device_type() == "cpu"  # else the libraries find GPUs by themselves, and are told nothing
 
 
 def require(*names: str) -> None:
@@ -35,6 +40,7 @@ def launched(rank: int, world_size: int) -> None:
     imported."""
     import fsdp_c
 
+    torch.set_default_device(None)  # it is the library that moves models and data
     os.environ.update(
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
@@ -46,6 +52,13 @@ def launched(rank: int, world_size: int) -> None:
     fsdp_c.install()
 
 
+def environment(**settings: str) -> dict[str, str]:
+    """Of a command that imports this tree, and the device that this process has."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return os.environ | own | settings
+
+
 @functools.cache
 def gpus_that_are_cpus() -> None:
     """The shim for accelerate and the Trainer, which give FSDP to distributed GPUs alone: a run on CPUs says
@@ -53,6 +66,8 @@ def gpus_that_are_cpus() -> None:
 
     With ``sync_module_states`` they also ask for the GPU to allocate parameters on.
     """
+    if not ON_CPU:
+        return
     from accelerate import FullyShardedDataParallelPlugin as Plugin
     from accelerate.state import DistributedType, PartialState
     from accelerate.utils import dataclasses
@@ -74,21 +89,22 @@ def gpus_that_are_cpus() -> None:
 
 
 def assert_ours(model: nn.Module) -> None:
-    """That the library has built fsdp_c's units, and none of torch's."""
+    """That the library has built fsdp_c's units, on this test's device, and none of torch's."""
     import fsdp_c
 
     units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
     assert units, "nothing was wrapped"
     assert all(type(unit).__module__.startswith("fsdp_c") for unit in units)
+    assert all(unit.compute_device.type == device_type() for unit in units)
     assert sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel is fsdp_c.FullyShardedDataParallel
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict on every rank. Collective."""
+    """The whole state dict on every rank's CPU. Collective."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-        return {name: value.clone() for name, value in model.state_dict().items()}
+        return {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def assert_same_parameters(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

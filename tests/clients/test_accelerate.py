@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients.support import (
+    ON_CPU,
     TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
@@ -45,7 +46,7 @@ def accelerator(rank, world_size, *, mixed_precision="no", micro_batches=1, **pl
         **plugin_options,
     )
     return Accelerator(
-        cpu=True,
+        cpu=ON_CPU,
         fsdp_plugin=plugin,
         mixed_precision=mixed_precision,
         gradient_accumulation_steps=micro_batches,

@@ -1,12 +1,11 @@
 """The examples for other libraries, each as a user starts it, with the library itself.
 
-Where a library gives FSDP to GPUs alone, it is told that there are some, as in its other tests.
+Where a library gives FSDP to GPUs alone, it is told on CPUs that there are some, as in its other tests.
 """
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import runpy
 import shlex
@@ -18,12 +17,13 @@ import pytest
 import torch
 import yaml
 
-from tests.clients.support import require, train_reference
+from tests.clients.support import ON_CPU, ROOT, environment, require, train_reference
 
 require("accelerate", "lightning", "peft", "transformers", "trl", "bitsandbytes")
 
 LIBRARY = "examples"
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
+computes_on_the_cpu = pytest.mark.skipif(not ON_CPU, reason="the example computes on the CPU")
 LAUNCH = """
 import gc
 import sys
@@ -52,12 +52,11 @@ if implementation == "ddp":
 
 
 def run(folder: Path, *command: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = (sys.executable, "-m", *command)
     return subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **environment, **settings},
+        env=environment(**settings),
         capture_output=True,
         text=True,
         timeout=600,
@@ -84,7 +83,7 @@ def with_library(
         str(EXAMPLES / script),
         *arguments,
     )
-    settings["ACCELERATE_USE_CPU"] = "true"
+    settings["ACCELERATE_USE_CPU"] = str(ON_CPU)
     output = torchrun(folder, *command, **settings)
     assert output.count(f"wrapped by fsdp_c: {implementation == 'fsdp_c'}") == 2, output
     return losses_in(output)
@@ -121,6 +120,7 @@ def test_losses_are_those_of_models_that_are_not_sharded(command, tmp_path):
     assert found == pytest.approx(expected, abs=2e-4 if command.startswith("trl") else 1e-5)  # TRL rounds
 
 
+@computes_on_the_cpu
 # PEFT asks transformers for it
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_adapters_beside_4_bit_weights_train_as_unsharded(tmp_path):
@@ -165,6 +165,7 @@ time.sleep(3)  # gloo's threads drop the last tensors: after the interpreter's e
 """
 
 
+@computes_on_the_cpu
 def test_an_old_checkpoint_of_fsdp1_is_converted_whole(tmp_path):
     (tmp_path / "write_old.py").write_text(OLD)
     torchrun(tmp_path, "write_old.py", "old.pt")

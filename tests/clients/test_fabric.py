@@ -20,7 +20,7 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import both_views, on_ranks, pool
+from tests.ranks import both_views, device_type, on_ranks, pool
 
 require("lightning")
 
@@ -34,7 +34,10 @@ def fabric(rank: int, world_size: int, precision: str = "32-true", **options):
 
     launched(rank, world_size)
     found = Fabric(
-        accelerator="cpu", devices=world_size, strategy=on_cpu(FSDPStrategy)(**options), precision=precision
+        accelerator=device_type(),
+        devices=world_size,
+        strategy=on_cpu(FSDPStrategy)(**options),
+        precision=precision,
     )
     found.launch()
     return found
@@ -45,7 +48,8 @@ def train(fabric, model, optimizer, steps, micro_batches=1, max_norm=None) -> li
     for step in steps:
         total = 0.0
         for micro in range(micro_batches):
-            inputs, targets = rank_batch(step * micro_batches + micro, fabric.global_rank, fabric.world_size)
+            own = rank_batch(step * micro_batches + micro, fabric.global_rank, fabric.world_size)
+            inputs, targets = fabric.to_device(own)
             with fabric.no_backward_sync(model, enabled=micro < micro_batches - 1):
                 loss = F.mse_loss(model(inputs), targets) / micro_batches
                 fabric.backward(loss)
@@ -114,7 +118,7 @@ def test_marked_methods_compute_with_gathered_parameters(rank, world_size):
     model = run.setup_module(mlp())
     model.mark_forward_method("loss")
     inputs = rank_batch(0, rank, world_size)
-    loss, expected = model.loss(*inputs), mlp().loss(*inputs)
+    loss, expected = model.loss(*run.to_device(inputs)), mlp().loss(*inputs)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     run.backward(loss)
 
@@ -173,7 +177,7 @@ def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_pa
 @on_ranks(4, TIMEOUT_S, LIBRARY)
 def test_hybrid_run_resumed_from_shards_ends_as_the_unsharded_one(rank, world_size, tmp_path):
     """Fabric has torch divide the optimizer's state over all ranks, where units shard over two."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh, "state_dict_type": "sharded"}
     before = trained_and_saved(rank, world_size, tmp_path, options)
     after, parameters = resumed(rank, world_size, tmp_path, options)

@@ -22,7 +22,7 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import both_views, on_ranks, pool
+from tests.ranks import both_views, device_type, on_ranks, pool
 
 require("lightning")
 
@@ -80,7 +80,7 @@ def trainer(rank: int, world_size: int, folder: Path, options: dict[str, Any], *
 
     launched(rank, world_size)
     return Trainer(
-        accelerator="cpu",
+        accelerator=device_type(),
         devices=world_size,
         strategy=on_cpu(FSDPStrategy)(**options),
         logger=False,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.clients.support import (
+    ON_CPU,
     TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
@@ -20,7 +21,7 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import both_views, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 require("peft", "transformers", "accelerate")
 
@@ -90,9 +91,7 @@ def wrapped(model: nn.Module, use_orig_params: bool, by_block: bool = True) -> A
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_block else fsdp_auto_wrap_policy(model)
-    found = FSDP(
-        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
+    found = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=device())
     assert_ours(found)
     return found
 
@@ -132,7 +131,7 @@ def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
 
     launched(rank, world_size)
     FSDP = torch.distributed.fsdp.FullyShardedDataParallel
-    model = FSDP(with_adapters(), use_orig_params=True, device_id=torch.device("cpu"))
+    model = FSDP(with_adapters(), use_orig_params=True, device_id=device())
     train(model, rank, world_size)
     plain, _ = trained_reference()
     found = full_parameters(model)
@@ -159,7 +158,8 @@ def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_or
     with torch.no_grad():
         adapted = model(input_ids=mine).logits
         with model.module.disable_adapter():
-            torch.testing.assert_close(model(input_ids=mine).logits, language_model()(input_ids=mine).logits)
+            logits, expected = model(input_ids=mine).logits, language_model()(input_ids=mine).logits
+            torch.testing.assert_close(logits.cpu(), expected)
         with FSDP.summon_full_params(model):
             model.module.merge_adapter()
         torch.testing.assert_close(model(input_ids=mine).logits, adapted, rtol=1e-5, atol=1e-6)
@@ -176,7 +176,7 @@ def test_trainer_trains_adapters_as_unsharded(rank, world_size, use_orig_params,
     gpus_that_are_cpus()
     arguments = TrainingArguments(
         str(tmp_path),
-        use_cpu=True,
+        use_cpu=ON_CPU,
         fsdp=True,
         fsdp_config={
             "version": 1,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
 
 from tests.clients.support import require
-from tests.ranks import both_views, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 require("pytorch_optimizer")
 
@@ -47,14 +47,14 @@ def wrapped(plain: nn.Module, use_orig_params: bool) -> Any:
         copy.deepcopy(plain),
         auto_wrap_policy=policy,
         use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
+        device_id=device(),
     )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Ranks have the same batch: gradients are those of one rank, to the bit."""
     for step in steps:
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, WIDTH, generator=torch.Generator(device()).manual_seed(step))
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

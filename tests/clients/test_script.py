@@ -4,7 +4,6 @@ imported."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.clients.support import require, train_reference
+from tests.clients.support import ON_CPU, ROOT, environment, require, train_reference
 
 require("accelerate")
 
 LIBRARY = "script"
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """
 import sys
 import fsdp_c.interop
@@ -32,10 +30,9 @@ fsdp_c.interop.run_script(sys.argv[1], sys.argv[2:])
 
 def torchrun(ranks: int, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--no-python"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, "--standalone", sys.executable, "-c", LAUNCH, *arguments],
-        env=environment,
+        env=environment(ACCELERATE_USE_CPU=str(ON_CPU)),
         capture_output=True,
         text=True,
         timeout=600,
@@ -70,8 +67,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-dist.init_process_group("gloo")
-model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=torch.device("cpu"))
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+dist.init_process_group()
+model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=device)
 model(torch.ones(2, 3)).sum().backward()
 found = {"class": type(model).__module__, "ranks": dist.get_world_size(), "arguments": sys.argv[1:]}
 with open(f"{sys.argv[1]}.{dist.get_rank()}", "w") as file:
@@ -98,7 +99,7 @@ def test_accelerate_launch_runs_a_script_under_fsdp_c(tmp_path):
             "--lr",
             "0.1",
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=environment(),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.clients.support import (
+    ON_CPU,
     TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
@@ -17,7 +18,7 @@ from tests.clients.support import (
     require,
     train_reference,
 )
-from tests.ranks import both_views, on_ranks
+from tests.ranks import both_views, device, on_ranks
 
 require("transformers", "accelerate")
 
@@ -69,7 +70,7 @@ def training_arguments(rank, world_size, folder, kind="TrainingArguments", fsdp_
         "disable_tqdm": True,
     }
     make = getattr(transformers, kind)
-    return make(str(folder), use_cpu=True, fsdp=True, fsdp_config=config, **(defaults | options))
+    return make(str(folder), use_cpu=ON_CPU, fsdp=True, fsdp_config=config, **(defaults | options))
 
 
 def trainer(
@@ -150,9 +151,10 @@ def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = plain.eval().generate(prompt, **options)
     run.model.eval()
+    prompt = prompt.to(device())
     with FSDP.summon_full_params(run.model, writeback=False):
-        assert torch.equal(run.model.generate(prompt, **options), expected)
-    assert torch.equal(run.model.generate(prompt, synced_gpus=True, **options), expected)
+        assert torch.equal(run.model.generate(prompt, **options).cpu(), expected)
+    assert torch.equal(run.model.generate(prompt, synced_gpus=True, **options).cpu(), expected)
 
 
 # accelerate loads sharded optimizer state into what an optimizer holds, and a new one holds nothing: none
@@ -230,7 +232,6 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
         )
         return T5ForConditionalGeneration(config)
 
-    data = texts(STEPS * BATCH * world_size, seed=1)
     options = {
         "predict_with_generate": True,
         "generation_max_length": 7,
@@ -239,6 +240,7 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
     }
     config = {"transformer_layer_cls_to_wrap": ["T5Block"]}
     arguments = training_arguments(rank, world_size, tmp_path, "Seq2SeqTrainingArguments", config, **options)
+    data = texts(STEPS * BATCH * world_size, seed=1)
     run = Seq2SeqTrainer(translator(), arguments, train_dataset=data)
     run.train()
     assert_ours(run.model)

@@ -1,7 +1,8 @@
 """Runs the Python of a CUDA build of torch without a GPU: ``python -m tests.real_cuda -m pytest tests/cuda``.
 
 ``FAKE_CUDA_TORCH`` is the version of torch, 2.13.0 unless it says another. Without arguments its environment
-and the libraries are made, as far as they are stale, and nothing is run.
+and the libraries are made, as far as they are stale, and nothing is run. With ``FAKE_CUDA_CLIENTS=1`` its Python
+has the libraries of tests/clients too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,6 @@ from tests.real_cuda.build import Build
 
 build = Build(os.environ.get("FAKE_CUDA_TORCH", "2.13.0"))
 build.make()
+python = build.make_clients() if os.environ.get("FAKE_CUDA_CLIENTS") == "1" else build.version.python
 if len(sys.argv) > 1:
-    python = str(build.version.python)
-    os.execve(python, [python, *sys.argv[1:]], os.environ | environment(build.folder))
+    os.execve(python, [str(python), *sys.argv[1:]], os.environ | environment(build.folder))

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.libraries import KERNEL_FLAGS, STRICT, Library, Unit, build, is_stale, one_at_a_time, soname
-from tests.versions import REQUIREMENTS, Version, make_environment
+from tests.versions import REQUIREMENTS, Version, install, make_environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEVICE = HERE / "device"
 SIMULATED = ROOT / "tests" / "simulated_gpu" / "device"  # whose held operators compute here as well
 KERNELS = ROOT / "csrc" / "kernels"
+CLIENTS = "requirements/clients.txt"
 EMULATION = ROOT / "tests" / "native" / "cuda_emulation.h"
 FOLDER = Path(os.environ.get("FAKE_CUDA_FOLDER", ROOT / "build" / "real_cuda"))
 RUNTIME, DRIVER, MANAGEMENT, NCCL = "libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2"
@@ -63,6 +64,22 @@ class Build:
             make_environment(self.version, ROOT)
         if not self.version.cuda.startswith("13."):
             raise SystemExit(f"torch {self.version.spec} of {self.version.home} is no build for CUDA 13")
+
+    def make_clients(self) -> Path:
+        """The Python of an environment over that of torch, which it leaves as it is, with the libraries of
+        tests/clients."""
+        home = FOLDER / f"{self.version.home.name}.clients"
+        python, made = home / "bin/python", home / "made"
+        with one_at_a_time(FOLDER):
+            if is_stale(made, [ROOT / CLIENTS, self.version.results / "names.json"]):
+                print(f"making an environment with the libraries of {CLIENTS}", flush=True)
+                venv = [self.version.python, "-m", "venv", "--without-pip", home]
+                subprocess.run(venv, check=True)
+                (packages,) = home.glob("lib/python*/site-packages")
+                (packages / "over.pth").write_text(f"import site; site.addsitedir({str(self.packages)!r})\n")
+                install(python, self.version.spec.partition("@")[0], [CLIENTS])
+                made.touch()
+        return python
 
     # ---- under torch
 

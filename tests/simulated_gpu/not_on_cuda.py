@@ -18,9 +18,14 @@ NO_COPY = "torch's own cannot copy a ShardedTensor that requires a gradient to t
 LENGTHS = "lengths of packed sequences are on the CPU, always"
 ON_CPU = "it is about models on a CPU"
 CPU_BACKEND = "its process group is of the CPU alone"
+TRITON = "TRL's losses are Triton kernels, which torch's CUDA build without a GPU does not load"
 RACE = "torch's own adds such gradients while a reduction on another stream writes there"
 
 REASONS: dict[str, dict[str, str]] = {
+    "tests/clients/test_examples.py": {
+        "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py sft]": TRITON,
+        "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py dpo]": TRITON,
+    },
     "tests/distributed/test_autograd_corners.py": {
         "test_packed_sequences_pass_in_and_out": LENGTHS,
     },
