@@ -53,8 +53,8 @@ struct precision_copy {
     /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
     PyObject *views;
     int64_t *view_versions; /* owned array; theirs, when they were last asked for */
-    /* owned; freed tensors that say how gradients look, for torch_empty_like: padded size in reduce and compute dtype, shard size in
-     * reduce dtype */
+    /* owned; freed tensors that say how gradients look, for torch_empty_like: padded size in reduce and
+     * compute dtype, shard size in reduce dtype */
     PyObject *reduce_input_like, *gradient_like, *reduce_output_like;
 };
 

@@ -1,13 +1,13 @@
 /* Element types and their conversions, for the CPU and the GPU, bit for bit as torch's: every narrowing goes
- * through fp32 and rounds to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16, as
- * the processor can. Those for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none that
- * are.
+ * through fp32 and rounds to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16,
+ * as the processor can. Those for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none
+ * that are.
  *
  * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them.
  *
- * [Note: two ways to convert] A GPU has instructions for it. They round as the bit operations do and differ in
- * one thing: the payload of a NaN is lost. That is also what torch does on CUDA. Where these files are plain
- * C++, in the emulation of the tests, conversions are those of the CPU. */
+ * [Note: two ways to convert] A GPU has instructions for it. They round as the bit operations do and differ
+ * in one thing: the payload of a NaN is lost. That is also what torch does on CUDA. Where these files are
+ * plain C++, in the emulation of the tests, conversions are those of the CPU. */
 #ifndef FSDP_KERNELS_CONVERT_H
 #define FSDP_KERNELS_CONVERT_H
 

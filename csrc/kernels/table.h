@@ -1,8 +1,8 @@
 /* The kernels of one device, behind one signature each: what stands beside each other as x.c and x.cu.
  *
- * Invariant: a caller picks the table by the device of the tensors and calls through it; each table but no_kernels
- * has every kernel. On a GPU a kernel is enqueued on the stream and has not run when the call returns; it reads its
- * arguments' memory then. */
+ * Invariant: a caller picks the table by the device of the tensors and calls through it; each table but
+ * no_kernels has every kernel. On a GPU a kernel is enqueued on the stream and has not run when the call
+ * returns; it reads its arguments' memory then. */
 #ifndef FSDP_KERNELS_TABLE_H
 #define FSDP_KERNELS_TABLE_H
 

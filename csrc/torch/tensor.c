@@ -54,7 +54,7 @@ struct dl_exchange {
 };
 
 static struct {
-    PyTypeObject *tensor_type;                            /* owned for ever */
+    PyTypeObject *tensor_type; /* owned for ever */
     int (*view_of)(void *tensor, struct dl_tensor *view);
     int (*over)(struct dl_managed *managed, void **tensor);
     bool is_rocm;
