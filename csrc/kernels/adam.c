@@ -49,7 +49,7 @@ static void adam_store(const struct adam_context *adam, int operand, void *memor
     if (tensor->master_low && operand == ADAM_PARAM)
         loops_active()->split_masters(memory, tensor->master_low + begin, scratch, numel);
     else if (tensor->is_stochastic && dtype == DTYPE_BFLOAT16)
-        loops_active()->draw_bfloat16(memory, scratch, numel, tensor->first_index + begin, adam->key,
+        loops_active()->draw_bfloat16(memory, scratch, (int)numel, tensor->first_index + begin, adam->key,
                                       operand);
     else
         cast_block(memory, dtype, scratch, tensor->scales[operand] ? dtype : adam->dtype, numel);

@@ -81,11 +81,12 @@ HOST_DEVICE static inline uint32_t draw_word(uint32_t index_low, uint32_t index_
     return draw_permuted(draw_permuted(index_low ^ (uint32_t)key) + ((uint32_t)(key >> 32) ^ index_high));
 }
 /* The operand's 16 bits of it, or of a vector of them. */
-#define DRAW_BITS(word, operand)                                                                             \
-    ((operand) == ADAM_PARAM        ? (word) & 0xffffu                                                       \
-     : (operand) == ADAM_EXP_AVG    ? (word) >> 16                                                           \
-     : (operand) == ADAM_EXP_AVG_SQ ? ((word) * 0xb5297a4du) >> 16                                           \
-                                    : ((word) * 0xed5ad4bbu) >> 16)
+#define DRAW_FACTOR(operand)                                                                                 \
+    ((operand) == ADAM_PARAM        ? 0x10000u                                                               \
+     : (operand) == ADAM_EXP_AVG    ? 1u                                                                     \
+     : (operand) == ADAM_EXP_AVG_SQ ? 0xb5297a4du                                                            \
+                                    : 0xed5ad4bbu)
+#define DRAW_BITS(word, operand) (((word) * DRAW_FACTOR(operand)) >> 16)
 HOST_DEVICE static inline uint32_t draw_bits(uint32_t word, int operand) {
     return DRAW_BITS(word, operand);
 }

@@ -38,7 +38,7 @@ struct loops {
 
     /* [Note: stochastic rounding], of the element at `first_index` and the next ones, whose indices have one
      * upper half: an operand's bf16 from fp32; and a step of which all is bf16 */
-    void (*draw_bfloat16)(void *output, const void *input, int64_t numel, int64_t first_index, uint64_t key,
+    void (*draw_bfloat16)(void *output, const void *input, int numel, int64_t first_index, uint64_t key,
                           int operand);
     void (*adamw_drawn)(void *const operands[], int64_t numel, const struct adam_numbers *numbers,
                         int64_t first_index, uint64_t key);

@@ -295,17 +295,16 @@ static inline float_bits draws_words(int64_t first_index, int64_t i, uint64_t ke
 #define DRAW_SINGLE                                                                                          \
     uint32_t word = draw_word((uint32_t)(first_index + i), (uint32_t)((uint64_t)first_index >> 32), key)
 
-static void draw_bfloat16(void *output, const void *input, int64_t numel, int64_t first_index, uint64_t key,
+/* The compiler finds the vectors. */
+static void draw_bfloat16(void *output, const void *input, int numel, int64_t first_index, uint64_t key,
                           int operand) {
-    bfloat16 *target = output;
+    const uint32_t low = (uint32_t)first_index, high = (uint32_t)((uint64_t)first_index >> 32);
+    const uint32_t factor = DRAW_FACTOR(operand);
     const float *source = input;
-    OVER_VECTORS {
-        float_bits word = draws_words(first_index, i, key);
-        draws_store(target + i, floats_load_float(source + i), DRAW_BITS(word, operand));
-    }
-    OVER_REST {
-        DRAW_SINGLE;
-        target[i].bits = draw_rounded(bits_of_float(source[i]), draw_bits(word, operand));
+    bfloat16 *target = output;
+    ELEMENTWISE for (int i = 0; i < numel; i++) {
+        uint32_t drawn = (draw_word(low + (uint32_t)i, high, key) * factor) >> 16;
+        target[i].bits = draw_rounded(bits_of_float(source[i]), drawn);
     }
 }
 
@@ -350,7 +349,7 @@ static const float state_lines[][8] = {
 static inline floats states_load(const uint8_t *codes, float scale, bool has_sign) {
     float_bits code = bits_load_codes(codes);
     float_bits is_most = (float_bits)(code == (has_sign ? 128u : 255u));
-    float_bits count = has_sign ? (code & 127u) * 2u + 1u : code;
+    float_bits count = has_sign ? (code << 1 | 1u) & 255u : code;
     floats number = __builtin_convertvector((float_ints)count, floats);
     if (!has_sign)
         number += floats_of(1.5f);
