@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.processes import output_of_python
 
 
 @pytest.mark.parametrize("kernels", ["", "torch"], ids=["kernels", "operators"])
 def test_it_passes_on_this_device(kernels: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_c", "selftest", "--width", "8"],
-        env=os.environ | {"FSDP_C_KERNELS": kernels, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "streams: kernels run on the current one" in done.stdout
-    assert ("a CUDA graph: its replays give" in done.stdout) == (kernels == "")
+    settings = {"FSDP_C_KERNELS": kernels, "OMP_NUM_THREADS": "1"}
+    said = output_of_python("-m", "fsdp_c", "selftest", "--width", "8", **settings)
+    assert "streams: kernels run on the current one" in said
+    assert ("a CUDA graph: its replays give" in said) == (kernels == "")

@@ -4,8 +4,6 @@ wrong."""
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecision
 from tests.distributed.test_state_dict import assert_same, plain, wrap
 from tests.models import WIDTH
 from tests.parity.engine import same_bits
+from tests.processes import output_of_python
 from tests.ranks import all_strategies, both_views, device, on_ranks
 
 
@@ -76,10 +75,7 @@ for norm_type in (1.0, 1.5, 2.0, math.inf):
 
 
 def test_clipping_asks_for_no_order_in_which_torch_adds_up() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OF_ANOTHER_PROCESSOR], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    output_of_python("-c", OF_ANOTHER_PROCESSOR)
 
 
 @both_views

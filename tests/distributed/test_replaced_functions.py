@@ -3,10 +3,7 @@ same."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +20,7 @@ from fsdp_c.api import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH
+from tests.processes import ROOT, output_of_python
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import HELD_BACK
 from tests.training import batch, sharded
@@ -317,7 +315,4 @@ assert calls == names, calls
 
 
 def test_collectives_that_were_replaced_before_the_import_are_called() -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", REPLACED_BEFORE, ALL_GATHER, REDUCE_SCATTER]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    output_of_python("-c", REPLACED_BEFORE, ALL_GATHER, REDUCE_SCATTER, cwd=ROOT)

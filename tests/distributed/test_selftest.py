@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from fsdp_c import selftest
+from tests.processes import ROOT, output_of_python, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 FAILING = """
 import sys
 from fsdp_c import selftest
@@ -39,15 +38,9 @@ sys.exit(selftest.main("cpu", 8))
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=False)
-
-
 def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
-    done = run(sys.executable, "-m", "fsdp_c", "selftest", "--device", "cpu", "--width", "8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, report = done.stdout.split("---- to paste into a report ----")
+    command = ["-m", "fsdp_c", "selftest", "--device", "cpu", "--width", "8"]
+    _, report = output_of_python(*command, **VARIABLES).split("---- to paste into a report ----")
     for line in ("2 ranks on cpu", "kernels: the bits of", *(f"{name}: loss" for name in selftest.CASES)):
         assert f"\n{line}" in report
     assert "all is well, in" in report.splitlines()[-1]
@@ -55,8 +48,8 @@ def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
 
 def run_on_ranks(count: int, script: Path, text: str) -> subprocess.CompletedProcess[str]:
     script.write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    return run(*torchrun, str(script))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return run_python(*torchrun, script, **VARIABLES)
 
 
 def test_what_fails_on_one_rank_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, run_python
+
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
@@ -42,19 +43,11 @@ SHORT = [
 
 def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
     """Run the script on ranks of this machine."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world_size),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command = [*launcher, str(EXAMPLES / "train_lm.py"), *SMALL, *SHORT, "--sample-bytes", "8", *flags]
     command += ["--device", device_type()]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    return run_python(*command, OMP_NUM_THREADS="1", PYTHONPATH=path)
 
 
 def succeed(*flags: str) -> str:

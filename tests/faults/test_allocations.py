@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.faults.allocations import RUNS
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
@@ -49,15 +50,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(library: Path) -> dict[str, dict[str, Any]]:
     """What went wrong, by the name of a run and the number of the allocation."""
-    command = [sys.executable, "-W", "ignore", "-X", "faulthandler", "-m", "tests.faults.allocations"]
-    done = subprocess.run(
-        [*command, str(library), str(STRIDE)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S - 10,
-    )
+    command = [*"-W ignore -X faulthandler -m tests.faults.allocations".split(), library, str(STRIDE)]
+    done = run_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S - 10, OMP_NUM_THREADS="1")
     results = {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
     assert results.keys() == RUNS.keys(), done.stderr
     return results

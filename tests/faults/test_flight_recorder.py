@@ -32,6 +32,7 @@ from fsdp_c.state import redistribution
 from fsdp_c.tools import flight_recorder, rank_entries
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH
+from tests.processes import run_python
 from tests.ranks import device, on_ranks
 from tests.training import sharded
 
@@ -366,8 +367,7 @@ print(_C.read_flight_recorder(sys.argv[1])[3:7])
 
 
 def test_a_forked_child_leaves_the_record_of_its_parent_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(tmp_path / "rank00003.ledger")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_python("-c", FORKED, tmp_path / "rank00003.ledger")
     assert done.returncode == 0, done.stderr
     assert "fsdp_c: rank" not in done.stderr
     assert done.stdout.strip() == "(0, 0, 'layers.0', False)"
@@ -386,9 +386,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_flight_record_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=200
-    )
+    done = run_python("-c", KILLED, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "fsdp_c: rank 0, step 0: is saving a checkpoint\n" in done.stderr
     assert places(tmp_path) == ["rank 0 is saving a checkpoint (step 0, the process has ended)"]
@@ -410,8 +408,7 @@ print(_C.read_flight_recorder(sys.argv[1])[3:7])
 def test_a_name_cut_amid_a_character_is_read_and_a_failure_stays_when_its_place_is_left(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", READ, str(tmp_path / "rank00003.ledger")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_python("-c", READ, tmp_path / "rank00003.ledger")
     cut = r"\xe4" * 63 + r"\ufffd"
     assert done.stdout.splitlines() == [f"(0, 0, '{cut}', False)", "(0, 6, '', True)"], done.stderr
     assert places(tmp_path) == [

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.cycles import CYCLES, KEEPING
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
@@ -30,10 +29,8 @@ def total(name: str) -> int:
 def measured() -> dict[str, dict[str, Any]]:
     """What each cycle leaves behind, by name."""
     runs = [f"{name}={total(name)}" for name in (*CYCLES, *KEEPING)]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.cycles", *runs]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=TIMEOUT_S - 10
-    )
+    command = ["-W", "ignore", "-m", "tests.faults.cycles", *runs]
+    done = run_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S - 10, **QUIET)
     results = {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
     assert results.keys() == {*CYCLES, *KEEPING}, done.stderr
     return results

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import output_of_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
@@ -19,23 +19,6 @@ TIMEOUT_S = 1800 if EXHAUSTIVE else 400
 @pytest.mark.timeout(TIMEOUT_S)
 def test_threads_that_build_step_and_drop_units_do_not_disturb_each_other() -> None:
     rounds = 1000 if EXHAUSTIVE else 20
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-X",
-        "faulthandler",
-        "-m",
-        "tests.faults.threads",
-        str(rounds),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"wrong": [0, 0, 0, 0], "units": 0, "live": 0}
+    command = f"-W ignore -X faulthandler -m tests.faults.threads {rounds}".split()
+    said = output_of_python(*command, cwd=ROOT, timeout_s=TIMEOUT_S, OMP_NUM_THREADS="1")
+    assert json.loads(said) == {"wrong": [0, 0, 0, 0], "units": 0, "live": 0}

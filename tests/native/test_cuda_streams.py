@@ -4,7 +4,6 @@ down."""
 from __future__ import annotations
 
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.native.cuda_streams import CASES
 from tests.native.test_native import CSRC, NATIVE
+from tests.processes import output_of_python
 
 SOURCES = [
     NATIVE / "cuda_streams.c",
@@ -35,6 +35,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_streams_of_a_gpu(folder: Path, case: str) -> None:
     """Each in a process of its own: what the driver was found by, and its contexts, last as long as one."""
-    command = [sys.executable, "-m", "tests.native.cuda_streams", str(folder), case]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=NATIVE.parents[1], timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of_python("-m", "tests.native.cuda_streams", folder, case, cwd=NATIVE.parents[1])

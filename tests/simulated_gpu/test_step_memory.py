@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.timeline_row import IMPLEMENTATIONS, Row, in_a_process
+from tests.processes import ROOT, output_of_python
 from tests.simulated_gpu import timeline
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 SHAPES: dict[str, dict[str, Any]] = {
     "most at the end of the backward": {"machine": "nvlink8", "sequence": 256},
@@ -78,11 +72,7 @@ start = torch.cuda.memory_allocated()
 
 def run(program: str, **variables: str) -> None:
     code = PARTS + program + "\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
-    environment = os.environ | timeline.environment() | variables
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of_python("-c", code, cwd=ROOT, timeout_s=1800, **timeline.environment() | variables)
 
 
 def test_what_steps_gather_is_cut_of_one_segment_without_rests() -> None:

@@ -8,19 +8,16 @@ one more for 100 bytes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import ROOT, output_of_python
 from tests.simulated_gpu import timeline
 from tests.simulated_gpu.timeline import COMPUTE, GATHER, SCATTER, Span, Step
 
-ROOT = Path(__file__).resolve().parents[2]
 PREPARATION = """
 import json, torch, torch.distributed as dist
 from tests.simulated_gpu import timeline
@@ -49,12 +46,8 @@ def run(program: str, settings: dict[str, str] | None = None) -> dict[str, Any]:
         + textwrap.dedent(program)
         + "\nprint(json.dumps(times))\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
     )
-    environment = os.environ | timeline.environment() | (settings or {})
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    said = output_of_python("-c", code, cwd=ROOT, **timeline.environment() | (settings or {}))
+    return json.loads(said.strip().splitlines()[-1])
 
 
 def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:

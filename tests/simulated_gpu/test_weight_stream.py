@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import ROOT, output_of_python
 from tests.simulated_gpu import timeline
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, os, sys
 import torch, torch.distributed as dist
@@ -64,11 +60,9 @@ sys.stdout.flush(); os._exit(0)
 
 
 def measured(**options: Any) -> dict[str, float]:
-    command = [sys.executable, "-c", PROGRAM, json.dumps({"lets_go": False, "pcie": 10_000.0} | options)]
-    environment = os.environ | timeline.environment()
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    given = json.dumps({"lets_go": False, "pcie": 10_000.0} | options)
+    said = output_of_python("-c", PROGRAM, given, cwd=ROOT, **timeline.environment())
+    found: dict[str, float] = json.loads(said.strip().splitlines()[-1])
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from fsdp_c import _C
+from tests.processes import output_of_python
 
 ARGUMENTS: tuple[tuple[Any, ...], ...] = (
     (),
@@ -88,5 +87,4 @@ def test_whether_gradients_are_synchronised_cannot_be_deleted() -> None:
 
 
 def test_after_a_second_import_models_of_both_train() -> None:
-    done = subprocess.run([sys.executable, "-c", TWO_IMPORTS], capture_output=True, text=True, timeout=600)
-    assert done.stdout == "same\n", done.stderr
+    assert output_of_python("-c", TWO_IMPORTS) == "same\n"

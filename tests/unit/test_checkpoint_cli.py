@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
 from fsdp_c.checkpoint.formats import open_source
+from tests.processes import output_of_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -465,12 +464,9 @@ def test_files_of_several_full_state_dicts_are_not_mixed(tmp_path: Path, capsys)
 
 
 def test_the_module_runs(saved: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_c.checkpoint"]
-    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": ROOT}
-    done = subprocess.run([*command, "diff", str(saved), str(saved)], **options)
-    assert (done.returncode, done.stdout) == (0, "")
-    done = subprocess.run([*command, "--help"], **options)
-    assert done.returncode == 0 and "convert" in done.stdout and "Exit status" in done.stdout
+    assert output_of_python("-m", "fsdp_c.checkpoint", "diff", saved, saved, cwd=ROOT) == ""
+    said = output_of_python("-m", "fsdp_c.checkpoint", "--help", cwd=ROOT)
+    assert "convert" in said and "Exit status" in said
 
 
 # ----------------------------------------------------------------- memory
@@ -510,18 +506,6 @@ print("peak", (peak - before) / nbytes)
 
 @pytest.mark.timeout(650)
 def test_memory_is_a_few_times_the_largest_tensor_whatever_the_total(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "MALLOC_TRIM_THRESHOLD_": "100000",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    peak = float(done.stdout.split("peak ")[1])
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MALLOC_TRIM_THRESHOLD_": "100000"}
+    peak = float(output_of_python("-c", MEMORY, tmp_path, **settings).split("peak ")[1])
     assert 0.5 < peak < 4.5, f"{peak} tensors of 10"

@@ -10,8 +10,6 @@ import pickletools
 import re
 import resource
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -40,6 +38,7 @@ from fsdp_c.checkpoint.metadata import checksums_content, read_checkpoint
 from fsdp_c.checkpoint.pickles import check_pickle, check_values
 from fsdp_c.checkpoint.storage import read_nested
 from tests.fuzz.checkpoint import SUBJECTS, RankFiles
+from tests.processes import ROOT, output_of_python, run_python
 
 
 class Harm:
@@ -416,27 +415,40 @@ def test_a_tensor_of_more_elements_than_its_file_is_refused(
     assert "a is sparse or quantized, or has more elements than the file" in capsys.readouterr().err
 
 
+def put_everywhere(folder: Path, content: bytes) -> dict[str, str]:
+    """Where ``content`` is a file, a rank's file or an entry of a checkpoint, and how an error names it
+    there."""
+    with_object(folder / "dcp", content)
+    (folder / "ranks").mkdir()
+    for name in ("one.pt", "ranks/rank0.pt"):
+        (folder / name).write_bytes(content)
+    return {"one.pt": "one.pt", "ranks": "ranks/rank0.pt", "dcp": "dcp/__1_0.distcp: note"}
+
+
+def refused_everywhere(folder: Path, content: bytes, capsys: Any, why: str = "") -> None:
+    """Whatever is done with it, and without the memory that it speaks of."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name, file in put_everywhere(folder, content).items():
+        path = str(folder / name)
+        for command in (
+            ["inspect", "--values", path],
+            ["convert", path, str(folder / "x.pt")],
+            ["diff", path, path],
+        ):
+            assert cli.main(command) == 2, command
+            said = capsys.readouterr().err
+            assert said.startswith(f"error: {folder / file}") and re.search(why, said), said
+    assert cli.main(["verify", str(folder / "dcp")]) == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stride", [0, 1])
 def test_a_tensor_within_a_value_has_as_many_elements_as_are_there(
     stride: int, tmp_path: Path, capsys
 ) -> None:
-    content = archive_of(
-        b"\x80\x02}X\1\0\0\0v" + tensor_of(2**28, stride) + b"\x85s.", **{"data/0": bytes(4)}
-    )
-    with_object(tmp_path / "dcp", content)
-    (tmp_path / "one.pt").write_bytes(content)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for name, file in (("one.pt", "one.pt"), ("dcp", "dcp/__1_0.distcp: note")):
-        path = str(tmp_path / name)
-        for command in (
-            ["inspect", "--values", path],
-            ["convert", path, str(tmp_path / "x.pt")],
-            ["diff", path, path],
-        ):
-            assert cli.main(command) == 2, command
-            assert capsys.readouterr().err.startswith(f"error: {tmp_path / file}")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+    content = b"\x80\x02}X\1\0\0\0v" + tensor_of(2**28, stride) + b"\x85s."
+    refused_everywhere(tmp_path, archive_of(content, **{"data/0": bytes(4)}), capsys)
 
 
 def test_tensors_within_a_value_share_memory_as_they_did(tmp_path: Path) -> None:
@@ -689,25 +701,8 @@ WHY_NOT = "hold one another so often|in another way than pickle|by its size alon
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", NEVER_ENDS)
 def test_values_of_archives_that_never_end_are_refused(kind: str, tmp_path: Path, capsys) -> None:
-    content = NEVER_ENDS[kind]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert len(content) < 8000
-    with_object(tmp_path / "dcp", content)
-    (tmp_path / "one.pt").write_bytes(content)
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "rank0.pt").write_bytes(content)
-    for name, file in (("one.pt", "one.pt"), ("ranks", "ranks/rank0.pt"), ("dcp", "dcp/__1_0.distcp: note")):
-        path = str(tmp_path / name)
-        for command in (
-            ["inspect", "--values", path],
-            ["convert", path, str(tmp_path / "x.pt")],
-            ["diff", path, path],
-        ):
-            assert cli.main(command) == 2, command
-            said = capsys.readouterr().err
-            assert said.startswith(f"error: {tmp_path / file}") and re.search(WHY_NOT, said), said
-    assert cli.main(["verify", str(tmp_path / "dcp")]) == 1
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+    assert len(NEVER_ENDS[kind]) < 8000
+    refused_everywhere(tmp_path, NEVER_ENDS[kind], capsys, WHY_NOT)
 
 
 @pytest.mark.timeout(300)
@@ -841,11 +836,7 @@ def odd_archives() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", odd_archives())
 def test_archives_are_read_as_torch_save_lays_them_out(kind: str, tmp_path: Path, capsys) -> None:
-    content = odd_archives()[kind]
-    with_object(tmp_path / "dcp", content)
-    (tmp_path / "one.pt").write_bytes(content)
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "rank0.pt").write_bytes(content)
+    put_everywhere(tmp_path, odd_archives()[kind])
     for name, damaged in (("one.pt", 2), ("ranks", 2), ("dcp", 1)):
         assert cli.main(["verify", str(tmp_path / name)]) == (0 if kind == "sound" else damaged), name
         assert "cannot be read" in "".join(capsys.readouterr()) or kind == "sound"
@@ -903,8 +894,7 @@ def test_a_file_that_is_cut_while_it_is_converted_is_an_error(kind: str, target:
         assert cli.main(["convert", str(tmp_path / "0.pt"), str(file)]) == 0
     else:
         (tmp_path / "0.pt").rename(file)
-    command = [sys.executable, "-c", CUT, str(file), str(tmp_path / kind), str(tmp_path / "to" / target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = run_python("-c", CUT, file, tmp_path / kind, tmp_path / "to" / target)
     assert done.returncode == 2, done
     assert done.stderr.startswith(f"error: {file}: torn")
     assert list((tmp_path / "to").iterdir()) == []
@@ -1037,18 +1027,8 @@ def test_small_floats_of_safetensors_are_read_and_written(name: str, tmp_path: P
 @pytest.fixture(scope="module")
 def fuzzed() -> str:
     """A few of the trials of tests/fuzz/checkpoint.py, under its limits of time and memory."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz.checkpoint",
-        "--seed",
-        "1",
-        "--count",
-        str(150 * len(SUBJECTS)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = f"-m tests.fuzz.checkpoint --seed 1 --count {150 * len(SUBJECTS)}".split()
+    return output_of_python(*command, cwd=ROOT, timeout_s=900)
 
 
 @pytest.mark.timeout(1000)

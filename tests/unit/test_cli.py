@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -17,17 +16,13 @@ import fsdp_c
 from fsdp_c import cli, interop
 from fsdp_c.compat import upstream
 from fsdp_c.tools import environment
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
 
 
 def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdp_c", *arguments]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600, check=False
-    )
+    return run_python("-m", "fsdp_c", *arguments, cwd=cwd, PYTHONPATH=str(ROOT))
 
 
 BAD = {
@@ -138,7 +133,7 @@ def test_a_checkout_without_the_extension_says_what_to_do(tmp_path: Path) -> Non
         "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]; "
         f"sys.path.insert(0, {str(tmp_path)!r}); import fsdp_c"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    result = run_python("-c", program)
     assert (
         f"fsdp_c is imported from {tmp_path}/fsdp_c, where its extension module is not built: run"
         in result.stderr
@@ -149,5 +144,5 @@ def test_submodules_are_there_without_an_import_of_their_own() -> None:
     program = (
         "import fsdp_c; fsdp_c.checkpoint.save, fsdp_c.optim.FlatAdamW, fsdp_c.debug.checksum; fsdp_c.nothing"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    result = run_python("-c", program)
     assert result.stderr.splitlines()[-1] == "AttributeError: module 'fsdp_c' has no attribute 'nothing'"

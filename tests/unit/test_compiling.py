@@ -1,8 +1,7 @@
 """torch._dynamo takes a second to import: it comes with torch.compile alone, and knows of units made
 before."""
 
-import subprocess
-import sys
+from tests.processes import output_of_python
 
 UNIT_THEN_COMPILE = """
 import sys
@@ -29,5 +28,4 @@ print("compiled")
 
 
 def test_dynamo_is_imported_by_torch_compile_and_skips_our_frames():
-    done = subprocess.run([sys.executable, "-c", UNIT_THEN_COMPILE], capture_output=True, text=True)
-    assert done.stdout == "compiled\n", done.stderr
+    assert output_of_python("-c", UNIT_THEN_COMPILE) == "compiled\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from fsdp_c import cli, host_cost
 from fsdp_c.host_cost import HostCost
 from fsdp_c.tools.host_bound import HostBound, HostUnit, host_bound
 from fsdp_c.wrap import ModuleWrapPolicy
+from tests.processes import ROOT, output_of_python
 
-ROOT = Path(__file__).resolve().parents[2]
 COST = HostCost(unit_us=100.0, param_us=10.0)
 UNITS = [HostUnit(numel, 10, True) for numel in (1_000_000, 10_000_000, 100_000_000)]
 
@@ -118,11 +117,7 @@ def test_a_process_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_command_says_what_plan_takes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_c.host_cost"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+    first, second = output_of_python("-m", "fsdp_c.host_cost", cwd=ROOT).splitlines()
     assert first.startswith("a unit takes ") and "--host-us " in second
     assert all(float(number) > 0 for number in second.split("--host-us ")[1].split())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as BoundName
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as BoundScaler
 
 import fsdp_c
+from tests.processes import output_of_python, run_python
 
 pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
 KEPT = {"class": torch_fsdp.FullyShardedDataParallel}  # not a name of a module, so that install() leaves it
@@ -174,10 +174,6 @@ def test_full_state_dict_through_dcp_takes_and_gives_plain_names(use_orig_params
         assert torch.equal(tensor, doubled[name])
 
 
-def run(*command):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
-
-
 SCRIPT = """
 import sys
 from helper import NAME
@@ -190,9 +186,10 @@ def test_script_runs_unmodified(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "helper.py").write_text("NAME = 'beside it'\n")
     code = f"import fsdp_c.interop as i; i.run_script({str(tmp_path / 'script.py')!r}, ['--lr', '1'])"
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "__main__ fsdp_c.fully_sharded_data_parallel ['--lr', '1'] beside it"
+    assert (
+        output_of_python("-c", code).strip()
+        == "__main__ fsdp_c.fully_sharded_data_parallel ['--lr', '1'] beside it"
+    )
 
 
 def test_missing_script_is_named():
@@ -226,14 +223,7 @@ def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedPr
     dist.destroy_process_group()
     """
     )
-    environment = {**os.environ, "RANK": str(rank), **settings}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_python("-c", textwrap.dedent(script), RANK=str(rank), **settings)
 
 
 def test_fsdp2_in_a_process_with_fsdp_c_installed_is_told_there_and_at_the_end():

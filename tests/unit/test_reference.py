@@ -7,8 +7,6 @@ import importlib
 import inspect
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 
 import fsdp_c
+from tests.processes import output_of_python, run_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "reference.py"
 REFERENCE = runpy.run_path(str(SCRIPT))
@@ -95,23 +94,13 @@ runpy.run_path(sys.argv[1])["build"](pathlib.Path(sys.argv[2]))
 
 def test_a_warning_of_the_builder_is_an_error(tmp_path: Path) -> None:
     """In a process of its own: pdoc remembers what it has read."""
-    command = [sys.executable, "-c", PLANTED, str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("-c", PLANTED, SCRIPT, tmp_path)
     assert done.returncode and "UserWarning: Found 'nowhere_defined' in fsdp_c.api.__all__" in done.stderr
 
 
 def test_site_is_made_without_a_warning(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(tmp_path / "site"),
-    ]
-    subprocess.run(command, cwd=SCRIPT.parents[1], check=True, timeout=600)
+    command = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    output_of_python(*command, cwd=SCRIPT.parents[1])
     for page in ("index.html", "troubleshooting.html", "api/fsdp_c.html"):
         assert "fsdp_c" in (tmp_path / "site" / page).read_text()
     # links out of the site are none

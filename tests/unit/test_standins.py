@@ -10,10 +10,8 @@ import importlib
 import inspect
 import pickle
 import re
-import subprocess
 import sys
 from collections import namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +25,8 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from fsdp_c.compat import upstream
 from fsdp_c.compat.standins import api, common_utils, fsdp_extensions, shard_utils, wrap
 from tests.models import Block, Net
+from tests.processes import ROOT, output_of_python
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [
     value
     for value in vars(api).values()
@@ -228,12 +226,6 @@ def test_tensors_of_containers_are_found_and_replaced_as_torchs_are() -> None:
 # ----------------------------------------------------------------- finding and pickling
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def test_nothing_is_found_under_torchs_names_while_torch_has_fsdp1() -> None:
     assert upstream.HAS_FSDP1 and not upstream.WHY_NO_FSDP1
     assert not any(type(finder).__module__.startswith("fsdp_c") for finder in sys.meta_path)
@@ -241,7 +233,8 @@ def test_nothing_is_found_under_torchs_names_while_torch_has_fsdp1() -> None:
 
 def test_modules_stand_under_torchs_names_once_they_are_asked_for() -> None:
     pickled = pickle.dumps(upstream.MixedPrecision(torch.bfloat16))
-    run_python(
+    output_of_python(
+        "-c",
         "from tests import hidden_fsdp1; hidden_fsdp1.hide('removed')\n"
         "import pickle, sys, fsdp_c\n"
         "assert not [name for name in sys.modules if hidden_fsdp1.is_of_fsdp1(name)]\n"
@@ -251,13 +244,15 @@ def test_modules_stand_under_torchs_names_once_they_are_asked_for() -> None:
         "import torch.distributed.fsdp as fsdp\n"
         "assert not hasattr(fsdp, 'FullyShardedDataParallel') and fsdp.fully_shard\n"
         "try:\n    import torch.distributed.fsdp._optim_utils\n"
-        "except ModuleNotFoundError:\n    pass\nelse:\n    raise SystemExit('nobody has that one')\n"
+        "except ModuleNotFoundError:\n    pass\nelse:\n    raise SystemExit('nobody has that one')\n",
+        cwd=ROOT,
     )
 
 
 def test_a_module_that_torch_still_has_is_torchs() -> None:
     """As FSDP2 takes helpers from one of FSDP1's modules, which may outlive the others."""
-    run_python(
+    output_of_python(
+        "-c",
         "import sys, types\n"
         "from importlib.machinery import ModuleSpec\n"
         "from tests import hidden_fsdp1\n"
@@ -271,7 +266,8 @@ def test_a_module_that_torch_still_has_is_torchs() -> None:
         "sys.meta_path.insert(0, Left())\n"
         "import fsdp_c\n"
         "import torch.distributed.fsdp._common_utils as found\n"
-        "assert found.left and not fsdp_c.compat.upstream.HAS_FSDP1\n"
+        "assert found.left and not fsdp_c.compat.upstream.HAS_FSDP1\n",
+        cwd=ROOT,
     )
 
 

@@ -1,0 +1,29 @@
+"""Pythons that tests start, beside the one that they run in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 600.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """How it ended and what it said. ``variables`` join those of the environment."""
+    command, environment = [sys.executable, *map(str, arguments)], os.environ | variables
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def output_of_python(
+    *arguments: str | Path, cwd: Path | None = None, timeout_s: float = 600.0, **variables: str
+) -> str:
+    """What it printed. AssertionError, with what it said, where it did not end well."""
+    done = run_python(*arguments, cwd=cwd, timeout_s=timeout_s, **variables)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout
