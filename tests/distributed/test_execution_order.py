@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
 
-from tests.collectives import ALL_GATHER, REDUCE_SCATTER
+from tests.collectives import ALL_GATHER
+from tests.distributed.test_collective_calls import calls
 from tests.models import WIDTH, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import PER_BLOCK, plain_step
@@ -229,24 +230,10 @@ def gathered_layers(sizes: list[int]) -> list[int]:
 
 def traced_backward(model: Any) -> list[str]:
     """All-gathers and reduce-scatters of a backward in order, as "g2" for the gather of layer 2."""
-    events: list[str] = []
-    gather, scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
-
-    def on_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        events.append(f"g{gathered_layers([output.numel()])[0]}")
-        return gather(output, *args, **kwargs)
-
-    def on_scatter(output: Tensor, full: Tensor, *args: Any, **kwargs: Any) -> Any:
-        events.append(f"r{gathered_layers([full.numel()])[0]}")
-        return scatter(output, full, *args, **kwargs)
-
     loss = model(torch.ones(1, 1)).sum()
-    with (
-        mock.patch.object(dist, ALL_GATHER, on_gather),
-        mock.patch.object(dist, REDUCE_SCATTER, on_scatter),
-    ):
+    with calls() as seen:
         loss.backward()
-    return events
+    return [f"{'g' if kind == 'AG' else 'r'}{gathered_layers([numel])[0]}" for kind, numel in seen]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 from tests.ranks import both_views, device, device_type, on_ranks
+from tests.training import batch
 
 
 def wrapped(kind: Any = FSDP, net: nn.Module | None = None, **options: Any) -> Any:
@@ -34,8 +35,7 @@ def wrapped(kind: Any = FSDP, net: nn.Module | None = None, **options: Any) -> A
 
 
 def backward(model: nn.Module, rank: int) -> Tensor:
-    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
-    loss = model(x).square().mean()
+    loss = model(batch(rank)).square().mean()
     loss.backward()
     return loss.detach()
 

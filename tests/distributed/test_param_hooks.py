@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from tests.models import WIDTH
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import batch
 
 Trace = list[tuple[str, Any]]
 
@@ -50,8 +51,7 @@ def build(
 
 
 def loss_of(model: Any, rank: int, index: int = 0) -> Tensor:
-    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
-    return model(x).float().square().sum()
+    return model(batch(rank, index)).float().square().sum()
 
 
 def frozen(value: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,7 @@ from fsdp_c import optim
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import wrap
 
 WIDTH = 640  # shards above 1 MiB
 LAYERS = 3
@@ -52,18 +53,13 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def wrapped(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **settings: Any) -> FSDP:
+def wrapped(strategy: str = "FULL_SHARD", dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     torch.manual_seed(1)
-    options = {
-        "device_id": device(),
-        "sharding_strategy": ShardingStrategy[strategy],
-        "use_orig_params": use_orig_params,
-        **settings,
-    }
-    net = Net().to(options.pop("dtype", torch.float32))
+    unit = partial(wrap, strategy=strategy, **settings)
+    net = Net().to(dtype)
     for index, layer in enumerate(net.layers):
-        net.layers[index] = FSDP(layer, **options)
-    return FSDP(net, **options)
+        net.layers[index] = unit(layer)
+    return unit(net)
 
 
 def batch(step: int, rank: int) -> Tensor:
