@@ -43,7 +43,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 4_139,
     "csrc/torch": 3_478,
     "csrc/collective": 321,
-    "csrc/handle": 4_884,
+    "csrc/handle": 4_891,
     "csrc/runtime": 5_463,
     "csrc/python": 1_651,
     "fsdp_c": 25_444,

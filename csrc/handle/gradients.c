@@ -291,6 +291,7 @@ void gradients_drop(struct gradients *gradients) {
     Py_CLEAR(gradients->reduce_input);
     Py_CLEAR(gradients->hook_input);
     Py_CLEAR(gradients->reduce_output);
+    Py_CLEAR(gradients->cast_output);
     Py_CLEAR(gradients->work);
     gradients->in_backward = gradients->hooked = false;
 }

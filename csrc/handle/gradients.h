@@ -43,6 +43,7 @@ struct gradients {
     /* owned; with offload: saved_shard in CPU memory, once the device has been waited for */
     PyObject *offloaded;
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
+    PyObject *cast_output; /* owned; what the output is cast to, where its dtype is another; or NULL */
     /* owned; reduce_input's memory, as a hook of the user's may give it other data; or NULL */
     PyObject *hook_input;
     PyObject *work; /* owned; the reduce-scatter in flight */
@@ -209,7 +210,7 @@ int gradients_read_comm_hook(struct gradients *gradients);
 
 /* reduction.c: a new tensor of the values of `input`, in the dtype of the sharded parameter, where
  * computation is. */
-PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input);
+PyObject *gradients_cast_to_shard_dtype(struct gradients *gradients, PyObject *input);
 
 /* What earlier backwards left and this one adds to. */
 static inline PyObject **gradients_previous(struct gradients *gradients) {

@@ -91,13 +91,14 @@ static PyObject *call_comm_hook(struct gradients *gradients) {
 int gradients_take_memory(struct gradients *gradients) {
     /* A hook may give the output other memory. */
     bool is_hooked = gradients->comm_hook.function && !gradients->comm_hook.native;
-    bool is_gradient = gradients->param->sharded && !gradients->saved_shard && !is_hooked &&
-                       !gradients_reduce_twice(gradients) &&
-                       gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
-    if (!is_gradient)
+    if (!gradients->param->sharded || gradients->saved_shard || is_hooked ||
+        gradients_reduce_twice(gradients))
         return 0;
-    ref_set(&gradients->reduce_output, torch_empty_like(gradients->storage->copy->reduce_output_like));
-    return gradients->reduce_output ? 0 : -1;
+    const struct storage *storage = gradients->storage;
+    bool is_output = storage->copy->reduce_kind == storage->orig_kind;
+    PyObject **memory = is_output ? &gradients->reduce_output : &gradients->cast_output;
+    ref_set(memory, torch_empty_like(storage->shard_like));
+    return *memory ? 0 : -1;
 }
 
 int gradients_reduce_enqueue(struct gradients *gradients) {
@@ -126,8 +127,11 @@ int gradients_reduce_enqueue(struct gradients *gradients) {
     return 0;
 }
 
-PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input) {
-    PyObject *output = torch_empty_like(gradients->storage->shard_like);
+PyObject *gradients_cast_to_shard_dtype(struct gradients *gradients, PyObject *input) {
+    PyObject *output = gradients->cast_output;
+    gradients->cast_output = NULL;
+    if (!output)
+        output = torch_empty_like(gradients->storage->shard_like);
     if (output && gradients_apply(gradients, gradients->storage->kernels->cast_divide, output, input, 1.0,
                                   "cast of a gradient") < 0)
         Py_CLEAR(output);
@@ -200,4 +204,5 @@ void gradients_reduce_release(struct gradients *gradients) {
     Py_CLEAR(gradients->reduce_input);
     Py_CLEAR(gradients->hook_input);
     Py_CLEAR(gradients->reduce_output);
+    Py_CLEAR(gradients->cast_output);
 }

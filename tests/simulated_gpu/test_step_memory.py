@@ -199,6 +199,17 @@ assert inputs() == [(0, False)]
     )
 
 
+def test_gradients_that_were_reduced_in_another_dtype_are_memory_of_the_compute_stream() -> None:
+    """That of the stream which reduces has room for what is packed, and what stayed there would break it up."""
+    run("""
+mixed = MixedPrecision(torch.bfloat16)
+model = wrap(nn.Sequential(*(wrap(nn.Linear(1024, 1024, device="cuda")) for _ in range(4))))
+shard = 4 * (1024 * 1024 + 1024) // 8
+streams = [block.stream for _, block, is_taken in changes_in_a_step() if is_taken and block.nbytes == shard]
+assert len(streams) >= 4 and not any(streams), streams
+""")
+
+
 def test_what_is_idle_at_the_peak_is_reserved_and_not_used() -> None:
     run("""
 with memory() as taken:
