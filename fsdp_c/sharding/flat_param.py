@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_c import _C
-from fsdp_c.compat import left_out
+from fsdp_c.compat import left_out, misuse
 from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import (
@@ -277,9 +277,18 @@ def check_uniform(
 
 
 class _Watched(type):
-    """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement (H-016)."""
+    """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement (H-016), and the user when
+    another method of the runtime's is, which it would not call."""
 
     def __setattr__(cls, name: str, value: object) -> None:
+        is_step = not name.startswith("__") and name != "unshard" and callable(getattr(_C.Handle, name, None))
+        if is_step and value is not getattr(_C.Handle, name):
+            misuse.tell(
+                f"what was put in the place of FlatParamHandle.{name} is not called: the runtime does in C what "
+                "that does. It calls what stands for FlatParamHandle.unshard, and for the collectives of "
+                "torch.distributed",
+                is_certain=False,
+            )
         super().__setattr__(name, value)
         cls._note(name)
 

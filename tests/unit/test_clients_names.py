@@ -11,6 +11,7 @@ import functools
 import importlib
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, bf16_compress_hook
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
 
+from fsdp_c import _C, MixedPrecision, ShardingStrategy
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c._common_utils import (
     _get_module_fsdp_state,
     _get_module_fsdp_state_if_fully_sharded_module,
@@ -221,6 +222,19 @@ def test_unit_has_the_attributes_that_libraries_read() -> None:  # A-011, D-004,
     model._assert_state(TrainingState.IDLE)
     with pytest.raises(ValueError, match="expected to be in states"):
         model._assert_state(TrainingState.FORWARD_BACKWARD)
+
+
+def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    """H-016: ColossalAI replaces it."""
+    with (
+        mock.patch.object(FlatParamHandle, "unshard", len),
+        mock.patch.object(FlatParamHandle, "new", len, create=True),
+    ):
+        assert not recwarn.list
+    with pytest.warns(UserWarning, match="place of FlatParamHandle._all_gather_flat_param is not called"):
+        FlatParamHandle._all_gather_flat_param = len
+    del FlatParamHandle._all_gather_flat_param
+    assert FlatParamHandle._all_gather_flat_param is _C.Handle._all_gather_flat_param
 
 
 def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> None:
