@@ -26,7 +26,7 @@ try:
         _FSDPState,
         _get_param_to_fqns,
     )
-    from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+    from torch.distributed.fsdp._flat_param import HandleShardingStrategy, _ShardParamInfo
     from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
     from torch.distributed.fsdp.api import (
         BackwardPrefetch,

@@ -5,6 +5,7 @@
 from fsdp_c.compat.upstream import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
     RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    _ShardParamInfo,
 )
 from fsdp_c.sharding.flat_param import (
     FlatParameter,

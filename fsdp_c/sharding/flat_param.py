@@ -22,6 +22,7 @@ from fsdp_c.compat.upstream import (
     HandleShardingStrategy,
     HandleTrainingState,
     ShardingStrategy,
+    _ShardParamInfo,
 )
 from fsdp_c.sharding import subclasses, tensor_parallel
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
@@ -50,16 +51,6 @@ class SharedParamInfo(NamedTuple):
     prim_param_name: str
     prim_module: nn.Module
     prim_module_name: str
-
-
-class ShardParamInfo(NamedTuple):
-    """The part of a parameter in this rank's shard; all None for none. The end index is inclusive."""
-
-    in_shard: bool
-    offset_in_shard: int | None
-    numel_in_shard: int | None
-    intra_param_start_idx: int | None
-    intra_param_end_idx: int | None
 
 
 class FlatParamShardMetadata(NamedTuple):
@@ -122,7 +113,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _fqns: list[str]
     _param_extensions: list[tensor_parallel.ParamExtension]
     _numels: tuple[int, ...]
-    _shard_param_infos: tuple[ShardParamInfo, ...]
+    _shard_param_infos: tuple[_ShardParamInfo, ...]
     _params: list[nn.Parameter] | None  # None unless use_orig_params; so are the next two
     _shared_params: list[nn.Parameter] | None
     _is_grad_none_mask: list[bool] | None
@@ -630,7 +621,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     def _get_shard_metadata(
         self, unsharded_start_idx: int, unsharded_end_idx: int
-    ) -> tuple[ShardParamInfo, ...]:
+    ) -> tuple[_ShardParamInfo, ...]:
         """What a shard of these elements of the unsharded flat parameter, both included, has of each one."""
         first, last = unsharded_start_idx, unsharded_end_idx
         starts = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
@@ -774,22 +765,22 @@ def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
         shard.narrow(0, start, end - start).fill_(value)
 
 
-_NOT_IN_SHARD = ShardParamInfo(False, None, None, None, None)
+_NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
 
 
-def _shard_param_infos(layout: _C.FlatLayout) -> tuple[ShardParamInfo, ...]:
+def _shard_param_infos(layout: _C.FlatLayout) -> tuple[_ShardParamInfo, ...]:
     return tuple(
-        ShardParamInfo(True, offset, numel, start, start + numel - 1) if in_shard else _NOT_IN_SHARD
+        _ShardParamInfo(True, offset, numel, start, start + numel - 1) if in_shard else _NOT_IN_SHARD
         for in_shard, offset, numel, start in layout.shard_ranges()
     )
 
 
-def _part_in_range(start: int, last: int, range_start: int, range_last: int) -> ShardParamInfo:
+def _part_in_range(start: int, last: int, range_start: int, range_last: int) -> _ShardParamInfo:
     """What a shard of [range_start, range_last] has of a parameter of [start, last]; all inclusive."""
     begin, end = max(start, range_start), min(last, range_last)
     if begin > end:
         return _NOT_IN_SHARD
-    return ShardParamInfo(True, begin - range_start, end - begin + 1, begin - start, end - start)
+    return _ShardParamInfo(True, begin - range_start, end - begin + 1, begin - start, end - start)
 
 
 def _describe(

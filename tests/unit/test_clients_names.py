@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pickle
 import re
 from typing import Any
 from unittest import mock
@@ -85,7 +86,7 @@ _common_utils: _FSDPState _get_module_fsdp_state _get_module_fsdp_state_if_fully
     _set_fsdp_flattened _is_fsdp_flattened _has_fsdp_params _module_handle _get_param_to_fqns
 _init_utils: HYBRID_SHARDING_STRATEGIES NO_RESHARD_AFTER_FORWARD_STRATEGIES _init_intra_and_inter_node_groups
 _traversal_utils: _get_fsdp_states _get_fsdp_states_with_modules _get_fsdp_handles _composable
-_flat_param: FlatParameter FlatParamHandle HandleShardingStrategy ParamInfo SharedParamInfo
+_flat_param: FlatParameter FlatParamHandle HandleShardingStrategy ParamInfo SharedParamInfo _ShardParamInfo
     FlatParamShardMetadata RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
 _shard_utils: _create_chunk_sharded_tensor _create_chunk_dtensor
 _fsdp_extensions: FSDPExtensions _set_fsdp_extensions _ext_pre_flatten_transform _ext_post_unflatten_transform
@@ -154,6 +155,13 @@ def test_flat_parameters_have_the_names_of_what_they_hold() -> None:
     assert flat_param._fqns == ["0.weight", "0.bias"] and flat_param._is_flat_param
     assert _get_param_to_fqns(model)[flat_param] == ["second.0.weight", "second.0.bias"]
     assert model.params == [model._flat_param]
+
+
+def test_what_a_shard_holds_is_pickled_under_torchs_name() -> None:
+    """B-042: OLMo saves it."""
+    infos = nested()._flat_param._shard_param_infos
+    saved = pickle.dumps(infos)
+    assert b"fsdp_c" not in saved and pickle.loads(saved) == infos
 
 
 def test_names_are_cleaned_of_all_wrappers() -> None:

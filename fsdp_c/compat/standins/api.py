@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -20,6 +21,17 @@ class ShardingStrategy(Enum):
     NO_SHARD = 3  # every rank holds all; gradients are averaged
     HYBRID_SHARD = 4  # FULL_SHARD over one group, replicas over another
     _HYBRID_SHARD_ZERO2 = 5  # SHARD_GRAD_OP over one group, replicas over another
+
+
+class _ShardParamInfo(NamedTuple):
+    """The part of a parameter that this rank's shard holds; all None when there is none. The end index is
+    inclusive."""
+
+    in_shard: bool
+    offset_in_shard: int | None
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+    intra_param_end_idx: int | None
 
 
 class HandleShardingStrategy(Enum):
@@ -170,6 +182,7 @@ _HOMES: dict[type, str] = {  # elsewhere than in torch.distributed.fsdp.api
     HandleTrainingState: "_common_utils",
     OptimStateKeyType: "fully_sharded_data_parallel",
     TrainingState: "_common_utils",
+    _ShardParamInfo: "_flat_param",
 }
 for _value in list(vars().values()):
     if isinstance(_value, type) and _value.__module__ == __name__:
