@@ -692,7 +692,10 @@ class FullyShardedDataParallel(ShardedModule):
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
         """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
         _refuse_new_parameters(self)
-        with _flat_params_shown(self):
+        is_summoned = (
+            self.training_state == TrainingState.SUMMON_FULL_PARAMS
+        )  # the whole parameters move then
+        with contextlib.nullcontext() if is_summoned else _flat_params_shown(self):
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
             return self
 

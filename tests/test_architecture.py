@@ -52,7 +52,7 @@ LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
 STATE_READERS = {  # modules of Python that read it, and what for: none moves it, and none reads the rest
     "compat.standins.common_utils": "what torch's helper of this name asserts",
-    "fully_sharded_data_parallel": "names inside summon_full_params",
+    "fully_sharded_data_parallel": "names and moves inside summon_full_params",
     "interop._runtime_utils": "what outside code asks and answers in the runtime's place",
     "sharding.flat_param": "attributes that torch has on a handle",
     "sharding.sharded_module": "attributes that torch has on a unit, and whether full parameters are shown",

@@ -78,6 +78,24 @@ def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
     assert_same(full_state_dict(reference), full_state_dict(model))
 
 
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_parameters_that_are_moved_and_moved_back_train_on(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    """verl moves the model to the CPU, reads its state dict and moves it back."""
+    model, expected = (wrap(plain(), use_orig_params, sharding_strategy=strategy) for _ in range(2))
+    with summon(model, writeback=False):
+        moved = model.module.double().state_dict()
+        assert_same(plain().double().state_dict(), moved)
+        model.module.float()
+    assert_same(full_state_dict(expected), full_state_dict(model))
+    train(model, rank)
+    train(expected, rank)
+    assert_same(full_state_dict(expected), full_state_dict(model))
+
+
 @both_views
 @on_ranks(2)
 def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_params: bool) -> None:  # A-094
