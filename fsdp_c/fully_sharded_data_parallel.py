@@ -692,9 +692,8 @@ class FullyShardedDataParallel(ShardedModule):
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
         """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
         _refuse_new_parameters(self)
-        is_summoned = (
-            self.training_state == TrainingState.SUMMON_FULL_PARAMS
-        )  # the whole parameters move then
+        # inside summon_full_params the whole parameters move
+        is_summoned = self.training_state == TrainingState.SUMMON_FULL_PARAMS
         with contextlib.nullcontext() if is_summoned else _flat_params_shown(self):
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
             return self

@@ -46,7 +46,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 4_891,
     "csrc/runtime": 5_463,
     "csrc/python": 1_651,
-    "fsdp_c": 25_444,
+    "fsdp_c": 25_460,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
