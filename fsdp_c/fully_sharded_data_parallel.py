@@ -425,7 +425,7 @@ class FullyShardedDataParallel(ShardedModule):
         flight_recorder.keep(modules)
         runtime = _C.Runtime([module._unit for module in members])
         runtime.set_optional(optional_units(modules))
-        self._exec_order_data.bind(self, runtime)
+        self._exec_order_data = self._exec_order_data.bind(self, runtime)
         optimizer_steps.watch(self)
         misuse_checks.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:

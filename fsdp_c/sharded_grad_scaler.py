@@ -196,6 +196,9 @@ def _grads_together(optimizer: torch.optim.Optimizer, device: torch.device) -> l
     return grads if plain else []
 
 
+_WIDE_NUMEL = 2**22  # of what is in fp32 at once
+
+
 @torch.no_grad()
 def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """``torch.ops.fsdp_c.unscale_``: each times the one number of ``inverse_scale``, and 1 into ``found_inf`` if
@@ -211,9 +214,10 @@ def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor)
         groups.setdefault(tensor.dtype, []).append(tensor)
     if found_inf.device.type != "cpu":  # CUDA's kernel raises for bfloat16
         for tensor in groups.pop(torch.bfloat16, []):
-            wide = tensor.float()
-            torch._amp_foreach_non_finite_check_and_unscale_([wide], found_inf, inverse_scale)
-            tensor.copy_(wide)
+            for part in tensor.view(-1).split(_WIDE_NUMEL) if tensor.is_contiguous() else [tensor]:
+                wide = part.float()
+                torch._amp_foreach_non_finite_check_and_unscale_([wide], found_inf, inverse_scale)
+                part.copy_(wide)
     for group in groups.values():
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse_scale)
 

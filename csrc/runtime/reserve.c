@@ -109,7 +109,7 @@ struct taken {
 static int take(struct unit *part, void *arg) {
     struct storage *storage = &part->handle->storage;
     struct taken *taken = arg;
-    if (storage_alloc_unsharded(storage) < 0)
+    if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
         return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
     taken->cuts_piece = taken->cuts_piece || pool_is_cut(taken->pool, storage->copy->full.view.data);
     return 0;

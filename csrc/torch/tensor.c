@@ -82,7 +82,8 @@ int tensor_init(void) {
         return 0;
     OWNED *tensor_type = ref_find("torch", "Tensor");
     const struct dl_exchange *table = tensor_type ? find_exchange(tensor_type) : NULL;
-    if (!table || !PyType_Check(tensor_type))
+    bool is_whole = table && table->dltensor_from_py_object && table->managed_tensor_to_py_object;
+    if (!is_whole || !PyType_Check(tensor_type))
         return RAISED(PyExc_ImportError, "fsdp_c finds no torch.Tensor that it can look into by DLPack: this "
                                          "torch is built in an unknown way");
     OWNED *hip = ref_find("torch.version", "hip");

@@ -33,11 +33,17 @@ class ExecutionOrder:
         self._root: weakref.ref[ShardedModule] | None = None
         self._check: _Check | None = None
 
-    def bind(self, root: ShardedModule, runtime: _C.Runtime) -> None:
-        """Bind to the units of ``root``; its ``runtime`` takes over the limits."""
-        self._root = weakref.ref(root)
-        for name, limit in self._limits.items():
+    def bind(self, root: ShardedModule, runtime: _C.Runtime) -> ExecutionOrder:
+        """That of ``root``, whose ``runtime`` takes over the limits: this one, unless it is another root's, of
+        whose tree ``root`` was a part."""
+        order = self
+        if self._bound() not in (None, root):
+            order = ExecutionOrder()
+            order._limits = dict(self._limits)
+        order._root = weakref.ref(root)
+        for name, limit in order._limits.items():
             setattr(runtime, name, limit)
+        return order
 
     def check(self, names: list[list[str]], group: dist.ProcessGroup, device: torch.device) -> None:
         """Compare the order of forwards in training mode from now on; ``names`` are those of each unit's

@@ -170,6 +170,20 @@ def test_one_forward_more_is_a_deviation() -> None:
 
 
 @on_ranks(2)
+def test_inner_units_that_become_roots_have_orders_of_their_own() -> None:
+    first, second = checked(), checked()
+    with debug_level(dist.DebugLevel.DETAIL):
+        outer = implementation("fsdp_c")(
+            nn.Sequential(first, second), device_id=device(), use_orig_params=True
+        )
+    outer(torch.ones(1, WIDTH)).sum().backward()
+    outer.double().float()
+    for _ in range(3):
+        assert warnings_of(first, "left", "right") == warnings_of(second, "left") == []
+    assert len(warnings_of(first, "right", "left")) == len(warnings_of(second, "right")) == 1
+
+
+@on_ranks(2)
 def test_a_unit_that_runs_twice_in_every_iteration_is_no_deviation() -> None:
     """Upstream records first uses only, and takes each further one for a deviation."""
     model = checked()

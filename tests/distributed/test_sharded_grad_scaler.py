@@ -198,6 +198,18 @@ def test_what_was_found_has_the_shape_of_torchs(rank: int, how: str) -> None:
     assert len(shapes["torch"]) == 1
 
 
+def test_gradients_in_bfloat16_are_unscaled_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_c.sharded_grad_scaler._WIDE_NUMEL", 3)  # on a GPU
+    grads = [torch.arange(10.0).bfloat16(), torch.arange(6.0).bfloat16().view(2, 3).t()]
+    expected = [(grad * 0.3).bfloat16() for grad in (each.float() for each in grads)]
+    found, scale = torch.zeros(1), torch.tensor([0.3])
+    torch.ops.fsdp_c.unscale_(grads, found, scale)
+    assert found.item() == 0 and all(map(torch.equal, grads, expected))
+    grads[0][9] = torch.inf
+    torch.ops.fsdp_c.unscale_(grads, found, scale)
+    assert found.item() == 1
+
+
 # ----------------------------------------------------------------- scale()
 
 
