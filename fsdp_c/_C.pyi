@@ -9,7 +9,6 @@ Attributes are read-only unless they are said to be writable. Modules and handle
 those that were given: a FullyShardedDataParallel, a FlatParamHandle.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from types import ModuleType
@@ -312,10 +311,13 @@ class Runtime:
     callback_queued: bool  # a backward is running, or has raised
     # writable: check_backward is called at the end of the next backward, which sets it to False
     unchecked: bool
-    checks_order: bool  # writable: check_order is called at each forward of a unit in training mode
     handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
     _backward_prefetch_limit: int  # writable, for the clients that write them: units prefetched
     _forward_prefetch_limit: int
+    def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
+        """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's
+        parameters. In the first iteration across ranks (RuntimeError), later against the first (UserWarning,
+        once)."""
     def set_optional(self, pairs: list[tuple[Unit, Unit]], /) -> None:
         """Units that a rank need not run in a step, each with the unit around it, which every rank runs and
         with which it is gathered and reduced; both are of this root. In traversal order, once, before the
@@ -381,7 +383,6 @@ def bind_callbacks(
     hook_inputs: Callable[[tuple[Any, ...], dict[str, Any], Callable[[], None]], RemovableHandle | None],
     tensors_of: Callable[[object], list[Tensor]],
     cast_buffers_for_mode: Callable[[Any], None],
-    check_order: Callable[[weakref.ref[Any], int], None],
     step_in_backward: Callable[[Any], None],
     await_step: Callable[[Any], None],
     is_in_reentrant_checkpoint: Callable[[], bool],
@@ -399,8 +400,7 @@ def bind_callbacks(
     ``convert_inputs`` where inputs are not on the device or not of the dtype, and leaves be what is None;
     ``hook_inputs`` for a frozen unit: the hook is called once all inputs that require a gradient have theirs;
     ``tensors_of`` for outputs that are no tensor, list, tuple or dict; ``cast_buffers_for_mode`` with
-    full_precision_in_eval, before a forward of the root; ``check_order(root, unit)`` before a unit is gathered
-    for it, where the Runtime checks the order; ``is_in_reentrant_checkpoint`` after one that ran
+    full_precision_in_eval, before a forward of the root; ``is_in_reentrant_checkpoint`` after one that ran
     without gradients; ``explain_error`` with what one has raised.
 
     Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where
@@ -473,7 +473,7 @@ def set_recorder_saving(saving: bool, /) -> None:
     """Whether a thread beside the training is saving a checkpoint, whatever the phase is."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
-    """Why torch's operators run on devices of this type for fsdp_c's kernels, or None, as for "cpu"."""
+    """Why torch's operators stand for fsdp_c's kernels on devices of this type, or None, as for "cpu"."""
 
 def bind_operator_kernels(module: ModuleType, /) -> None:
     """Call these functions where torch's operators run: those of ``fsdp_c/operator_kernels.py``."""

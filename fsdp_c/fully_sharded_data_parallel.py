@@ -77,7 +77,7 @@ from fsdp_c.training import (
     tree,
     unshard_params,
 )
-from fsdp_c.training.execution_order import ExecutionOrder, check_order
+from fsdp_c.training.execution_order import ExecutionOrder
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel"]
 __all__ += api.__all__
@@ -425,13 +425,13 @@ class FullyShardedDataParallel(ShardedModule):
         flight_recorder.keep(modules)
         runtime = _C.Runtime([module._unit for module in members])
         runtime.set_optional(optional_units(modules))
-        self._exec_order_data = self._exec_order_data.bind(self, runtime)
+        self._exec_order_data.bind(self, runtime)
         optimizer_steps.watch(self)
         misuse_checks.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:
-            names = [_param_names(*module) for module in modules]
-            self._exec_order_data.check(names, self.process_group, self.compute_device)
-            runtime.checks_order = True
+            runtime.check_order(
+                [_param_names(*module) for module in modules], self.process_group, self.compute_device
+            )
         for path, module in modules:
             module._exec_order_data = self._exec_order_data
             if module._debug_level == dist.DebugLevel.INFO:
@@ -510,7 +510,8 @@ class FullyShardedDataParallel(ShardedModule):
         calls it. Returns the 0-dim total norm before clipping, in the dtype that the gradients' dtypes
         promote to, on the device that computes, or on the CPU with CPU offload. Warns on a rank without
         gradients and returns it in fp32 or wider there. Raises RuntimeError on an instance that is not the
-        root, ValueError inside a step.
+        root, or where the optimizer has stepped in the backward; ValueError inside a step, or for a norm that
+        is none.
         """
         if not self.check_is_root():  # asked first: initialising an inner unit would make it a root
             raise RuntimeError(
@@ -905,7 +906,6 @@ _C.bind_callbacks(
     hook_inputs=tree.hook_inputs,
     tensors_of=tree.tensors_of,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
-    check_order=check_order,
     step_in_backward=FlatParamHandle.step_in_backward,
     await_step=FlatParamHandle.await_step,
     is_in_reentrant_checkpoint=misuse_checks.is_in_reentrant_checkpoint,

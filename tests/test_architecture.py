@@ -44,9 +44,9 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/torch": 3_479,
     "csrc/collective": 321,
     "csrc/handle": 4_891,
-    "csrc/runtime": 5_463,
-    "csrc/python": 1_651,
-    "fsdp_c": 25_470,
+    "csrc/runtime": 5_611,
+    "csrc/python": 1_660,
+    "fsdp_c": 25_397,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

@@ -86,6 +86,15 @@ static PyObject *release(PyObject *self, PyObject *unused) {
     return none_or_error(runtime_release(runtime));
 }
 
+static PyObject *check_order(PyObject *self, PyObject *args) {
+    struct runtime *runtime = inside(self);
+    PyObject *names, *group, *device;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyList_Type, &names, &group, &device))
+        return NULL;
+    order_set_validation(&runtime->order, order_validation_new(names, group, device));
+    return none_or_error(runtime->order.validation ? 0 : -1);
+}
+
 /* Pairs of an optional unit and the unit around it. From the last to the first, as each comes before the
  * others. */
 static PyObject *set_optional(PyObject *self, PyObject *pairs) {
@@ -107,6 +116,7 @@ static PyObject *set_optional(PyObject *self, PyObject *pairs) {
 
 static PyMethodDef methods[] = {
     {"set_optional", set_optional, METH_O, NULL},
+    {"check_order", check_order, METH_VARARGS, NULL},
     {"final_callback", final_callback, METH_NOARGS, NULL},
     {"recover", recover, METH_NOARGS, NULL},
     {"hold", hold, METH_NOARGS, NULL},
@@ -164,7 +174,6 @@ static PyMemberDef members[] = {
     READ_ONLY("iteration", T_LONGLONG, order.iteration),
     READ_ONLY("callback_queued", T_BOOL, callback_queued),
     {"unchecked", T_BOOL, offsetof(struct runtime_object, runtime.unchecked), 0, NULL},
-    {"checks_order", T_BOOL, offsetof(struct runtime_object, runtime.checks_order), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

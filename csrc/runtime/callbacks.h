@@ -15,7 +15,6 @@
     X(hook_inputs)                /* (args, kwargs, hook) -> what removes it, or None */                     \
     X(tensors_of)                 /* (output) -> list of the tensors in it that require a gradient */        \
     X(cast_buffers_for_mode)      /* (module) */                                                             \
-    X(check_order)                /* (weak reference to the root's module, index of the unit) */             \
     X(step_in_backward)           /* (handle): its optimizers step */                                        \
     X(await_step)                 /* (handle): they have stepped */                                          \
     X(is_in_reentrant_checkpoint) /* () -> bool */                                                           \

@@ -51,20 +51,17 @@ static int begin_forward(struct unit *unit) {
 }
 
 /* Nothing marks the end of an iteration in evaluation. */
-static int check_order(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    bool has_turn = runtime->checks_order && unit->handle && !unit->optional.enclosing;
-    int training = has_turn ? unit_is_training(unit) : 0;
-    if (training <= 0)
-        return training;
-    OWNED *index = PyLong_FromLongLong(unit->place.unit);
-    return index ? callbacks_tell(callbacks.check_order, runtime->units[0]->module_ref, index) : -1;
+static int validate_order(struct unit *unit) {
+    struct order *order = &unit->runtime->order;
+    bool has_turn = unit->handle && !unit->optional.enclosing;
+    int training = order->validation && has_turn ? unit_is_training(unit) : 0;
+    return training > 0 ? order_validate(order, &unit->place) : training;
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(TRACED_PRE_FORWARD, unit->recorder_index);
-    if (unit_precision_for_forward(unit) < 0 || check_order(unit) < 0 || unit_unshard_for_forward(unit) < 0 ||
-        unit_convert_inputs(unit, args, kwargs) < 0 ||
+    if (unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
+        unit_unshard_for_forward(unit) < 0 || unit_convert_inputs(unit, args, kwargs) < 0 ||
         unit->runtime->operations->register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;

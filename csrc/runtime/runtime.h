@@ -49,7 +49,6 @@ struct runtime {
     enum backward_reach reach; /* see [Note: flat parameters in the graph] in backward.c */
     bool any_cut_off, any_left_out, told_of_no_gradient;
     bool unchecked;               /* callbacks.check_backward looks at the next backward that ends */
-    bool checks_order;            /* callbacks.check_order at each forward of a unit in training mode */
     bool trains;                  /* the root's last forward began with gradients enabled */
     const void *final_hook;       /* what was queued last: compared, never followed */
     unsigned long resetting;      /* the thread that does so now, or 0 */
