@@ -225,6 +225,6 @@ def _unscale_op(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor)
 if not hasattr(torch.ops.fsdp_c, "unscale_"):  # a second import finds that of the first
     _library = torch.library.Library("fsdp_c", "FRAGMENT")
     _library.define("unscale_(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")
-    for _key in ("CPU", "CUDA", "XPU", "MAIA", "PrivateUse1"):
+    for _key in ("CompositeExplicitAutograd", "CUDA"):
         _library.impl("unscale_", _unscale_op, _key)
     _library.impl("unscale_", lambda tensors, found_inf, inverse_scale: None, "Meta")

@@ -164,7 +164,7 @@ def _check_as_torch_sees(file: BinaryIO, records: dict[str, Record]) -> None:
 
 
 def check_archive(file: BinaryIO) -> dict[str, Record]:
-    """Its records. ValueError for an archive that could run code, or take far more memory or time."""
+    """Its records. ValueError for one that could run code, or take more memory or time than its bytes warrant."""
     records = read_records(file)
     require("data.pkl" in records, "it has no data.pkl")
     content = _read(file, records["data.pkl"].offset, records["data.pkl"].nbytes)

@@ -207,6 +207,8 @@ class OptimTarget:
         """Raises ValueError for a checkpoint that lacks state of this optimizer's, or has another's."""
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
+        groups = zip(optimizer.param_groups, self.groups, strict=True)
+        self._group_of = {param: group for group, params in groups for param, _ in params}
         # whole state, by FQN and name, see [Note: Whole state] in fsdp_c/state/whole_state.py
         self.whole: dict[str, dict[str, _Whole]] = {}
         self.found = self._states()
@@ -362,7 +364,7 @@ class OptimTarget:
         stays = name == "step" and not self._is_fused(param)
         # what comes in float32 and is kept in 8 bits: the device need not hold all of it first
         encodes = getattr(self.optimizer, "encodes", None)  # FlatAdamW's
-        is_coded = encodes is not None and encodes(self._group_of(param), name)
+        is_coded = encodes is not None and encodes(self._group_of.get(param, {}), name)
         device = torch.device("cpu") if stays or is_coded else param.device
         if tuple(param.shape) == shape:
             return torch.zeros_like(
@@ -370,12 +372,8 @@ class OptimTarget:
             ).detach()
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def _group_of(self, param: nn.Parameter) -> ParamGroup:
-        groups = zip(self.optimizer.param_groups, self.groups, strict=True)
-        return next((group for group, params in groups if any(param is own for own, _ in params)), {})
-
     def _is_fused(self, param: nn.Parameter) -> bool:
-        group = self._group_of(param)
+        group = self._group_of.get(param, {})
         return bool(group.get("capturable") or group.get("fused"))
 
     def _scalar(self, key: str) -> Tensor:

@@ -92,7 +92,7 @@ def _runs(content: bytes) -> Iterator[tuple[int, int, bool]]:
 
 
 def check_pickle(content: bytes) -> int:
-    """The length of the first pickle in ``content``. ValueError for one that takes far more memory."""
+    """The length of the first pickle in ``content``. ValueError where it takes far more memory than that."""
     return max((end for _, end, _ in _runs(content)), default=0)
 
 

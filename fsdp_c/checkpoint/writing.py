@@ -37,7 +37,7 @@ class _Write(NamedTuple):
 
 
 def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """The tensor with the strides that follow from its order of dimensions: one of one element has any."""
+    """The tensor with the strides of its order of dimensions, also where a dimension of one element has others."""
     return (
         tensor if order is None else from_memory_order(tensor.permute(order).reshape(-1), tensor.shape, order)
     )

@@ -20,6 +20,7 @@ import torch
 
 WHY_NO_FSDP1 = ""
 try:
+    from torch.distributed.fsdp import _shard_utils, _wrap_utils  # noqa: F401  # helpers() gives them
     from torch.distributed.fsdp._common_utils import (
         HandleTrainingState,
         TrainingState,

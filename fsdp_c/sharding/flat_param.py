@@ -275,8 +275,8 @@ class _Watched(type):
         is_step = not name.startswith("__") and name != "unshard" and callable(getattr(_C.Handle, name, None))
         if is_step and value is not getattr(_C.Handle, name):
             misuse.tell(
-                f"what was put in the place of FlatParamHandle.{name} is not called: the runtime does in C what "
-                "that does. It calls what stands for FlatParamHandle.unshard, and for the collectives of "
+                f"what was put in the place of FlatParamHandle.{name} is not called in a step: the runtime does in C "
+                "what that does. It calls what stands for FlatParamHandle.unshard, and for the collectives of "
                 "torch.distributed",
                 is_certain=False,
             )
@@ -765,6 +765,7 @@ def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
         shard.narrow(0, start, end - start).fill_(value)
 
 
+ShardParamInfo = _ShardParamInfo  # of earlier pickles
 _NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
 
 

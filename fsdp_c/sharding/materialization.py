@@ -170,8 +170,9 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if isinstance(tensor, DTensor):
         return [tensor.to_local()]
     if not is_traceable_wrapper_subclass(tensor):
+        # every backend can send bytes, which only dense integers can be seen as
         is_sent = tensor.is_floating_point() or not tensor.dim() or not tensor.is_contiguous()
-        return [tensor if is_sent else tensor.view(torch.uint8)]  # which every backend can send
+        return [tensor if is_sent else tensor.view(torch.uint8)]
     plain: list[torch.Tensor] = []
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)

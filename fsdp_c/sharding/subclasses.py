@@ -28,7 +28,7 @@ class Guise(NamedTuple):
 
 
 def guise_of(param: nn.Parameter) -> Guise | None:
-    """How ``param`` looks; None for a plain one, and a trained one, whose class gradients would meet."""
+    """How ``param`` looks; None for a plain one, and a trained one: gradients would meet its class."""
     if param.requires_grad or (type(param) is nn.Parameter and vars(param).keys() <= _MARKS):
         return None
     return Guise(type(param), vars(param))

@@ -112,7 +112,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
-    """The tensor parallel groups whose ranks hold other parts of a parameter; none for no DTensor."""
+    """The tensor parallel groups whose ranks hold other parts of a parameter; of a DTensor alone."""
     if not isinstance(param_extension, DTensorSpec):
         return ()
     mesh, placements = param_extension.mesh, param_extension.placements

@@ -229,10 +229,11 @@ def _warn_of_frozen_params(
     if len({param.requires_grad for param in registered}) < 2:
         return
     targets = set(targets)
+    homes = homes_of_shared_params(tree, targets)
     for module, path in reversed(tree.modules.items()):  # inner ones first
         if module not in targets:
             continue
-        own = Subtree(module, inner=targets, homes={}).params.items()
+        own = Subtree(module, inner=targets, homes=homes).params.items()
         params = {
             param: joined(path, joined(info.module_name, info.param_name))
             for param, info in own

@@ -1,4 +1,4 @@
-"""The whole parameters of a sharded model, by units or buckets: for exporters, and copies that follow it."""
+"""The whole parameters of a sharded model, by units or buckets: for exporters, and copies that follow training."""
 
 from __future__ import annotations
 

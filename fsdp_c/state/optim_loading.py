@@ -261,7 +261,7 @@ def _parts_of_rows(
 
 
 def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamLayout, Tensor]]:
-    """This rank's rows of sharded values. All ranks raise what is wrong on one, or held differently."""
+    """This rank's rows of sharded values. All ranks raise the error of any."""
     error, rows = None, []
     try:
         rows = [(t.layout, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]

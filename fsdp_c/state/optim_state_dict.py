@@ -214,7 +214,7 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: Optimizer | None = None,
 ) -> StateDict:
-    """A state dict keyed by names from one keyed by ids, or back, as an optimizer of a plain model has it.
+    """A state dict keyed by names from one keyed by ids, or back, to exchange with one of a plain model.
 
     The same object where the keys are of that type already. Raises ValueError for keys of mixed types,
     RuntimeError for a parameter with several names.

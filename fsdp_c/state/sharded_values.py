@@ -426,7 +426,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
-    """This rank's rows of a loaded value. Collective only for one divided over other ranks or otherwise.
+    """This rank's rows of a loaded value. Collective only for one of other ranks or placements.
 
     Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is
     not divided into rows over the ranks of its group (X-142).

@@ -190,6 +190,15 @@ def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split:
     assert trainable.requires_grad and not frozen.requires_grad
 
 
+def test_a_frozen_parameter_of_two_modules_is_of_neither() -> None:  # G-010
+    plain = Model()
+    plain.blocks[1].first = plain.blocks[0].first.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
+    assert "blocks.0._fsdp_wrapped_module.first.weight" in model._flat_param._fqns
+
+
 def test_wholly_frozen_module_is_wrapped_without_a_warning() -> None:
     plain = Model()
     plain.blocks[1].requires_grad_(False)
