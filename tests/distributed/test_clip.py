@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
-from tests.distributed.test_state_dict import assert_same, plain, wrap
+from tests.distributed.test_state_dict import plain, wrap
 from tests.models import WIDTH
 from tests.parity.engine import same_bits
 from tests.processes import output_of_python
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import assert_same
 
 
 def backward(model: nn.Module, rank: int, scale: float = 10.0) -> None:

@@ -22,8 +22,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests import training
 from tests.models import WIDTH, Block, Net
-from tests.parity.engine import implementation, same_bits
+from tests.parity.engine import implementation
 from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import assert_same
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -51,12 +52,6 @@ def train(model: nn.Module, rank: int) -> None:
 def full_state_dict(model: Any, **config: Any) -> dict[str, Tensor]:
     with type(model).state_dict_type(model, FULL, FullStateDictConfig(**config)):
         return model.state_dict()
-
-
-def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
-    assert sorted(expected) == sorted(actual)
-    different = [key for key in expected if not same_bits(expected[key], actual[key])]
-    assert not different
 
 
 def memory(tensor: Tensor) -> int:

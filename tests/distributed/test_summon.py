@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
-from tests.distributed.test_state_dict import assert_same, full_state_dict, plain, train, wrap
+from tests.distributed.test_state_dict import full_state_dict, plain, train, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import all_strategies, both_views, on_ranks
+from tests.training import assert_same
 
 
 def gathered_nbytes(model: Any) -> int:
