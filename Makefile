@@ -62,7 +62,7 @@ help:
 	@echo 'make lint format   check, or write, the formatting of C and Python; lint checks types too'
 	@echo 'make typecheck     compare what the extension has with _C.pyi, which says what it has'
 	@echo 'make bench         host overhead beside FSDP1 and FSDP2'
-	@echo 'make bench-cuda    kernels and a GPT step on a GPU, into runs/cuda'
+	@echo 'make bench-cuda    kernels and steps on a GPU, into runs/cuda'
 	@echo 'make clean         remove what was built; .venv and runs/ stay'
 
 # The environment: one stamp per step, newer than what the step was made from.
@@ -280,7 +280,7 @@ bench: build
 bench-cuda: build-cuda
 	@mkdir -p runs/cuda
 	$(CUDA_PYTHON) -m benchmarks.cuda_kernels --json runs/cuda/kernels.json
-	$(CUDA_PYTHON) -m benchmarks.cuda_gpt --trace runs/cuda --json runs/cuda/gpt.json
+	$(CUDA_PYTHON) -m benchmarks.cuda_steps --json runs/cuda/steps.json
 
 clean:
 	rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

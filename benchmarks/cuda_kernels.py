@@ -25,6 +25,19 @@ REPEATS = 10
 MOST_COPIES = 32  # a stream takes about a thousand launches before the host waits
 HEAD_START = 1_000_000  # cycles of the device for the host to enqueue one call
 MOST_CYCLES = 2_000_000_000
+STOCHASTIC, EIGHT_BITS = {"rounding": "stochastic"}, {"state_dtype": torch.uint8}
+OPTIMIZERS: dict[
+    str, tuple[torch.dtype, float, dict[str, Any], bool]
+] = {  # bytes of state, options, whether torch has it
+    "fp32": (torch.float32, 8, {}, True),
+    "bf16": (torch.bfloat16, 4, {}, True),
+    "bf16, fp32 state": (torch.bfloat16, 8, {"state_dtype": torch.float32}, False),
+    "bf16 with masters": (torch.bfloat16, 10, {"master_dtype": torch.float32}, False),
+    "bf16 stochastic": (torch.bfloat16, 4, STOCHASTIC, False),
+    "fp32, 8-bit state": (torch.float32, 2 + 8 / 256, EIGHT_BITS, False),
+    "bf16, 8-bit state": (torch.bfloat16, 2 + 8 / 256, EIGHT_BITS, False),
+    "bf16 stochastic, 8-bit state": (torch.bfloat16, 2 + 8 / 256, STOCHASTIC | EIGHT_BITS, False),
+}
 ops = torch.ops.fsdp_c
 
 
@@ -33,7 +46,7 @@ class Case(NamedTuple):
 
     name: str
     ours: Callable[[], Any]
-    torchs: Callable[[], Any]
+    torchs: Callable[[], Any] | None  # has none
     nbytes: int
 
 
@@ -69,9 +82,6 @@ def cases(numel: int, device: str) -> list[Case]:
     def accumulate() -> None:
         fp32.add_((bf16 / 2.0).float())
 
-    param = torch.nn.Parameter(out32)
-    param.grad = fp32
-    ours, theirs = FlatAdamW([param]), torch.optim.AdamW([param], fused=True)
     return [
         Case("copy fp32", lambda: out32.copy_(fp32), lambda: out32.copy_(fp32), 8 * numel),
         packed("bf16", out16, grads16, 4),
@@ -80,8 +90,17 @@ def cases(numel: int, device: str) -> list[Case]:
         Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
         Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
-        Case("AdamW fp32", ours.step, theirs.step, 28 * numel),
+        *(adamw(name, fp32.to(dtype), *options) for name, (dtype, *options) in OPTIMIZERS.items()),
     ]
+
+
+def adamw(name: str, grad: Tensor, state_nbytes: float, options: dict[str, Any], torch_has_it: bool) -> Case:
+    """A step that reads gradients, and reads and writes parameters and ``state_nbytes`` of each element."""
+    param = torch.nn.Parameter(torch.randn_like(grad))
+    param.grad = grad
+    theirs = torch.optim.AdamW([param], fused=True).step if torch_has_it else None
+    nbytes = int(grad.numel() * (3 * grad.element_size() + 2 * state_nbytes))
+    return Case(f"AdamW {name}", FlatAdamW([param], **options).step, theirs, nbytes)
 
 
 def call(bodies: list[Callable[[], Any]]) -> None:
@@ -120,10 +139,8 @@ def measure(mebibytes: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for same in zip(*copies, strict=True):
         nbytes = same[0].nbytes
-        ours, torchs = (
-            nbytes / seconds([case.ours for case in same]),
-            nbytes / seconds([case.torchs for case in same]),
-        )
+        ours = nbytes / seconds([case.ours for case in same])
+        torchs = nbytes / seconds([case.torchs for case in same if case.torchs]) if same[0].torchs else None
         copy = rows[0]["copy GB/s"] * 1e9 if rows else ours  # the first case
         rows.append(
             {
@@ -131,7 +148,7 @@ def measure(mebibytes: int) -> list[dict[str, Any]]:
                 "MiB": mebibytes,
                 "copy GB/s": copy / 1e9,
                 "ours": ours / copy,
-                "torch": torchs / copy,
+                "torch": torchs / copy if torchs else None,
             }
         )
     return rows
@@ -148,12 +165,15 @@ def main() -> None:
         raise SystemExit("torch finds no GPU here")
     versions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     print(versions)
-    print(f"{'kernel':20}{'MiB':>6}{'copy GB/s':>12}{'ours':>8}{'torch':>8}")
-    rows = [row for size in SIZES for row in measure(size)]
-    for row in rows:
-        print(
-            f"{row['kernel']:20}{row['MiB']:6}{row['copy GB/s']:12.0f}{row['ours']:8.0%}{row['torch']:8.0%}"
-        )
+    print(f"{'kernel':36}{'MiB':>6}{'copy GB/s':>12}{'ours':>8}{'torch':>8}")
+    rows = []
+    for size in SIZES:
+        for row in measure(size):
+            rows.append(row)
+            torchs = "" if row["torch"] is None else f"{row['torch']:.0%}"
+            print(
+                f"{row['kernel']:36}{size:6}{row['copy GB/s']:12.0f}{row['ours']:8.0%}{torchs:>8}", flush=True
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps({"on": versions, "rows": rows}, indent=1))
 

@@ -180,6 +180,10 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     if device_type() == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(index % torch.cuda.device_count())
+        if torch.cuda.device_count() < world_size:
+            from tests.cuda.nccl_on_one_gpu import share_one_gpu
+
+            share_one_gpu(index)
     dist.init_process_group(
         backend, store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30)
     )

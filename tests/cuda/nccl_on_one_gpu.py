@@ -9,18 +9,22 @@ import os
 import torch
 import torch.distributed as dist
 
-SETTINGS = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-}
+
+def share_one_gpu(rank: int) -> None:
+    """Before the process' first communicator."""
+    os.environ.update(
+        NCCL_HOSTID=f"rank{rank}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_NET="Socket",
+        NCCL_MNNVL_ENABLE="0",
+        NCCL_NVLS_ENABLE="0",
+    )
 
 
 @functools.cache
 def nccl_group() -> dist.ProcessGroup:
     """All ranks, once per process; it has sent something when this returns. Collective."""
-    os.environ.update(SETTINGS, NCCL_HOSTID=f"rank{dist.get_rank()}")
+    share_one_gpu(dist.get_rank())
     group = dist.new_group(backend="nccl")
     total = torch.ones(1, device="cuda")
     dist.all_reduce(total, group=group)

@@ -805,15 +805,17 @@ EXPORT void fake_nccl_disturb(int what, int calls_until, int ms) {
 
 ABSENT(ncclCommInitAll, ncclComm_t *, int, const int *)
 ABSENT(ncclCommShrink, ncclComm_t, int *, int, ncclComm_t *, ncclConfig_t *, int)
-ABSENT(ncclCommMemStats, ncclComm_t, ncclCommMemStat_t, uint64_t *)
 ABSENT(ncclCommSuspend, ncclComm_t, int)
 ABSENT(ncclCommResume, ncclComm_t)
 ABSENT(ncclCommWindowRegister, ncclComm_t, void *, size_t, ncclWindow_t *, int)
 ABSENT(ncclCommWindowDeregister, ncclComm_t, ncclWindow_t)
 ABSENT(ncclSignal, int, int, int, unsigned, ncclComm_t, cudaStream_t)
-ABSENT(ncclWaitSignal, int, ncclWaitSignalDesc_t *, ncclComm_t, cudaStream_t)
 ABSENT(ncclPutSignal, const void *, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned,
        ncclComm_t, cudaStream_t)
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0)
+ABSENT(ncclCommMemStats, ncclComm_t, ncclCommMemStat_t, uint64_t *)
+ABSENT(ncclWaitSignal, int, ncclWaitSignalDesc_t *, ncclComm_t, cudaStream_t)
+#endif
 EXPORT ncclResult_t ncclDevCommCreate() {
     return fail(ncclInvalidUsage, "ncclDevCommCreate is not there");
 }

@@ -1,0 +1,225 @@
+"""Steps of Llamas on one GPU, as rank 0 of 8 whose collectives copy on the device and send nothing: fsdp_c
+beside torch's FSDP1 and FSDP2, and each beside what the timeline says of it.
+
+python -m benchmarks.cuda_steps --json steps.json                        # needs a GPU
+python -m benchmarks.cuda_steps --beside steps.json --markdown steps.md  # needs none
+
+Each row runs in a process of its own. "alone" is the model in bf16, without FSDP and optimizer. "narrow" is a
+model that leaves the device idle: a forward and backward of it is what the host takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_shapes import MODELS, Model
+from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, Row, in_processes, train
+
+WORLD, WARM_UP, REPEATS = 8, 4, 5
+MACHINE = "h100_copies"
+NARROW = Model(256, 1024, 4, 24, 32, family="mpt")
+MOST_KERNELS = 24
+MEMORY = ("requested_MiB", "allocated_MiB", "reserved_MiB")
+
+
+def rows(models: list[str], offload: bool) -> list[Row]:
+    options: dict[str, Any] = {"machine": MACHINE, "offload": offload}
+    return [Row(name, model, **options) for model in models for name in (ALONE, *IMPLEMENTATIONS)]
+
+
+# ---- measured: in a process with a GPU
+
+
+def copying_group() -> type:
+    """Collectives that move on the device what this rank would get, one kernel each."""
+    from benchmarks.common import NoopGroup
+
+    class CopyingGroup(NoopGroup):
+        def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+            of_ranks = output.view(WORLD, -1)
+            of_ranks[1:].copy_(input.view(1, -1))
+            if of_ranks.data_ptr() != input.data_ptr():
+                of_ranks[0].copy_(input.view(-1))
+            return super()._allgather_base(output, input)
+
+        def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
+            output.view(-1).copy_(input.view(-1)[: output.numel()])
+            return super()._reduce_scatter_base(output, input)
+
+        all_gather_single = _allgather_base
+        reduce_scatter_single = _reduce_scatter_base
+
+    return CopyingGroup
+
+
+def measure(row: Row, lock: str) -> dict[str, Any]:
+    """Times in ms and memory in MiB of one row."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from benchmarks import common
+    from benchmarks.timeline_models import build
+
+    turn = Path(lock).open("w")
+    fcntl.flock(turn, fcntl.LOCK_EX)  # others may import meanwhile
+    torch.manual_seed(0)
+    torch.cuda.set_device(0)
+    is_narrow = row.model == "narrow"
+    shape = NARROW if is_narrow else MODELS[row.model]
+    group = common.NoopGroup if is_narrow else copying_group()
+    dist.Backend.register_backend(
+        "copies", lambda store, rank, size, timeout: group(size), devices=["cpu", "cuda"]
+    )
+    dist.init_process_group("copies", rank=0, world_size=WORLD, store=FakeStore())
+    model, _ = build(row, shape, shape.sequence, {"gpus_per_node": WORLD})
+    torch.autograd.profiler._is_profiler_enabled = False  # which the timeline wants
+    for buffer in model.buffers():
+        buffer.normal_()
+    has_optimizer = row.implementation != ALONE and not is_narrow
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True) if has_optimizer else None
+    tokens = torch.randint(shape.vocabulary, (row.batch, shape.sequence), device="cuda")
+
+    def step() -> None:
+        train(row, model, optimizer, tokens)
+
+    for number in range(WARM_UP):
+        step()
+        if number == 0:
+            torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"step_ms": 1e3 * seconds(step, torch.cuda.synchronize, 20 if is_narrow else 3)}
+    found["requested_MiB"] = torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**20
+    found["allocated_MiB"] = torch.cuda.max_memory_allocated() / 2**20
+    found["reserved_MiB"] = torch.cuda.max_memory_reserved() / 2**20
+    if not is_narrow:
+        found["kernels"] = kernels(step)
+    return found | {"on": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+
+def seconds(step: Callable[[], None], synchronize: Callable[[], None], count: int) -> float:
+    """Of one step, where the host may run ahead: the median of some runs of ``count``."""
+    found = []
+    for _ in range(REPEATS):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize()
+        found.append((time.perf_counter() - begin) / count)
+    return statistics.median(found)
+
+
+def kernels(step: Callable[[], None]) -> list[tuple[str, int, float]]:
+    """Those that take longest in a step: name, launches, ms in all."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in profiler.events():
+        times[event.name] += event.device_time
+        launches[event.name] += 1
+    return [(name[:120], launches[name], time / 1e3) for name, time in times.most_common(MOST_KERNELS)]
+
+
+def in_own_process(row: Row, lock: str) -> dict[str, Any]:
+    """The row and what was measured, or only the row where it failed."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.cuda_steps", "--row", json.dumps(vars(row))]
+    done = subprocess.run([*command, "--lock", lock], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"{row} failed", file=sys.stderr)
+        return {"row": vars(row)}
+    return {"row": vars(row)} | json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_all(all_rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """In the rows' order, one after the other on the device."""
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(2) as threads:
+        yield from threads.map(lambda row: in_own_process(row, lock.name), all_rows)
+
+
+# ---- beside the timeline
+
+
+def table(measured: list[dict[str, Any]]) -> str:
+    """Markdown: each number measured, and by the model."""
+    known = [one for one in measured if "step_ms" in one]
+    large = [one for one in known if one["row"]["model"] != "narrow"]
+    lines = [
+        "| model | | step ms | by the model | "
+        + " | ".join(f"{name[:-4]} MiB | by the model" for name in MEMORY)
+        + " |",
+        "|---|---|" + "---:|" * 8,
+    ]
+    for one, told in zip(large, in_processes([Row(**one["row"]) for one in large]), strict=True):
+        row = told.row
+        name = f"{row.model}{', offload' if row.offload else ''}"
+        cells = [f"{one['step_ms']:.1f}", f"{told.step_ms:.1f}"]
+        for key in MEMORY:
+            cells += [f"{one[key]:.0f}", f"{getattr(told, key):.0f}"]
+        lines.append(f"| {name} | {row.implementation} | " + " | ".join(cells) + " |")
+    narrow = {
+        one["row"]["implementation"]: one["step_ms"] for one in known if one["row"]["model"] == "narrow"
+    }
+    if ALONE in narrow:
+        lines += ["", "| | forward and backward, ms | us per unit over the plain model |", "|---|---:|---:|"]
+        for name, ms in narrow.items():
+            each = 1e3 * (ms - narrow[ALONE]) / (NARROW.blocks + 1)
+            lines.append(f"| {name} | {ms:.2f} | {each:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, or print what was measured beside the timeline."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", nargs="+", default=["narrow", "0.4B", "1.3B", "6.7B"], choices=["narrow", *MODELS]
+    )
+    parser.add_argument("--offload", action="store_true", help="parameters and the optimizer to the CPU")
+    parser.add_argument("--json", type=Path, help="where what was measured goes")
+    parser.add_argument("--beside", type=Path, help="what was measured, to stand beside the timeline")
+    parser.add_argument("--markdown", type=Path, help="also write the table here")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        print(json.dumps(measure(Row(**json.loads(arguments.row)), arguments.lock)), flush=True)
+        os._exit(0)  # threads of autograd may still be there
+    if arguments.beside:
+        text = table(json.loads(arguments.beside.read_text()))
+        print(text)
+        if arguments.markdown:
+            arguments.markdown.write_text(text + "\n")
+        return
+    found = []
+    for one in measure_all(rows(arguments.model, arguments.offload)):
+        found.append(one)
+        row, numbers = one["row"], {name: one.get(name) for name in ("step_ms", *MEMORY)}
+        print(row["model"], row["implementation"], numbers, flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1))
+    if any("step_ms" not in one for one in found):
+        raise SystemExit("not all was measured: what failed says why above")
+
+
+if __name__ == "__main__":
+    main()
