@@ -20,7 +20,7 @@ from torch import Tensor
 from fsdp_c.optim import FlatAdamW
 
 MEBIBYTE = 1 << 20
-SIZES = [4, 16, 64, 256]  # MiB of fp32 input
+SIZES = [4, 16, 64, 256]
 REPEATS = 10
 MOST_COPIES = 32  # a stream takes about a thousand launches before the host waits
 HEAD_START = 1_000_000  # cycles of the device for the host to enqueue one call
@@ -76,9 +76,6 @@ def cases(numel: int, device: str) -> list[Case]:
             nbytes * numel,
         )
 
-    def cast() -> Tensor:
-        return ops.cast_divide(fp32, 1.0, torch.bfloat16)
-
     def accumulate() -> None:
         fp32.add_((bf16 / 2.0).float())
 
@@ -87,7 +84,10 @@ def cases(numel: int, device: str) -> list[Case]:
         packed("bf16", out16, grads16, 4),
         packed("bf16 -> fp32", out32, grads16, 6),
         packed("fp32 -> bf16", out16, grads32, 6),
-        Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
+        Case(
+            "cast fp32 -> bf16", lambda: ops.cast_divide(fp32, 1.0, torch.bfloat16), fp32.bfloat16, 6 * numel
+        ),
+        Case("cast bf16 -> fp32", lambda: ops.cast_divide(bf16, 1.0, torch.float32), bf16.float, 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
         Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
         *(adamw(name, fp32.to(dtype), *options) for name, (dtype, *options) in OPTIMIZERS.items()),
@@ -160,6 +160,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="MiB of fp32 input")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here")
@@ -167,7 +168,7 @@ def main() -> None:
     print(versions)
     print(f"{'kernel':36}{'MiB':>6}{'copy GB/s':>12}{'ours':>8}{'torch':>8}")
     rows = []
-    for size in SIZES:
+    for size in arguments.sizes:
         for row in measure(size):
             rows.append(row)
             torchs = "" if row["torch"] is None else f"{row['torch']:.0%}"

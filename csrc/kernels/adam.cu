@@ -82,27 +82,29 @@ template <typename A> __device__ static void convert_operand(A *values, const un
     });
 }
 
-/* Of the element at `index` in the whole. */
+/* What is drawn for the element at `index` in the whole. */
+template <enum adam_kind kind> __device__ static uint32_t drawn_word(int64_t index, uint64_t key) {
+    return kind == ADAM_STOCHASTIC ? draw_word((uint32_t)index, (uint32_t)((uint64_t)index >> 32), key) : 0;
+}
+
 template <typename T, enum adam_kind kind, typename A>
-__device__ static T rounded(A value, int operand, int64_t index, uint64_t key) {
-    if constexpr (kind == ADAM_STOCHASTIC && is_same_type<T, bfloat16>::value) {
-        uint32_t word = draw_word((uint32_t)index, (uint32_t)((uint64_t)index >> 32), key);
-        return {draw_rounded(bits_of_float(value), draw_bits(word, operand))};
-    } else {
+__device__ static T rounded(A value, int operand, uint32_t drawn) {
+    if constexpr (kind == ADAM_STOCHASTIC && is_same_type<T, bfloat16>::value)
+        return {draw_rounded(bits_of_float(value), draw_bits(drawn, operand))};
+    else
         return converted<T>(value);
-    }
 }
 
 template <typename A, enum adam_kind kind>
 __device__ static void store_operand(const A *values, const struct adam_item &item, int operand, int64_t i,
-                                     uint64_t key) {
+                                     const uint32_t *drawn) {
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
         if constexpr (fills_vectors<A>(sizeof(T))) {
             T stored[adam_width<A>::VALUE];
 #pragma unroll
             for (int j = 0; j < adam_width<A>::VALUE; j++)
-                stored[j] = rounded<T, kind>(values[j], operand, item.first_index + i + j, key);
+                stored[j] = rounded<T, kind>(values[j], operand, drawn[j]);
             store_aligned<T, adam_width<A>::VALUE>((T *)item.operands[operand] + i, stored);
         }
     });
@@ -133,13 +135,13 @@ __device__ static A load_one(const struct adam_item &item, int operand, int64_t 
 
 template <typename A, enum adam_kind kind>
 __device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i,
-                                 uint64_t key) {
+                                 uint32_t drawn) {
     if constexpr (kind == ADAM_MASTERS)
         if (operand == ADAM_PARAM)
             return split_master((bfloat16 *)item.operands[operand] + i, item.master_low + i, value);
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
-        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, operand, item.first_index + i, key);
+        ((T *)item.operands[operand])[i] = rounded<T, kind>(value, operand, drawn);
     });
 }
 
@@ -256,10 +258,14 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
     if constexpr (kind == ADAM_MASTERS)
         join_masters(values[ADAM_PARAM], words[ADAM_PARAM], item, i);
     step_elements(values, has_largest, by);
+    uint32_t drawn[WIDTH];
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++)
+        drawn[j] = drawn_word<kind>(item.first_index + i + j, by.key);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
         if (is_written(of, has_largest) && (kind != ADAM_MASTERS || of != ADAM_PARAM))
-            store_operand<A, kind>(values[of], item, of, i, by.key);
+            store_operand<A, kind>(values[of], item, of, i, drawn);
     if constexpr (kind == ADAM_MASTERS)
         split_masters(values[ADAM_PARAM], item, i);
 }
@@ -273,10 +279,11 @@ __device__ static void step_one(const struct adam_item &item, int64_t i, const a
         if (is_read(of, has_largest))
             values[of][0] = load_one<A, kind>(item, of, i);
     step_elements(values, has_largest, by);
+    uint32_t drawn = drawn_word<kind>(item.first_index + i, by.key);
 #pragma unroll
     for (int of = 0; of < ADAM_OPERANDS; of++)
         if (is_written(of, has_largest))
-            store_one<A, kind>(values[of][0], item, of, i, by.key);
+            store_one<A, kind>(values[of][0], item, of, i, drawn);
 }
 
 template <typename A, enum adam_kind kind>
@@ -294,47 +301,174 @@ __device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t 
 
 enum { LANES = 32, LANE_NUMEL = STATE_BLOCK_NUMEL / LANES }; /* a warp has a block in its registers */
 
-/* What a lane has of a block of `item`: every LANES-th element from `first` on, where there is one. */
-struct lane {
+__device__ static constexpr bool is_average(int operand) {
+    return operand >= ADAM_EXP_AVG;
+}
+
+/* What threads look up: the quotient by its code, without signs and with them, and by a third of its exponent
+ * both lines that may be the lowest. */
+struct state_tables {
+    float quotients[2][256];
+    float lines[8][4];
+
+    __device__ void fill() {
+        const float upper[][8] = {{STATE_UPPER(STATE_CELLS)}, {STATE_UPPER(STATE_BEFORE)}};
+        const float lower[][8] = {{STATE_LOWER(STATE_CELLS)}, {STATE_LOWER(STATE_BEFORE)}};
+        for (int i = (int)threadIdx.x; i < 256; i += THREADS) {
+            quotients[0][i] = quotient_of(i, 1.5f, i == 255);
+            quotients[1][i] = copysignf(quotient_of(2 * (i & 127), 1.0f, i == 128), i > 128 ? -1.0f : 1.0f);
+        }
+        for (int i = (int)threadIdx.x; i < 16; i += THREADS) {
+            lines[i / 2][i % 2] = upper[i % 2][i / 2];
+            lines[i / 2][i % 2 + 2] = lower[i % 2][i / 2];
+        }
+    }
+
+    /* The middle of the cell, which is where the highest line over the cells' numbers is. */
+    __device__ static float quotient_of(int count, float middle, bool is_most) {
+        const float widths[] = {STATE_DECADES(STATE_WIDTH)}, befores[] = {STATE_DECADES(STATE_BEFORE)};
+        float quotient = 0.0f;
+        for (int i = 0; i < 7 && count > 0; i++) {
+            float line = ((float)count + middle - befores[i]) * widths[i];
+            quotient = line > quotient ? line : quotient;
+        }
+        return is_most ? 1.0f : quotient;
+    }
+
+    /* Of a value and its quotient by the scale; as the CPU's states_code(). */
+    __device__ uint8_t code_of(float value, float quotient, bool has_sign) const {
+        uint32_t magnitude = smaller(bits_of_float(quotient) & 0x7fffffffu, bits_of_float(0.999f));
+        const float *line = lines[state_third(magnitude >> 23) & 7];
+        float upper = float_of_bits(magnitude) * line[0] + line[1];
+        float lower = float_of_bits(magnitude) * line[2] + line[3];
+        uint32_t cell = truncated(upper < lower ? upper : lower) + (magnitude > bits_of_float(0.998f));
+        if (!has_sign) {
+            uint32_t least = smaller(bits_of_float(value), 1); /* of what is not zero */
+            return (uint8_t)(cell - 1 > least ? cell - 1 : least);
+        }
+        uint32_t is_negative = quotient < 0.0f, half = smaller(cell >> 1, 128 - is_negative);
+        return (uint8_t)(half + (half && is_negative ? 128 : 0));
+    }
+
+    __device__ static uint32_t smaller(uint32_t a, uint32_t b) {
+        return a < b ? a : b;
+    }
+
+    /* Of a number below 2^23, by the adder: conversions are eight times slower. */
+    __device__ static uint32_t truncated(float number) {
+        return bits_of_float(__fadd_rz(number, 8388608.0f)) & 0x7fffffu;
+    }
+};
+
+/* What a lane has of a block of `item`: neighbours from `first` on where the block is whole and aligned,
+ * otherwise every LANES-th element, where there is one. */
+template <enum adam_kind kind, bool is_whole> struct lane {
     const struct adam_item &item;
+    const struct state_tables &tables;
     int64_t block, first;
 
-    __device__ bool has(int64_t i) const {
-        return i >= 0 && i < item.numel;
+    static constexpr int STRIDE = is_whole ? 1 : LANES;
+
+    __device__ int64_t at(int j) const {
+        return first + j * STRIDE;
+    }
+    __device__ bool has(int j) const {
+        return is_whole || (at(j) >= 0 && at(j) < item.numel);
     }
     __device__ bool has_block() const {
-        return block < adam_num_blocks(item.first_index, item.numel);
+        return is_whole || block < adam_num_blocks(item.first_index, item.numel);
     }
 
-    template <enum adam_kind kind> __device__ void load(float *values, int operand) const {
+    /* Words of neighbours, or of one element each. */
+    __device__ void load_codes(unsigned *words, int operand) const {
         const uint8_t *codes = (const uint8_t *)item.operands[operand];
-        float scale = item.scales[operand] && has_block() ? item.scales[operand][block] : 0.0f;
+        if constexpr (is_whole) {
+            uint2 loaded = __ldcg((const uint2 *)(const void *)(codes + first));
+            words[0] = loaded.x;
+            words[1] = loaded.y;
+        } else {
+#pragma unroll
+            for (int j = 0; j < LANE_NUMEL; j++)
+                words[j] = has(j) ? codes[at(j)] : 0;
+        }
+    }
+    __device__ void values_of_codes(float *values, const unsigned *words, int operand, float scale) const {
+        const float *quotients = tables.quotients[adam_has_sign(operand)];
+#pragma unroll
+        for (int j = 0; j < LANE_NUMEL; j++)
+            values[j] = quotients[is_whole ? words[j / 4] >> (j % 4 * 8) & 255 : words[j]] * scale;
+    }
+    __device__ void store_codes(const float *values, int operand) const {
+        uint8_t *codes = (uint8_t *)item.operands[operand];
+        float scale = scale_of_warp(values), inverse = state_inverse(scale);
+        unsigned words[LANE_NUMEL / 4] = {};
 #pragma unroll
         for (int j = 0; j < LANE_NUMEL; j++) {
-            int64_t i = first + j * LANES;
-            if (!has(i))
-                values[j] = 0.0f;
-            else if (item.scales[operand])
-                values[j] = state_value(codes[i], adam_has_sign(operand)) * scale;
-            else
-                values[j] = load_one<float, kind>(item, operand, i);
+            unsigned code = tables.code_of(values[j], values[j] * inverse, adam_has_sign(operand));
+            words[j / 4] |= code << (j % 4 * 8);
+            if (!is_whole && has(j))
+                codes[at(j)] = (uint8_t)code;
+        }
+        if (is_whole)
+            __stwb((uint2 *)(void *)(codes + first), uint2{words[0], words[1]});
+        if (has_block() && threadIdx.x % LANES == 0)
+            item.scales[operand][block] = scale;
+    }
+
+    __device__ void load(float (&values)[ADAM_OPERANDS][LANE_NUMEL], bool has_largest) const {
+        unsigned words[ADAM_OPERANDS][LANE_NUMEL] = {};
+        float scales[ADAM_OPERANDS] = {};
+#pragma unroll
+        for (int of = 0; of < ADAM_OPERANDS; of++) {
+            if (is_average(of) && is_read(of, has_largest)) {
+                load_codes(words[of], of);
+                scales[of] = has_block() ? item.scales[of][block] : 0.0f;
+            } else if (!is_average(of) && is_whole) {
+                load_operand<float>(words[of], item, of, first);
+            }
+        }
+#pragma unroll
+        for (int of = 0; of < ADAM_OPERANDS; of++) {
+            if (is_average(of)) {
+                values_of_codes(values[of], words[of], of, scales[of]);
+            } else if (!is_whole) {
+#pragma unroll
+                for (int j = 0; j < LANE_NUMEL; j++)
+                    values[of][j] = has(j) ? load_one<float, kind>(item, of, at(j)) : 0.0f;
+            } else if (kind == ADAM_MASTERS && of == ADAM_PARAM) {
+                join_masters(values[of], words[of], item, first);
+            } else {
+                convert_operand<float>(values[of], words[of], item.dtypes[of]);
+            }
         }
     }
 
-    template <enum adam_kind kind>
-    __device__ void store(const float *values, int operand, uint64_t key) const {
-        uint8_t *codes = (uint8_t *)item.operands[operand];
-        float scale = item.scales[operand] ? scale_of_warp(values) : 0.0f, inverse = state_inverse(scale);
+    __device__ void store(const float (&values)[ADAM_OPERANDS][LANE_NUMEL], bool has_largest,
+                          uint64_t key) const {
+        uint32_t drawn[LANE_NUMEL];
 #pragma unroll
-        for (int j = 0; j < LANE_NUMEL; j++) {
-            int64_t i = first + j * LANES;
-            if (has(i) && item.scales[operand])
-                codes[i] = state_code(values[j], inverse, adam_has_sign(operand));
-            else if (has(i))
-                store_one<float, kind>(values[j], item, operand, i, key);
-        }
-        if (item.scales[operand] && has_block() && threadIdx.x % LANES == 0)
-            item.scales[operand][block] = scale;
+        for (int j = 0; j < LANE_NUMEL; j++)
+            drawn[j] = drawn_word<kind>(item.first_index + at(j), key);
+        if constexpr (is_whole && kind == ADAM_MASTERS)
+            split_masters(values[ADAM_PARAM], item, first);
+        else if constexpr (is_whole)
+            store_operand<float, kind>(values[ADAM_PARAM], item, ADAM_PARAM, first, drawn);
+#pragma unroll
+        for (int j = 0; j < LANE_NUMEL && !is_whole; j++)
+            if (has(j))
+                store_one<float, kind>(values[ADAM_PARAM][j], item, ADAM_PARAM, at(j), drawn[j]);
+#pragma unroll
+        for (int of = ADAM_EXP_AVG; of < ADAM_OPERANDS; of++)
+            if (is_read(of, has_largest))
+                store_codes(values[of], of);
+    }
+
+    __device__ void step(const adam_coefficients<float> &by) const {
+        bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
+        float values[ADAM_OPERANDS][LANE_NUMEL];
+        load(values, has_largest);
+        step_elements(values, has_largest, by);
+        store(values, has_largest, by.key);
     }
 
     __device__ static float scale_of_warp(const float *values) {
@@ -355,23 +489,17 @@ struct lane {
 
 template <enum adam_kind kind>
 __device__ static void step_blocks(const struct adam_item &item, int64_t chunk,
-                                   const adam_coefficients<float> &by) {
-    bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
+                                   const adam_coefficients<float> &by, const struct state_tables &tables) {
     constexpr int64_t BLOCKS = ADAM_CHUNK_NUMEL / STATE_BLOCK_NUMEL;
+    static_assert(LANE_NUMEL == adam_width<float>::VALUE, "a lane has a width of a block");
+    int64_t before = item.first_index % STATE_BLOCK_NUMEL, place = threadIdx.x % LANES;
     for (int64_t i = threadIdx.x / LANES; i < BLOCKS; i += THREADS / LANES) {
-        int64_t block = chunk * BLOCKS + i;
-        int64_t begin = block * STATE_BLOCK_NUMEL - item.first_index % STATE_BLOCK_NUMEL;
-        const struct lane own = {item, block, begin + threadIdx.x % LANES};
-        float values[ADAM_OPERANDS][LANE_NUMEL] = {};
-#pragma unroll
-        for (int of = 0; of < ADAM_OPERANDS; of++)
-            if (is_read(of, has_largest))
-                own.load<kind>(values[of], of);
-        step_elements(values, has_largest, by);
-#pragma unroll
-        for (int of = 0; of < ADAM_OPERANDS; of++)
-            if (is_written(of, has_largest))
-                own.store<kind>(values[of], of, by.key);
+        int64_t block = chunk * BLOCKS + i, begin = block * STATE_BLOCK_NUMEL - before;
+        bool is_whole = begin >= 0 && begin + STATE_BLOCK_NUMEL <= item.numel;
+        if (item.aligned && before % LANE_NUMEL == 0 && is_whole)
+            lane<kind, true>{item, tables, block, begin + place * LANE_NUMEL}.step(by);
+        else
+            lane<kind, false>{item, tables, block, begin + place}.step(by);
     }
 }
 
@@ -379,6 +507,9 @@ __device__ static void step_blocks(const struct adam_item &item, int64_t chunk,
 template <typename A, enum adam_kind kind, bool is_coded>
 __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ struct adam_table table) {
     __shared__ adam_coefficients<A> by;
+    __shared__ struct state_tables tables;
+    if constexpr (is_coded)
+        tables.fill();
     const struct adam_item *known = nullptr;
     for (int64_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
         const struct adam_item &item = item_of(table.items, table.count, chunk);
@@ -392,7 +523,7 @@ __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ 
         int64_t begin = (chunk - item.first_chunk) * ADAM_CHUNK_NUMEL;
         int64_t end = begin + ADAM_CHUNK_NUMEL;
         if constexpr (is_coded)
-            step_blocks<kind>(item, chunk - item.first_chunk, by);
+            step_blocks<kind>(item, chunk - item.first_chunk, by, tables);
         else
             step_chunk<A, kind>(item, begin, end < item.numel ? end : item.numel, by);
     }
@@ -434,7 +565,8 @@ template <typename A> static void add_item(struct adam_table *table, const struc
         item->operands[i] = tensor->operands[i].data;
         item->dtypes[i] = (uint8_t)tensor->operands[i].dtype;
         item->nbytes[i] = (uint8_t)dtype_nbytes(tensor->operands[i].dtype);
-        bool is_vectored = is_aligned(item->operands[i]) && fills_vectors<A>(item->nbytes[i]);
+        bool is_vectored =
+            is_aligned(item->operands[i]) && (tensor->scales[i] || fills_vectors<A>(item->nbytes[i]));
         item->aligned = item->aligned && (is_vectored || !item->operands[i]);
         item->scales[i] = tensor->scales[i];
     }

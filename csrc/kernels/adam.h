@@ -136,44 +136,20 @@ HOST_DEVICE static inline float state_inverse(float scale) {
 }
 
 /* By decade the number of its first cell, and its end. Over magnitudes the number of a cell is a line in each
- * decade, and the lowest of all lines; over numbers a magnitude is the highest. Both are compared by their
- * bits, of which every compiler makes vectors. */
+ * decade, and the lowest of all lines. */
 #define STATE_DECADES(X) X(2, 1e-6) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(32, 1e-2) X(64, 1e-1) X(128, 1.0)
+#define STATE_WIDTH(first, end)  (float)(0.9 * end / first),
+#define STATE_CELLS(first, end)  (float)(first / (0.9 * end)),
+#define STATE_BEFORE(first, end) (float)(first * (8 / 9.0)),
 
-HOST_DEVICE static inline uint8_t state_code(float value, float inverse, bool has_sign) {
-    uint32_t bits = bits_of_float(value * inverse), one = bits_of_float(1.0f);
-    int is_negative = (bits > 0x80000000u) & (bits < 0xff800000u);
-    uint32_t magnitude = (bits & 0x7fffffffu) < one ? bits & 0x7fffffffu : one; /* of a NaN too */
-    uint32_t number = 0x7f800000u;
-#define STATE_LOWEST(first, end)                                                                             \
-    {                                                                                                        \
-        float cells = (float)(first / (0.9 * end)), before = (float)(first * (8 / 9.0));                     \
-        uint32_t line = bits_of_float(float_of_bits(magnitude) * cells + before);                            \
-        number = line < number ? line : number;                                                              \
-    }
-    STATE_DECADES(STATE_LOWEST)
-    int cell = (int)float_of_bits(number);
-    cell += (256 - cell) & -(int)(magnitude > bits_of_float(0.998f));
-    int most = 128 - is_negative, half = cell / 2 < most ? cell / 2 : most;
-    int with_sign = half + 128 * (is_negative & (half > 0));
-    int without = cell - 1 + ((cell < 2) & (bits_of_float(value) != 0));
-    return (uint8_t)(has_sign ? with_sign : without);
-}
-
-/* To be multiplied by the scale. */
-HOST_DEVICE static inline float state_value(uint8_t code, bool has_sign) {
-    float number = has_sign ? (float)(2 * (code & 127) + 1) : (float)code + 1.5f; /* the cell's middle */
-    int32_t magnitude = 0;
-#define STATE_HIGHEST(first, end)                                                                            \
-    {                                                                                                        \
-        float width = (float)(0.9 * end / first), before = (float)(first * (8 / 9.0));                       \
-        int32_t line = (int32_t)bits_of_float((number - before) * width);                                    \
-        magnitude = line > magnitude ? line : magnitude;                                                     \
-    }
-    STATE_DECADES(STATE_HIGHEST)
-    magnitude ^= -(code == (has_sign ? 128 : 255)) & (magnitude ^ (int32_t)bits_of_float(1.0f));
-    magnitude &= -(code != 0);
-    return float_of_bits((uint32_t)magnitude | (uint32_t)(has_sign & (code > 128)) << 31);
+/* By a third of a magnitude's exponent: a factor of 8, in which one decade at most ends. From 2^-22 to 1 they
+ * are 35 to 42, of which the last three bits count. */
+#define STATE_UPPER(X)                                                                                       \
+    X(32, 1e-2) X(64, 1e-1) X(128, 1.0) X(2, 1e-6) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(16, 1e-3)
+#define STATE_LOWER(X)                                                                                       \
+    X(64, 1e-1) X(128, 1.0) X(128, 1.0) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(16, 1e-3) X(32, 1e-2)
+HOST_DEVICE static inline uint32_t state_third(uint32_t exponent) {
+    return (exponent > 105 ? exponent : 105) * 43u >> 7;
 }
 
 static inline bool adam_has_operand(const struct adam_tensor *tensor, int operand) {

@@ -69,7 +69,19 @@ template <typename T> __device__ inline void to_words(unsigned *words, const T *
  * element's size. */
 template <typename T, int COUNT> __device__ inline void load(T *values, const T *memory, bool aligned) {
     constexpr int PER_VECTOR = VECTOR_NBYTES / sizeof(T);
-    if (aligned) {
+    if constexpr (COUNT < PER_VECTOR) {
+        if (aligned) {
+            static_assert(COUNT * sizeof(T) == sizeof(uint2), "half a vector");
+            uint2 loaded = __ldcg(reinterpret_cast<const uint2 *>(memory));
+            const unsigned words[4] = {loaded.x, loaded.y};
+            T both[PER_VECTOR];
+            from_words(both, words);
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                values[i] = both[i];
+            return;
+        }
+    } else if (aligned) {
 #pragma unroll
         for (int v = 0; v < COUNT / PER_VECTOR; v++) {
             uint4 loaded = __ldcg(reinterpret_cast<const uint4 *>(memory) + v);
@@ -99,7 +111,11 @@ template <typename T, int COUNT> __device__ inline void store_aligned(T *memory,
 template <typename Out, typename In> struct step {
     static constexpr int SMALLER = sizeof(Out) < sizeof(In) ? sizeof(Out) : sizeof(In);
     static constexpr int LARGER = sizeof(Out) < sizeof(In) ? sizeof(In) : sizeof(Out);
-    static constexpr int NUMEL = VECTOR_NBYTES / SMALLER; /* whole vectors on both sides */
+    /* Whole vectors on both sides; or of what becomes wider half of one, so that each store of a warp has no
+     * gaps. */
+    static constexpr int NUMEL = VECTOR_NBYTES / SMALLER / (sizeof(Out) > sizeof(In) ? 2 : 1);
+    static constexpr int INPUT_NBYTES = /* of a vector, or half of one */
+        NUMEL * sizeof(In) < VECTOR_NBYTES ? NUMEL * (int)sizeof(In) : VECTOR_NBYTES;
     static constexpr int NBYTES = NUMEL * LARGER;
     /* steps in flight: 64 bytes of each thread */
     static constexpr int DEPTH = NBYTES >= 64 ? 1 : 64 / NBYTES;
@@ -116,7 +132,7 @@ __host__ __device__ inline int64_t head_of(const struct segment &segment) {
     int64_t next = (int64_t)((VECTOR_NBYTES - output % VECTOR_NBYTES) % VECTOR_NBYTES / sizeof(Out));
     int64_t head = next;
     for (int64_t i = next; i < next + step<Out, In>::NUMEL; i += PER_VECTOR) {
-        if ((input + (uintptr_t)i * sizeof(In)) % VECTOR_NBYTES == 0) {
+        if ((input + (uintptr_t)i * sizeof(In)) % step<Out, In>::INPUT_NBYTES == 0) {
             head = i;
             break;
         }
@@ -158,7 +174,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         In in[shape::DEPTH][shape::NUMEL];
         Out out[shape::DEPTH][shape::NUMEL];
         int64_t first = begin + (int64_t)threadIdx.x * shape::NUMEL;
-        bool aligned = is_aligned(input + begin);
+        bool aligned = (uintptr_t)(input + begin) % shape::INPUT_NBYTES == 0;
 #pragma unroll
         for (int d = 0; d < shape::DEPTH; d++) {
             int64_t i = first + d * shape::BLOCK_NUMEL;

@@ -326,18 +326,9 @@ static void adamw_drawn(void *const operands[], int64_t numel, const struct adam
 
 /* By the last three bits of a number's exponent: its decade's cells. Those below 2 stand for zero, and those
  * from 256 on for 1. */
-#define STATE_WIDTH(first, end)  (float)(0.9 * end / first),
-#define STATE_CELLS(first, end)  (float)(first / (0.9 * end)),
-#define STATE_BEFORE(first, end) (float)(first * (8 / 9.0)),
 static const float state_widths[] = {STATE_DECADES(STATE_WIDTH) 0};
 static const float state_befores[] = {STATE_DECADES(STATE_BEFORE) 0};
 
-/* By a third of a magnitude's exponent: a factor of 8, in which one decade at most ends. From 2^-22 to 1 they
- * are 35 to 42, of which the last three bits count. */
-#define STATE_UPPER(X)                                                                                       \
-    X(32, 1e-2) X(64, 1e-1) X(128, 1.0) X(2, 1e-6) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(16, 1e-3)
-#define STATE_LOWER(X)                                                                                       \
-    X(64, 1e-1) X(128, 1.0) X(128, 1.0) X(4, 1e-5) X(8, 1e-4) X(16, 1e-3) X(16, 1e-3) X(32, 1e-2)
 static const float state_lines[][8] = {
     {STATE_UPPER(STATE_CELLS)},
     {STATE_UPPER(STATE_BEFORE)},
@@ -345,7 +336,6 @@ static const float state_lines[][8] = {
     {STATE_LOWER(STATE_BEFORE)},
 };
 
-/* As state_value(), times the scale. */
 static inline floats states_load(const uint8_t *codes, float scale, bool has_sign) {
     float_bits code = bits_load_codes(codes);
     float_bits is_most = (float_bits)(code == (has_sign ? 128u : 255u));
@@ -361,7 +351,6 @@ static inline floats states_load(const uint8_t *codes, float scale, bool has_sig
     return (floats)((float_bits)magnitude | rest) * floats_of(scale);
 }
 
-/* As state_code(). */
 static inline float_bits states_code(floats values, floats inverse, bool has_sign) {
     floats quotients = values * inverse;
     const float_bits most = (float_bits)floats_of(0.999f);

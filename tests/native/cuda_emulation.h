@@ -27,13 +27,20 @@
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 inline int64_t emulated_vector_loads;
-inline uint4 __ldcg(const uint4 *memory) {
+template <typename Vector> Vector __ldcg(const Vector *memory) {
     emulated_vector_loads++;
     return *memory;
 }
-inline void __stwb(uint4 *memory, uint4 value) {
+template <typename Vector> void __stwb(Vector *memory, Vector value) {
     *memory = value;
+}
+/* Rounds to zero, for a sum of positive numbers below 2^24. */
+inline float __fadd_rz(float a, float b) {
+    return (float)(int)((double)a + b);
 }
 inline unsigned long long atomicAdd(unsigned long long *memory, unsigned long long value) {
     unsigned long long old = *memory;

@@ -372,19 +372,22 @@ struct adam_case {
         for (int i = 0; i < count; i++) {
             struct adam_tensor cpu = {}, gpu = {};
             enum dtype param = (enum dtype)random_below(&random_state, DTYPE_COUNT);
-            bool is_aligned = random_below(&random_state, 2), is_mixed = random_below(&random_state, 3) == 0;
-            cpu.numel = gpu.numel = i == 7 ? 5000 : random_below(&random_state, 100);
+            bool is_long = i == 7 || i == 8, has_codes = i == 8 || random_below(&random_state, 3) == 0;
+            bool is_aligned = i == 8 || random_below(&random_state, 2),
+                 is_mixed = random_below(&random_state, 3) == 0;
+            cpu.numel = gpu.numel = is_long ? 5000 : random_below(&random_state, 100);
             cpu_steps[(size_t)i] = gpu_steps[(size_t)i] = (float)random_below(&random_state, 50);
             cpu.step = &cpu_steps[(size_t)i];
             gpu.step = &gpu_steps[(size_t)i];
-            cpu.first_index = gpu.first_index = ((int64_t)1 << 32) - random_below(&random_state, 5000);
+            cpu.first_index = ((int64_t)1 << 32) - random_below(&random_state, 600) * (is_aligned ? 8 : 7);
+            gpu.first_index = cpu.first_index;
             for (int of = 0; of <= (amsgrad ? ADAM_MAX_EXP_AVG_SQ : ADAM_EXP_AVG_SQ); of++) {
                 enum dtype dtype = is_mixed ? (enum dtype)random_below(&random_state, DTYPE_COUNT) : param;
                 add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype,
                     is_aligned ? 0 : random_below(&random_state, 7), cpu.numel);
             }
-            if (param != DTYPE_FLOAT64 && random_below(&random_state, 3) == 0) {
-                add_codes(&cpu, &gpu, random_below(&random_state, 7));
+            if (param != DTYPE_FLOAT64 && has_codes) {
+                add_codes(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
             }
             if (param == DTYPE_BFLOAT16 && random_below(&random_state, 2)) {
                 add_master(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
@@ -541,8 +544,9 @@ TEST(test_a_large_tensor_is_taken_in_strides_of_the_grid) {
 /* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by
  * one. */
 TEST(test_a_cast_moves_vectors_where_both_sides_can) {
-    enum { CHUNK = step<float, bfloat16>::CHUNK_NUMEL, NUMEL = 2 * CHUNK, EACH = VECTOR_NBYTES / 2 };
-    memory input(DTYPE_BFLOAT16, NUMEL, 4), output(DTYPE_FLOAT32, NUMEL, 4);
+    using shape = step<float, bfloat16>;
+    enum { CHUNK = shape::CHUNK_NUMEL, NUMEL = 2 * CHUNK, EACH = shape::NUMEL };
+    memory input(DTYPE_BFLOAT16, NUMEL, 2), output(DTYPE_FLOAT32, NUMEL, 2);
     emulated_vector_loads = 0;
     CHECK_EQUAL(
         table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
