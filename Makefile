@@ -227,7 +227,7 @@ wheel: build $(VENV)/.release
 test-wheel: build $(VENV)/.release
 	.ci/wheel quick
 
-# On a GPU; nothing of it has run on one yet. CUDA_PYTHON=python3 takes that interpreter with its torch, setuptools and pytest: no
+# On a GPU. CUDA_PYTHON=python3 takes that interpreter with its torch, setuptools and pytest: no
 # .venv is made, and nothing is fetched.
 CUDA_PYTHON ?= $(BIN)/python
 CUDA_PYTEST = $(CUDA_PYTHON) -m pytest

@@ -3,7 +3,7 @@ operations.
 
 python -m benchmarks.cuda_kernels [--json out.json]
 
-Goal: 90 % of the copy from 16 MB up. It needs a GPU, and has not run on one yet.
+Goal: 90 % of the copy from 64 MiB up. It needs a GPU.
 """
 
 from __future__ import annotations
