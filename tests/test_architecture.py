@@ -40,8 +40,8 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 158,
     "csrc/layout": 559,
-    "csrc/kernels": 4_139,
-    "csrc/torch": 3_479,
+    "csrc/kernels": 4_252,
+    "csrc/torch": 3_503,
     "csrc/collective": 321,
     "csrc/handle": 4_891,
     "csrc/runtime": 5_611,

@@ -65,7 +65,31 @@ int pool_empty(struct pool *pool) {
     return result;
 }
 
+/* torch gives back no pool while a graph is captured: it ends the process. What is collected then waits here
+ * for the next pool that ends outside of a capture. */
+static PyObject *kept_pools;
+
+static bool is_capturing(void) {
+    OWNED *ask = ref_find("torch.cuda", "is_current_stream_capturing");
+    OWNED *answer = ask ? PyObject_CallNoArgs(ask) : NULL;
+    if (!answer)
+        PyErr_Clear();
+    return answer == Py_True;
+}
+
+static void give_back_or_keep(PyObject *pool) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (!is_capturing())
+        Py_CLEAR(kept_pools);
+    else if ((!kept_pools && !(kept_pools = PyList_New(0))) || PyList_Append(kept_pools, pool) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
 void pool_fini(struct pool *pool) {
+    if (pool->pool)
+        give_back_or_keep(pool->pool);
     PyObject **const owned[] = {&pool->pool,    &pool->id,     &pool->enter, &pool->leave,
                                 &pool->release, &pool->device, &pool->index};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)

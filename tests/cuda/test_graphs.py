@@ -3,6 +3,8 @@ one."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -72,3 +74,22 @@ def test_a_graph_of_forward_and_backward(strategy: ShardingStrategy, use_orig_pa
     actual = losses_and_gradients(wrapped(strategy, use_orig_params), graphed=True)
     assert len(expected) == len(actual) > REPLAYS
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+
+
+@on_ranks(1, TIMEOUT_S)
+def test_a_model_may_be_collected_while_a_graph_is_captured() -> None:
+    """torch gives back no pool then: it ends the process."""
+    torch.cuda.set_device(0)
+    inputs = batch(0)
+    model = wrapped(ShardingStrategy.NO_SHARD, True)
+    model(inputs).sum().backward()
+    gone = weakref.ref(model)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = inputs * 2
+        del model
+        gc.collect()
+    assert gone() is None
+    graph.replay()
+    assert torch.equal(doubled, inputs * 2)
