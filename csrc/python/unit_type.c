@@ -126,7 +126,7 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
 
 static PyObject *register_pre_backward_hooks(PyObject *self, PyObject *outputs) {
     struct unit *unit = made(self);
-    return none_or_error(unit ? unit_register_pre_backward_hooks(unit, outputs) : -1);
+    return none_or_error(unit ? unit_register_pre_backward_hooks(unit, &outputs) : -1);
 }
 
 static PyMethodDef methods[] = {

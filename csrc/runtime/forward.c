@@ -1,10 +1,217 @@
-/* A unit's forward, from the root's pre-forward to its post-forward. */
+/* A unit's forward, from the root's pre-forward to its post-forward, and what it takes and returns. */
 #include "handle/unit_error.h"
 #include "runtime/callbacks.h"
+#include "runtime/hook.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
+
+/* ---- inputs ---- */
+
+/* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype
+ * must. `mover` is NULL where inputs stay where they are. */
+static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *mover, bool cast) {
+    struct tensor_view view;
+    if (value == Py_None || PyBool_Check(value) || PyLong_Check(value) || PyFloat_Check(value) ||
+        PyUnicode_Check(value))
+        return true;
+    if (!torch_is_tensor(value))
+        return false;
+    if (tensor_view_of(value, &view) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const struct tensor_view *device = mover ? &mover->storage.compute_view : &view;
+    if (view.device != device->device || view.device_index != device->device_index)
+        return false;
+    if (!cast)
+        return true;
+    OWNED *dtype = PyObject_GetAttr(value, torch_names.dtype);
+    if (!dtype)
+        PyErr_Clear();
+    return dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
+}
+
+static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
+                             const struct handle *mover, bool cast) {
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    bool ready = true;
+    for (Py_ssize_t i = 0; ready && i < PyTuple_Size(args); i++)
+        ready = input_is_ready(unit, PyTuple_GetItem(args, i), mover, cast);
+    while (ready && PyDict_Next(kwargs, &position, &key, &value)) {
+        Py_INCREF(value); /* looking at it may run code of the user's, which may take it out of the dict */
+        ready = input_is_ready(unit, value, mover, cast);
+        Py_DECREF(value);
+    }
+    return ready;
+}
+
+/* A root casts as a root, and any unit with parameters as a unit (D-023, D-031). */
+static bool casts_inputs(const struct unit *unit) {
+    const struct handle *handle = unit->handle;
+    if (!unit->param_dtype || (handle && storage_precision(&handle->storage) == PRECISION_FULL))
+        return false;
+    if (unit->is_root && unit->cast_root_forward_inputs && !unit->evaluating)
+        return true;
+    return handle && unit->cast_forward_inputs;
+}
+
+/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root
+ * moves them, also one whose parameters all belong to inner units. */
+static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->recorder_index);
+    const struct handle *mover = unit->is_root ? unit_handle_or_first(unit) : NULL;
+    bool cast = casts_inputs(unit);
+    if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
+        return 0;
+    OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
+                                                    mover ? mover->param.device : Py_None,
+                                                    cast ? unit->param_dtype : Py_None, NULL);
+    if (!converted)
+        return -1;
+    PyObject *new_args, *new_kwargs;
+    int parsed = PyArg_ParseTuple(converted, "OO", &new_args, &new_kwargs);
+    if (parsed) {
+        ref_set(args, Py_NewRef(new_args));
+        ref_set(kwargs, Py_NewRef(new_kwargs));
+    }
+    return parsed ? 0 : -1;
+}
+
+/* ---- gradients of the inputs ---- */
+
+/* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
+static int watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
+    if (unit->reshard_hook || !torch_grad_enabled())
+        return 0;
+    OWNED *hook = hook_new(unit_reshard_only, unit, unit->object);
+    PyObject *removable =
+        hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
+    if (!removable)
+        return -1;
+    if (removable == Py_None)
+        Py_DECREF(removable);
+    else
+        unit->reshard_hook = removable;
+    return 0;
+}
+
+/* ---- outputs ---- */
+
+/* Hooks on the outputs of a unit's forward: its backward begins where the first of their gradients comes. */
+
+/* Hook ids of torch count up from 0. */
+static int add_hook(PyObject *hooks, PyObject *hook) {
+    OWNED *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
+    return key ? PyObject_SetItem(hooks, key, hook) : -1;
+}
+
+/* Hooks are called in the order of insertion. */
+static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
+    OWNED *others = PyDict_Copy(hooks);
+    if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
+        return -1;
+    return ref_done(PyObject_CallMethod(hooks, "update", "O", others));
+}
+
+/* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
+static int hook_first(PyObject *tensor, PyObject *hook) {
+    static PyObject *ordered_dict; /* owned for ever */
+    if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
+        return -1;
+    OWNED *hooks = PyObject_CallNoArgs(ordered_dict);
+    if (!hooks || add_hook(hooks, hook) < 0 ||
+        PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks) < 0)
+        return -1;
+    OWNED *grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn);
+    if (!grad_fn || grad_fn == Py_None)
+        return grad_fn ? 0 : -1;
+    return ref_done(PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL));
+}
+
+static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
+    int requires_grad = torch_requires_grad(tensor);
+    if (requires_grad <= 0)
+        return requires_grad;
+    OWNED *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
+    const struct unit *unit = hook_target(hook);
+    int result = -1;
+    if (hooks == Py_None)
+        result = hook_first(tensor, hook);
+    /* where an optional unit inside has made the tensor, the unit around it gathers its parameters first */
+    else if (hooks)
+        result = unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
+    (*hooked)++;
+    return result;
+}
+
+static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked);
+
+static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
+    for (Py_ssize_t i = 0, n = PySequence_Size(sequence); i < n; i++) {
+        OWNED *item = PySequence_GetItem(sequence, i);
+        if (!item || hook_outputs(item, hook, hooked) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Hook every tensor in `output` that requires grad; the output itself is returned to the user as it is. */
+static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
+    if (torch_is_tensor(output))
+        return hook_tensor(output, hook, hooked);
+    if (output == Py_None || PyBool_Check(output) || PyLong_Check(output) || PyFloat_Check(output) ||
+        PyUnicode_Check(output))
+        return 0;
+    if (PyTuple_Check(output) || PyList_Check(output))
+        return hook_sequence(output, hook, hooked);
+    /* looking at a value may run code of the user's, which may change the dict */
+    OWNED *tensors = PyDict_CheckExact(output)
+                         ? PyDict_Values(output)
+                         : PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
+    return tensors ? hook_sequence(tensors, hook, hooked) : -1;
+}
+
+/* Not those that were prefetched on the user's word. */
+bool unit_shows_views(struct unit *part) {
+    const struct unit *unit = unit_of_part(part);
+    return part->handle && handle_leaves_views(part->handle) &&
+           part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
+           part->handle->training_state == USE_IDLE && unit->gathered_for != FOR_NEXT_FORWARD;
+}
+
+/* The outputs of the last forward are gone, and no backward has come through them. */
+static int graph_dropped(void *target, const void *hook) {
+    struct unit *unit = target;
+    if (unit->backward_hook != hook || !unit->runtime || unit->runtime->callback_queued)
+        return 0;
+    FOR_PARTS(part, unit)
+        if (unit_shows_views(part) && handle_hide_views(part->handle) < 0)
+            return -1;
+    return 0;
+}
+
+/* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
+int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
+    int64_t hooked = 0;
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = false;
+    if (!torch_grad_enabled())
+        return unit_note_checkpointed(unit);
+    PyObject *hook = hook_new(unit_pre_backward, unit, unit->object);
+    int result = hook ? hook_outputs(*output, hook, &hooked) : -1;
+    unit->backward_hook = hook;
+    if (hooked && unit->handle && handle_leaves_views(unit->handle))
+        hook_on_drop(hook, graph_dropped);
+    Py_XDECREF(hook);
+    if (!result && !hooked)
+        return unit_note_cut_off(unit);
+    unit_expect_backward(unit, hooked > 0);
+    if (unit->needs_pre_backward_unshard)
+        unit_note_precision(unit);
+    return result;
+}
 
 /* ---- pre-forward ---- */
 
@@ -36,7 +243,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     int trainable = is_trainable(unit);
     if (trainable < 0)
         return -1;
-    return trainable ? 0 : unit_watch_inputs(unit, args, kwargs);
+    return trainable ? 0 : watch_inputs(unit, args, kwargs);
 }
 
 /* A unit that may not start a forward now is left as it is. */
@@ -61,7 +268,7 @@ static int validate_order(struct unit *unit) {
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(TRACED_PRE_FORWARD, unit->recorder_index);
     if (unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
-        unit_unshard_for_forward(unit) < 0 || unit_convert_inputs(unit, args, kwargs) < 0 ||
+        unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||
         unit->runtime->operations->register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
@@ -152,7 +359,7 @@ static PyObject *run_within(struct unit *unit, PyObject *wrapped, PyObject *args
     PyObject *output = NULL;
     Py_INCREF(args);
     Py_INCREF(kwargs);
-    if (unit_convert_inputs(unit, &args, &kwargs) == 0)
+    if (convert_inputs(unit, &args, &kwargs) == 0)
         output = PyObject_Call(wrapped, args, kwargs);
     Py_DECREF(args);
     Py_DECREF(kwargs);

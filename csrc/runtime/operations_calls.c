@@ -6,15 +6,11 @@
 #include "runtime/runtime.h"
 #include "torch/ref.h"
 
-static int own_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
-    return unit_register_pre_backward_hooks(unit, *outputs);
-}
-
 const struct operations operations_own = {
     .gather = unit_enqueue_gather,
     .post_backward_reshard = unit_post_backward_reshard,
     .prefetch = unit_prefetch_in_order,
-    .register_pre_backward_hooks = own_register_pre_backward_hooks,
+    .register_pre_backward_hooks = unit_register_pre_backward_hooks,
     .register_post_backward_hook = unit_register_post_backward_hook,
 };
 

@@ -126,7 +126,7 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg);
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE. 0 or -1 */
-int unit_unwatch_inputs(struct unit *unit); /* undoes unit_watch_inputs. 0 or -1 */
+int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them. 0 or -1 */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 
 /* states.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
@@ -143,14 +143,10 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
 /* The gathered views belong to a new node, if gradients come. 0 or -1. */
 int unit_register_post_backward_hook(struct unit *unit);
 
-/* inputs_outputs.c. 0 or -1 */
-/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. */
-int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs);
-/* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
-int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs);
-
-/* inputs_outputs.c: where a tensor of the output is hooked, a backward can follow. 0 or -1. */
-int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
+/* Where a tensor of *output is hooked, a backward can follow. 0 or -1. */
+int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
+/* Does its last forward leave the views for its backward (C-091)? Of a part. */
+bool unit_shows_views(struct unit *part);
 
 /* gather.c. 0 or -1, where nothing else is said */
 int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the limiter */
@@ -174,9 +170,6 @@ void unit_note_used(struct unit *unit);      /* what is gathered is for the forw
 /* it is as good for the next forward as it was for the last one */
 void unit_keep_for_next(struct unit *part);
 void unit_forget_graph(struct unit *unit); /* it need not stay gathered for one any more */
-
-/* inputs_outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
-bool unit_shows_views(struct unit *part);
 
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1,
  * where nothing else is said. */
