@@ -14,10 +14,6 @@ void optional_add(struct unit *unit, struct unit *enclosing) {
     enclosing->optional.first = unit;
 }
 
-void optional_unbind(struct optional *optional) {
-    *optional = (struct optional){0};
-}
-
 /* ---- what an optional unit may do ---- */
 
 static int refuse(const struct unit *unit, const char *what) {

@@ -44,7 +44,6 @@ struct optional {
 
 /* `unit` comes before those that are in the list of `enclosing` already. */
 void optional_add(struct unit *unit, struct unit *enclosing);
-void optional_unbind(struct optional *optional);
 
 /* The enclosing unit begins its forward or its backward, or ends its forward. The end of its backward is in
  * lifetime.c, and in reduction.c. 0 or -1. */

@@ -5,6 +5,8 @@
 #include "runtime/operations.h"
 #include "torch/names.h"
 
+#include "base/check.h"
+
 /* ---- life ---- */
 
 /* The streams are those of the device where the first unit with parameters computes. */
@@ -240,4 +242,35 @@ int runtime_hold(struct runtime *runtime) {
 
 void runtime_let_go(struct runtime *runtime) {
     runtime->holder = 0;
+}
+
+/* ---- the invariant between steps ---- */
+
+static void check_unit(const struct unit *unit) {
+    const struct handle *handle = unit->handle;
+    INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
+    INVARIANT(!unit->place.prefetched && !unit->gather.pending);
+    INVARIANT(!unit->reshard_hook && !unit->stepping);
+    INVARIANT(!unit->optional.open && !unit->optional.reached);
+    INVARIANT(!unit->optional.enclosing || !unit->optional.first);
+    order_check_place(&unit->runtime->order, &unit->place);
+    INVARIANT(!handle || handle->training_state == USE_IDLE ||
+              handle->training_state == USE_SUMMON_FULL_PARAMS);
+    INVARIANT(!handle ||
+              (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
+    INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
+    if (handle && handle->ready)
+        handle_check(handle);
+}
+
+void runtime_check(const struct runtime *runtime) {
+    INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting &&
+              !runtime->num_in_forward);
+    order_check(&runtime->order);
+    INVARIANT(runtime->order.num_post == 0);
+    schedule_check(&runtime->schedule);
+    operations_check(&operations);
+    INVARIANT(schedule_is_flushed(&runtime->schedule));
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        check_unit(runtime->units[i]);
 }

@@ -122,7 +122,7 @@ int runtime_check_forward_thread(const struct runtime *runtime);
 int runtime_hold(struct runtime *runtime);
 void runtime_let_go(struct runtime *runtime); /* it ends */
 
-/* states.c: the invariant, where FSDP_C_CHECK is defined */
+/* the invariant between steps, where FSDP_C_CHECK is defined */
 void runtime_check(const struct runtime *runtime);
 
 /* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where

@@ -1,7 +1,10 @@
 #include "runtime/schedule.h"
 
+#include "handle/unit_error.h"
 #include "runtime/trace.h"
 #include "torch/ref.h"
+
+#include "base/check.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
     schedule->unsharded = (struct deferred_free){.streams = &schedule->streams,
@@ -132,6 +135,29 @@ int schedule_note_free(struct schedule *schedule) {
     }
     int slot = (schedule->limiter_first + schedule->limiter_count++) % LIMITER_DEPTH;
     return stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->limiter[slot]);
+}
+
+/* ---- how far a reduction has come ---- */
+
+static const bool reduction_allowed[REDUCTION_STATES][REDUCTION_STATES] = {
+    [REDUCTION_NONE] = {[REDUCTION_NONE] = true, /* after an exception */
+                        [REDUCTION_PACKED] = true},
+    [REDUCTION_PACKED] = {[REDUCTION_ENQUEUED] = true, [REDUCTION_NONE] = true /* after an exception */},
+    [REDUCTION_ENQUEUED] = {[REDUCTION_NONE] = true}, /* finished, or after an exception */
+};
+
+static const char *const reduction_names[REDUCTION_STATES] = {"REDUCTION_NONE", "REDUCTION_PACKED",
+                                                              "REDUCTION_ENQUEUED"};
+
+int schedule_set_reduction(struct schedule *schedule, enum reduction_state state,
+                           const struct flat_param *param) {
+    if (!reduction_allowed[schedule->reduction][state])
+        return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                          "illegal transition from %s to %s", reduction_names[schedule->reduction],
+                          reduction_names[state]);
+    schedule->reduction = state;
+    CHECKED(schedule_check(schedule));
+    return 0;
 }
 
 /* ---- packing ---- */
@@ -352,4 +378,22 @@ int schedule_join(struct schedule *schedule) {
             return -1;
     }
     return 0;
+}
+
+/* ---- the invariant ---- */
+
+bool schedule_is_flushed(const struct schedule *schedule) {
+    return schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
+           !schedule->all_reducing && !schedule->scattered_output && !schedule->stepped_gradient &&
+           !schedule->uploading && !schedule->unsharded.held;
+}
+
+void schedule_check(const struct schedule *schedule) {
+    INVARIANT(streams_are_real(&schedule->streams) ||
+              (!schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
+               !schedule->reducing && !schedule->all_reducing && !schedule->stepping &&
+               !schedule->uploading && !schedule->unsharded.held));
+    INVARIANT(schedule->limiter_count >= 0 && schedule->limiter_count <= LIMITER_DEPTH);
+    INVARIANT(schedule->limiter_count <= schedule->num_frees);
+    INVARIANT(schedule->all_reducing || !schedule->scattered_output);
 }

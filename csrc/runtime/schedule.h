@@ -60,7 +60,7 @@ struct schedule {
     struct deferred_free unsharded; /* of gathers */
     bool has_ended;                 /* a backward has ended since the last of them began */
     bool uploading;                 /* the host has not waited for what reads its memory */
-    enum reduction_state reduction; /* written by states.c */
+    enum reduction_state reduction; /* written by schedule_set_reduction() */
     /* the last unit's gradients were packed on the stream that reduces them */
     bool packs_beside;
     enum stream_role input_owner; /* whose memory is what they were packed into */
@@ -89,7 +89,7 @@ struct gather_mark {
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
 
-/* states.c: the only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s,
+/* The only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s,
  * and both states. */
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state,
                            const struct flat_param *param);

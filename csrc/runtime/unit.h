@@ -60,7 +60,7 @@ struct unit {
     bool sync_gradients;
     bool brings_zeros;     /* of a part: gradients that come count as zeros (fsdp_c.join) */
     bool stepping;         /* of a part: its optimizers step beside this backward, and nobody has waited */
-    enum unit_phase phase; /* written by states.c */
+    enum unit_phase phase; /* written by unit_set_phase() */
 
     /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its
      * outputs are the unit's cached views and its backward receives all their gradients at once. It returns
@@ -129,7 +129,7 @@ int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it 
 int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them. 0 or -1 */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 
-/* states.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
+/* The only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
 const struct handle *
 unit_handle_or_first(const struct unit *unit); /* its own, else the first of its runtime, or NULL */

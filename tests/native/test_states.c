@@ -1,4 +1,4 @@
-/* links: handle/states.c runtime/states.c runtime/order.c runtime/operations.c torch/deferred_free.c */
+/* links: handle/states.c runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c torch/deferred_free.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
