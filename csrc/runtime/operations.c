@@ -1,31 +1,134 @@
+/* The operations of a step: as the runtime has them, and as calls of what outside code has put in their
+ * place. */
 #include "runtime/operations.h"
 
 #include <string.h>
 
+#include "handle/unit_error.h"
+#include "runtime/runtime.h"
 #include "torch/ref.h"
 
 #include "base/check.h"
 
 struct operations operations;
 
-static const struct operations *whose(PyObject *const *replaced, enum replaceable which) {
-    return replaced[which] ? &operations_calls : &operations_own;
+const struct operations operations_own = {
+    .gather = unit_enqueue_gather,
+    .post_backward_reshard = unit_post_backward_reshard,
+    .prefetch = unit_prefetch_in_order,
+    .register_pre_backward_hooks = unit_register_pre_backward_hooks,
+    .register_post_backward_hook = unit_register_post_backward_hook,
+};
+
+/* ---- what outside code has put in their place ---- */
+
+static PyObject *handle_or_none(const struct unit *unit) {
+    return unit->handle_object ? unit->handle_object : Py_None;
 }
 
-/* The entries that go with what was replaced. */
-static void choose(struct operations *table, PyObject *const *replaced) {
-    table->gather = whose(replaced, REPLACEABLE_UNSHARD)->gather;
-    table->reshard = whose(replaced, REPLACEABLE_RESHARD)->reshard;
-    table->post_backward_reshard = whose(replaced, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;
-    table->prefetch = whose(replaced, REPLACEABLE_GET_HANDLE_TO_PREFETCH)->prefetch;
-    table->register_pre_backward_hooks =
-        whose(replaced, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS)->register_pre_backward_hooks;
-    table->register_post_backward_hook =
-        whose(replaced, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK)->register_post_backward_hook;
+/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or
+ * NULL. */
+static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
+    OWNED *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
+    OWNED *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
+    return PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
+}
+
+static int call_gather(struct unit *unit) {
+    OWNED *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
+    int result = ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
+    if (!result && unit->handle->storage.param_state == PARAM_SHARDED)
+        result = unit_error(
+            PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
+            "the function in place of FlatParamHandle.unshard has not gathered the parameters: call the "
+            "original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
+            "_use_unsharded_flat_param");
+    if (result < 0)
+        handle_free_unshard(unit->handle);
+    return result;
+}
+
+static int call_reshard(struct unit *unit, bool free_storage) {
+    return ref_done(
+        call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL));
+}
+
+static int call_post_backward_reshard(struct unit *unit) {
+    return ref_done(call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
+}
+
+static int choose(struct unit *unit, struct unit **chosen) {
+    const struct runtime *runtime = unit->runtime;
+    OWNED *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
+    int result = handle ? 0 : -1;
+    *chosen = NULL;
+    for (int64_t i = 0; handle && !*chosen && i < runtime->num_units; i++)
+        if (runtime->units[i]->handle_object == handle)
+            *chosen = runtime->units[i];
+    if (handle && handle != Py_None && !*chosen)
+        result = unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
+                            "the function in place of _get_handle_to_prefetch returned %R: return the "
+                            "handle of a unit below the same root, or None",
+                            handle);
+    return result;
+}
+
+static int call_prefetch(struct unit *unit, enum training_state state) {
+    const struct order *order = &unit->runtime->order;
+    int64_t limit = state == USE_FORWARD ? order->forward_prefetch_limit : order->backward_prefetch_limit;
+    for (int64_t i = 0; i < limit; i++) {
+        struct unit *chosen;
+        if (choose(unit, &chosen) < 0)
+            return -1;
+        if (!chosen)
+            return 0;
+        if (unit_prefetch(chosen, state) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int call_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    PyObject *result =
+        call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs, handle_or_none(unit));
+    if (!result)
+        return -1;
+    ref_set(outputs, result);
+    return 0;
+}
+
+/* The views belong to no node, unless it makes one. */
+static int call_register_post_backward_hook(struct unit *unit) {
+    if (unit_detach_views(unit) < 0)
+        return -1;
+    return ref_done(call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
+}
+
+static const struct operations operations_calls = {
+    .gather = call_gather,
+    .reshard = call_reshard,
+    .post_backward_reshard = call_post_backward_reshard,
+    .prefetch = call_prefetch,
+    .register_pre_backward_hooks = call_register_pre_backward_hooks,
+    .register_post_backward_hook = call_register_post_backward_hook,
+};
+
+/* ---- which of the two ---- */
+
+static const struct operations *whose(const struct operations *table, enum replaceable which) {
+    return table->replaced[which] ? &operations_calls : &operations_own;
 }
 
 void operations_init(struct operations *table) {
-    choose(table, table->replaced);
+    table->gather = whose(table, REPLACEABLE_UNSHARD)->gather;
+    table->reshard = whose(table, REPLACEABLE_RESHARD)->reshard;
+    table->post_backward_reshard = whose(table, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;
+    table->prefetch = whose(table, REPLACEABLE_GET_HANDLE_TO_PREFETCH)->prefetch;
+    table->register_pre_backward_hooks =
+        whose(table, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS)->register_pre_backward_hooks;
+    table->register_post_backward_hook =
+        whose(table, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK)->register_post_backward_hook;
 }
 
 int operations_replace(struct operations *table, const char *name, PyObject *function) {
@@ -50,6 +153,6 @@ int operations_replace(struct operations *table, const char *name, PyObject *fun
 
 void operations_check(const struct operations *table) {
     struct operations expected = *table;
-    choose(&expected, table->replaced);
+    operations_init(&expected);
     INVARIANT(!memcmp(&expected, table, sizeof expected));
 }

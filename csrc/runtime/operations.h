@@ -15,7 +15,7 @@
 
 struct unit;
 
-/* What can be replaced, in the order of the names in operations.c. */
+/* What can be replaced, in the order of the names in operations_replace(). */
 enum replaceable {
     REPLACEABLE_UNSHARD,
     REPLACEABLE_RESHARD,
@@ -47,8 +47,7 @@ struct operations {
 
 extern struct operations operations;
 
-/* operations_calls.c: the runtime's, and those that call what is in operations.replaced */
-extern const struct operations operations_own, operations_calls;
+extern const struct operations operations_own; /* the runtime's */
 
 void operations_init(struct operations *table); /* the runtime's own, but for what is replaced */
 /* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for
