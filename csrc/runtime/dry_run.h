@@ -1,7 +1,7 @@
 /* Steps of a tree without its tensors, its modules and its device: what the runtime would gather, and what
  * memory it would take and give back, in which order. For whoever plans a model that may not even fit.
  *
- * The runtime decides, by its own functions (lifetime.c, gather.c, reserve.c), on units whose memory is a
+ * The runtime decides, by its own functions (lifetime.c, gather.c, runtime.c), on units whose memory is a
  * size alone: no all-gather is enqueued, and what resizes a storage is told. In the place of a model and of
  * autograd stands this: each unit runs once; it computes with its own parameters, then runs the units inside,
  * in the order in which their modules are registered, and returns what the last of them returned; nothing is
