@@ -67,7 +67,7 @@ int runtime_clear(struct runtime *runtime);
 int runtime_release(struct runtime *runtime);
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 
-/* The start of a step. 0 or -1. */
+/* step.c: the start of a step. 0 or -1 */
 int runtime_root_pre_forward(struct runtime *runtime);
 int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
@@ -90,7 +90,7 @@ int runtime_note_kept(struct runtime *runtime); /* a backward has ended */
 /* a forward begins: is what that backward has left still good? */
 int runtime_check_kept(struct runtime *runtime);
 
-/* backward_end.c. 0 or -1 */
+/* step.c: the end of a backward. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(void *runtime); /* a hook_function */
 void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
@@ -124,12 +124,6 @@ void runtime_let_go(struct runtime *runtime); /* it ends */
 
 /* the invariant between steps, where FSDP_C_CHECK is defined */
 void runtime_check(const struct runtime *runtime);
-
-/* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where
- * there is none, or NULL. Those that it left out are noted. */
-PyObject *runtime_take_cut_off(struct runtime *runtime);
-int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names); /* warn, once. 0 or -1 */
-int runtime_tell_of_left_out(struct runtime *runtime); /* warn, once: the next forward begins. 0 or -1 */
 
 /* node.c: the autograd function, for all units; once per process. 0 or -1. */
 int node_init(void);

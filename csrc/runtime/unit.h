@@ -82,7 +82,7 @@ struct unit {
     bool recomputed;    /* its last forward ran within that */
     bool may_nest, nested, anchor_comes;
     bool named;                     /* of a part: by backward(inputs=...), in which its node has run */
-    bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
+    bool cut_off, left_out;         /* see [Note: units without a gradient] in step.c */
     bool had_gradient;              /* one has come to its outputs in some backward */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
@@ -212,7 +212,7 @@ void unit_note_precision(struct unit *unit);        /* of a forward that a backw
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
 
-/* cut_off.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
+/* step.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
 int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient */
 /* a forward without gradients has ended; perhaps a checkpoint's */
 int unit_note_checkpointed(struct unit *unit);

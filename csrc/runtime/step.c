@@ -1,0 +1,326 @@
+/* How a root's step starts, and how its backward ends: the reduction in flight, the gradients, the
+ * parameters. */
+#include "handle/unit_error.h"
+#include "runtime/callbacks.h"
+#include "runtime/hook.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+#include "base/check.h"
+
+/* ---- DistributedDataParallel around the root ---- */
+
+/* It averages the gradients of flat parameters that are whole on
+ * each rank, by hooks that come after the anchor's. What it cannot average is said when the root's forward
+ * begins. */
+
+/* Are the unit's parameters among those that it looks after, and trained? 1, 0 or -1. */
+static int is_among(const struct flat_param *param, PyObject *managed) {
+    PyObject *own = param->use_orig_params ? PyList_GetItem(param->params, 0) : param->tensor;
+    for (Py_ssize_t i = 0; i < PyList_Size(managed); i++)
+        if (PyList_GetItem(managed, i) == own)
+            return flat_param_is_trainable(param);
+    return 0;
+}
+
+static int check_part(const struct unit *part, PyObject *managed) {
+    const struct flat_param *param = &part->handle->param;
+    bool whole = !param->sharded && !part->handle->storage.offload;
+    bool reached = !param->use_orig_params && !part->handle->storage.copies[PRECISION_COMPUTE].low_precision;
+    int among = whole && reached ? 0 : is_among(param, managed);
+    if (among <= 0)
+        return among;
+    if (param->use_orig_params || whole) /* torch trains on (parity 48) */
+        return PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "rank %lld, unit %S: DistributedDataParallel never averages its gradients, as autograd does "
+            "not reach %s: replicas drift apart. Use HYBRID_SHARD in place of DistributedDataParallel, "
+            "or a group of one rank, use_orig_params=False and full precision",
+            (long long)param->layout.rank, param->name,
+            param->use_orig_params ? "original parameters" : "flat parameters of low precision");
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "DistributedDataParallel cannot average the gradient of its flat parameter, which "
+                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
+                      "offload",
+                      param->sharded ? "sharded, each rank's being of another part" : "offloaded");
+}
+
+static int note_ddp(struct runtime *runtime) {
+    PyObject *ddp = torch_active_ddp();
+    int result = 0;
+    if (ddp != Py_None && runtime->ddp != ddp) {
+        OWNED *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
+        if (!managed)
+            PyErr_Clear();
+        bool is_list = managed && PyList_Check(managed);
+        for (int64_t i = 0; is_list && !result && i < runtime->num_units; i++)
+            result = runtime->units[i]->handle ? check_part(runtime->units[i], managed) : 0;
+    }
+    runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
+    Py_XDECREF(ddp);
+    if (result < 0 || runtime->has_edges)
+        return result;
+    /* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in
+     * the graph] in backward.c. */
+    OWNED *name = PyUnicode_FromString("torch.distributed.pipelining");
+    PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
+    runtime->has_edges = module || runtime->ddp;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* ---- units without a gradient ---- */
+
+/* [Note: units without a gradient]
+ * A unit that trains has run its forward, a backward has ended, and no gradient has come to the unit. It is
+ * said once, of a root:
+ *
+ *   cut off   No gradient can come: none of the unit's outputs requires one, as inside a reentrant checkpoint
+ *             where no input requires a gradient, behind frozen embeddings for instance. Or such a checkpoint
+ *             ran the unit itself, without gradients, and has not run it again. This is said at the end of
+ *             the first backward that left the unit out.
+ *   left out  An output requires a gradient, and the backward did not pass through it. Another backward may
+ *             yet do so, as in a GAN: this is said when the root begins its next forward and none has.
+ *
+ * A unit to which one has come before is on purpose without one now, as a head is that takes turns with
+ * others. */
+static bool is_told(const struct unit *unit) {
+    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached ||
+           unit->optional.enclosing || unit->had_gradient;
+}
+
+static int cut_off(struct unit *unit) {
+    int training = unit_is_training(unit);
+    if (training < 0)
+        return -1;
+    unit->cut_off = training;
+    unit->runtime->any_cut_off = unit->runtime->any_cut_off || training;
+    return 0;
+}
+
+int unit_note_cut_off(struct unit *unit) {
+    return is_told(unit) ? 0 : cut_off(unit);
+}
+
+/* Asked before the first backward alone: it looks at the frames on Python's stack. */
+int unit_note_checkpointed(struct unit *unit) {
+    if (unit->runtime->order.iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
+        return 0;
+    OWNED *answer = PyObject_CallNoArgs(callbacks.is_in_reentrant_checkpoint);
+    int checkpointed = answer ? PyObject_IsTrue(answer) : -1;
+    return checkpointed > 0 ? cut_off(unit) : checkpointed;
+}
+
+static PyObject *take_cut_off(struct runtime *runtime) {
+    PyObject *names = runtime->any_cut_off ? PyList_New(0) : Py_NewRef(Py_None);
+    for (int64_t i = 0; names && i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        unit->left_out = unit->needs_pre_backward_unshard && !is_told(unit);
+        runtime->any_left_out = runtime->any_left_out || unit->left_out;
+        /* a module may hand its results out by another way than its outputs, and be reached after all */
+        bool was_cut_off = unit->cut_off && unit->handle->training_state == USE_IDLE;
+        if (was_cut_off && PyList_Append(names, unit->handle->param.name) < 0)
+            Py_CLEAR(names);
+    }
+    runtime->any_cut_off = false;
+    return names;
+}
+
+static int tell(struct runtime *runtime, PyObject *function, PyObject *names) {
+    PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
+    if (!PyList_Size(names) || !module || module == Py_None)
+        return 0;
+    runtime->told_of_no_gradient = true;
+    return callbacks_tell(function, module, names);
+}
+
+static int tell_of_cut_off(struct runtime *runtime, PyObject *names) {
+    return names == Py_None ? 0 : tell(runtime, callbacks.warn_of_units_cut_off, names);
+}
+
+static int tell_of_left_out(struct runtime *runtime) {
+    if (!runtime->any_left_out)
+        return 0;
+    runtime->any_left_out = false;
+    OWNED *names = PyList_New(0);
+    for (int64_t i = 0; names && i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        /* whether it trains is asked now: most are never left out */
+        int trains = unit->left_out ? unit_is_training(unit) : 0;
+        unit->left_out = false;
+        if (trains < 0 || (trains && PyList_Append(names, unit->handle->param.name) < 0))
+            Py_CLEAR(names);
+    }
+    return names ? tell(runtime, callbacks.warn_of_units_left_out, names) : -1;
+}
+
+/* ---- start ---- */
+
+int runtime_collect_user_grads(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct handle *handle = runtime->units[i]->handle;
+        if (handle && handle_collect_user_grads(handle) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int runtime_root_pre_forward(struct runtime *runtime) {
+    if (runtime_check_holder(runtime) < 0)
+        return -1;
+    runtime->trains = torch_grad_enabled();
+    if (note_ddp(runtime) < 0 || tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+        runtime_give_back_stale(runtime) < 0)
+        return -1;
+    if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
+        return -1;
+    return runtime_collect_user_grads(runtime);
+}
+
+void runtime_enter_forward(struct runtime *runtime) {
+    if (runtime->num_in_forward++ || runtime->callback_queued)
+        return;
+    runtime->num_forwards++;
+    runtime->forward_thread = PyThread_get_thread_ident();
+}
+
+void runtime_leave_forward(struct runtime *runtime) {
+    if (--runtime->num_in_forward == 0)
+        stream_note_end(&runtime->schedule.streams);
+}
+
+/* ---- end of a backward ---- */
+
+/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go
+ * of that, which may be once another backward runs: its callback is not this one. */
+static int backward_raised(void *target, const void *hook) {
+    struct runtime *runtime = target;
+    return runtime->callback_queued && runtime->final_hook == hook ? runtime_reset(runtime) : 0;
+}
+
+int runtime_queue_final_callback(struct runtime *runtime) {
+    if (runtime->callback_queued)
+        return 0;
+    struct schedule *schedule = &runtime->schedule;
+    /* An optimizer may have stepped since a backward that came before without a forward in between. */
+    if (runtime_check_holder(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
+        (schedule->has_ended && schedule_begin_step(schedule) < 0))
+        return -1;
+    OWNED *hook = hook_new(runtime_final_callback, runtime, runtime->object);
+    runtime->final_hook = hook;
+    if (!hook)
+        return -1;
+    hook_on_drop(hook, backward_raised);
+    if (ref_done(PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL)) < 0)
+        return -1;
+    runtime->graph_task = torch_graph_task();
+    if (runtime->graph_task == -2)
+        return -1;
+    runtime->callback_queued = true;
+    runtime->reach = REACH_UNKNOWN;
+    runtime->graph_goes_on = torch_grad_enabled();
+    return 0;
+}
+
+void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
+    runtime->reach = reach;
+}
+
+static int finalise_handle(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    if (unit_await_step(unit) < 0)
+        return -1;
+    if (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0)
+        return -1;
+    if (gradients_show_param_hooks(&handle->gradients) < 0)
+        return -1;
+    return handle_set_training_state(handle, USE_IDLE);
+}
+
+/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced
+ * either: an optimizer may step next. Where the user calls the callback by hand, nothing is sent. */
+static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
+    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients ||
+        !unit->handle->gradients.unreduced || unit_of_part(unit)->optional.enclosing)
+        return 0;
+    if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
+        return PyErr_Occurred() ? -1 : 0;
+    return runtime_reduce_part(unit) < 0 ? -1 : runtime_finish_reduction(runtime);
+}
+
+static bool offloads(const struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle && runtime->units[i]->handle->storage.offload)
+            return true;
+    return false;
+}
+
+/* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]. */
+static int end_named(struct runtime *runtime) {
+    for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_NAMED; i--) {
+        PyObject *hook = runtime->units[i]->anchor_hook;
+        if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int finalise_units(struct runtime *runtime) {
+    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 ||
+        runtime_reduce_all_optional(runtime) < 0)
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
+        if (reduce_left_over(runtime, runtime->units[i]) < 0)
+            return -1;
+    if (schedule_wait_reduced(&runtime->schedule) < 0 || runtime_reshard_units(runtime) < 0)
+        return -1;
+    /* an optimizer on the CPU may step next */
+    if (offloads(runtime) && schedule_synchronize(&runtime->schedule) < 0)
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (!unit_ends_with_backward(unit))
+            continue;
+        if (unit_unwatch_inputs(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) ||
+            unit_end_step(unit) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int end_backward(struct runtime *runtime) {
+    bool enabled = torch_grad_enabled();
+    torch_set_grad_enabled(false);
+    int result = finalise_units(runtime) < 0 ? -1 : schedule_end_backward(&runtime->schedule);
+    torch_set_grad_enabled(enabled);
+    if (result < 0)
+        return -1;
+    if (!runtime->num_in_forward) {
+        if (runtime_note_kept(runtime) < 0)
+            return -1;
+        order_next_iteration(&runtime->order);
+        trace_end_step();
+    }
+    runtime->callback_queued = false;
+    if (!runtime->num_in_forward)
+        CHECKED(runtime_check(runtime));
+    return 0;
+}
+
+static int check_backward(struct runtime *runtime) {
+    PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
+    if (module && module != Py_None && callbacks_tell(callbacks.check_backward, module, NULL) < 0)
+        return -1; /* the next backward is looked at as well */
+    runtime->unchecked = false;
+    return 0;
+}
+
+int runtime_final_callback(void *target) {
+    struct runtime *runtime = target;
+    bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
+    bool tells = ends_step && !runtime->told_of_no_gradient;
+    OWNED *cut_off = tells ? take_cut_off(runtime) : Py_NewRef(Py_None);
+    /* told when all is in order again: a warning may be made an error */
+    if (!cut_off || end_backward(runtime) < 0 || tell_of_cut_off(runtime, cut_off) < 0)
+        return -1;
+    return ends_step && runtime->unchecked ? check_backward(runtime) : 0;
+}
