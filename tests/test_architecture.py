@@ -45,7 +45,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/collective": 321,
     "csrc/handle": 4_891,
     "csrc/runtime": 5_576,
-    "csrc/python": 1_660,
+    "csrc/python": 1_658,
     "fsdp_c": 25_397,
 }
 LONGEST_FILE = 500
@@ -431,7 +431,7 @@ def python_layer_violations(root: Path) -> list[str]:
 def trace_violations(root: Path) -> list[str]:
     """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own
     phases."""
-    itself = re.compile(r"runtime/(trace|flight_recorder)\.[ch]|torch/profile\.[ch]|python/module\.c")
+    itself = re.compile(r"runtime/(trace|flight_recorder)\.[ch]|torch/names\.[ch]|python/module\.c")
     opening = re.compile(r"\b(profile_(?:begin\w*|end)|flight_recorder_(?:enter|leave|end_step))\(")
     return [
         f"{name} calls {function}()"

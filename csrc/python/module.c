@@ -13,7 +13,6 @@
 #include "torch/names.h"
 #include "torch/operator_kernels.h"
 #include "torch/ops.h"
-#include "torch/profile.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
@@ -336,8 +335,7 @@ static int add_constants(PyObject *module) {
 
 /* torch first: its symbols, its Python names, our ops; then what stands on them. */
 static int module_exec(PyObject *module) {
-    if (torch_abi_init() < 0 || torch_names_init() < 0 || profile_init() < 0 || tensor_init() < 0 ||
-        ops_init() < 0)
+    if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0)
         return -1;
     operations_init(&operations);
     if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0)

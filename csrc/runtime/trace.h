@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #include "runtime/flight_recorder.h"
-#include "torch/profile.h"
+#include "torch/names.h"
 
 enum traced {
     TRACED_NOTHING,

@@ -6,6 +6,9 @@
 
 struct torch_names torch_names;
 
+static PyObject *profiler; /* borrowed; the dict of torch.autograd.profiler */
+static bool is_on;         /* when an outer range was last opened, or would have been */
+
 static int find_names(void) {
 #define TORCH_NAME_INTERN(name)                                                                              \
     if (!(torch_names.name = PyUnicode_InternFromString(#name)))                                             \
@@ -75,6 +78,7 @@ int torch_names_init(void) {
          find_attribute("requires_grad", &of_requires_grad) < 0 ||
          find_attribute("_version", &of_version) < 0 || ask_how_to_round() < 0))
         return -1;
+    profiler = PyModule_GetDict(torch_names.profiler);
     done = true;
     return 0;
 }
@@ -263,4 +267,28 @@ bool torch_grad_enabled(void) {
 
 void torch_set_grad_enabled(bool enabled) {
     torch_abi.aoti_torch_grad_mode_set_enabled(enabled);
+}
+
+/* ---- ranges in the profiler ---- */
+
+PyObject *profile_begin(const char *name) {
+    is_on = PyDict_GetItemWithError(profiler, torch_names._is_profiler_enabled) == Py_True;
+    return profile_begin_inner(name);
+}
+
+PyObject *profile_begin_inner(const char *name) {
+    if (!is_on)
+        return NULL;
+    PyObject *range = context_enter(PyObject_CallFunction(torch_names.record_function, "s", name));
+    if (!range)
+        PyErr_Clear();
+    return range;
+}
+
+void profile_end(PyObject *range) {
+    if (!range)
+        return;
+    bool is_failing = PyErr_Occurred();
+    if (context_leave(range) < 0 && !is_failing)
+        PyErr_Clear();
 }
