@@ -21,7 +21,7 @@
 #include "handle/flat_param.h"
 #include "kernels/kernels.h"
 #include "kernels/table.h"
-#include "torch/deferred_free.h"
+#include "torch/buffer.h"
 #include "torch/pool.h"
 
 enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATES };

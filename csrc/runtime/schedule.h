@@ -27,11 +27,11 @@
  *
  * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by
  * events alone: what is gathered is held until the stream that took the memory, and the one that first writes
- * to it, wait for its last use (deferred_free.h), and so is the output of a reduce-scatter that is reduced
- * again; gradients are held until the compute stream waits for their packing; what a side stream allocated is
- * freed by anybody, as it is taken again on that stream alone, which waits for step_begin or received first.
- * Reduced shards that end as gradients are the compute stream's, which waits for them before anybody frees
- * them.
+ * to it, wait for its last use ([Note: deferred frees] in buffer.h), and so is the output of a reduce-scatter
+ * that is reduced again; gradients are held until the compute stream waits for their packing; what a side
+ * stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin
+ * or received first. Reduced shards that end as gradients are the compute stream's, which waits for them
+ * before anybody frees them.
  *
  * Invariants: without streams nothing is held and nothing waited for. At most one reduction is on its way,
  * and `reduction` says how far it has come. What the last all-reduce was of is kept until computation waits
@@ -40,7 +40,6 @@
 #define FSDP_RUNTIME_SCHEDULE_H
 
 #include "handle/gradients.h"
-#include "torch/deferred_free.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
 

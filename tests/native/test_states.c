@@ -1,4 +1,4 @@
-/* links: handle/states.c runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c torch/deferred_free.c */
+/* links: handle/states.c runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -110,11 +110,6 @@ int stream_wait(struct streams *streams, enum stream_role role, stream_event eve
 
 int stream_record(struct streams *streams, enum stream_role role, stream_event *event) {
     return stream_wait(streams, role, *event);
-}
-
-int buffer_free(struct buffer *buffer) {
-    CHECK(!buffer);
-    return 0;
 }
 
 /* ---- one table each: `put` is what no code of the library may do ---- */
