@@ -46,7 +46,8 @@ static int adopt_current(struct streams *streams) {
 }
 
 static bool is_capturing(const struct streams *streams) {
-    return streams->backend->is_capturing(streams, &streams->roles[STREAM_COMPUTE]);
+    const struct stream_backend *backend = streams->backend;
+    return backend->is_capturing && backend->is_capturing(streams, &streams->roles[STREAM_COMPUTE]);
 }
 
 static void clear_former(struct streams *streams) {
@@ -233,7 +234,9 @@ static int init(struct streams *streams, PyObject *device) {
         if (adopt_stream(streams, (enum stream_role)role, stream) < 0)
             return -1;
     }
-    return streams->backend->init(streams) < 0 ? -1 : stream_follow(streams);
+    if (streams->backend->init && streams->backend->init(streams) < 0)
+        return -1;
+    return stream_follow(streams);
 }
 
 int streams_init(struct streams *streams, PyObject *device) {

@@ -15,7 +15,7 @@ from tests.processes import output_of_python
 
 SOURCES = [
     NATIVE / "cuda_streams.c",
-    *(CSRC / "torch" / name for name in ("stream.c", "stream_driver.c", "stream_module.c", "pool.c")),
+    *(CSRC / "torch" / name for name in ("stream.c", "stream_backend.c", "pool.c")),
 ]
 
 

@@ -1,10 +1,11 @@
-/* Streams and events of CUDA by the driver's functions: a call of one is a hundredth of a call of torch's. */
 #include "torch/stream_backend.h"
 
 #include <dlfcn.h>
 #include <string.h>
 
 #include "torch/torch_abi.h"
+
+/* ---- CUDA, by the driver's functions: a call of one is a hundredth of a call of torch's ---- */
 
 enum { CUDA_EVENT_DISABLE_TIMING = 2 };
 
@@ -68,12 +69,13 @@ static void pop_context(bool pushed) {
         driver.pop_context(&context);
 }
 
-static int init(struct streams *streams) {
+static int driver_init(struct streams *streams) {
     return check(driver.context_of_stream(streams->roles[STREAM_UNSHARD].raw, &streams->context),
                  "cuStreamGetCtx");
 }
 
-static int record(const struct streams *streams, const struct stream_handle *stream, stream_event *event) {
+static int driver_record(const struct streams *streams, const struct stream_handle *stream,
+                         stream_event *event) {
     bool pushed;
     if (push_context(streams, &pushed) < 0)
         return -1;
@@ -84,7 +86,8 @@ static int record(const struct streams *streams, const struct stream_handle *str
     return result;
 }
 
-static int wait(const struct streams *streams, const struct stream_handle *stream, stream_event event) {
+static int driver_wait(const struct streams *streams, const struct stream_handle *stream,
+                       stream_event event) {
     bool pushed;
     if (push_context(streams, &pushed) < 0)
         return -1;
@@ -93,7 +96,7 @@ static int wait(const struct streams *streams, const struct stream_handle *strea
     return result;
 }
 
-static int synchronize(const struct streams *streams, stream_event event) {
+static int driver_synchronize(const struct streams *streams, stream_event event) {
     bool pushed;
     int code;
     if (push_context(streams, &pushed) < 0)
@@ -103,18 +106,18 @@ static int synchronize(const struct streams *streams, stream_event event) {
     return check(code, "cuEventSynchronize");
 }
 
-static void destroy(stream_event event) {
+static void driver_destroy(stream_event event) {
     driver.destroy(event);
 }
 
-static bool is_current(const struct streams *streams, const struct stream_handle *stream) {
+static bool driver_is_current(const struct streams *streams, const struct stream_handle *stream) {
     void *current = NULL;
     return torch_abi.aoti_torch_get_current_cuda_stream &&
            !torch_abi.aoti_torch_get_current_cuda_stream(streams->device_index, &current) &&
            current == stream->raw;
 }
 
-static bool is_capturing(const struct streams *streams, const struct stream_handle *stream) {
+static bool driver_is_capturing(const struct streams *streams, const struct stream_handle *stream) {
     bool pushed;
     int status = 0;
     if (push_context(streams, &pushed) < 0) {
@@ -126,19 +129,70 @@ static bool is_capturing(const struct streams *streams, const struct stream_hand
     return capturing;
 }
 
-static int is_elsewhere(const struct streams *streams) {
+static int driver_is_elsewhere(const struct streams *streams) {
     void *context = current_context();
     return context && context != streams->context;
 }
 
 const struct stream_backend driver_backend = {
     .number = "cuda_stream",
-    .init = init,
-    .record = record,
-    .wait = wait,
-    .synchronize = synchronize,
-    .destroy = destroy,
-    .is_current = is_current,
-    .is_capturing = is_capturing,
-    .is_elsewhere = is_elsewhere,
+    .init = driver_init,
+    .record = driver_record,
+    .wait = driver_wait,
+    .synchronize = driver_synchronize,
+    .destroy = driver_destroy,
+    .is_current = driver_is_current,
+    .is_capturing = driver_is_capturing,
+    .is_elsewhere = driver_is_elsewhere,
+};
+
+/* ---- any other device, by the functions of torch's module of it, as torch.xpu has them. An event is a Python
+ * object here, and a stream is told by its number. ---- */
+
+static int module_record(const struct streams *streams, const struct stream_handle *stream,
+                         stream_event *event) {
+    if (!*event && !(*event = PyObject_CallMethod(streams->module, "Event", NULL)))
+        return -1;
+    return ref_done(PyObject_CallMethod(*event, "record", "O", stream->object));
+}
+
+static int module_wait(const struct streams *streams, const struct stream_handle *stream,
+                       stream_event event) {
+    (void)streams;
+    return ref_done(PyObject_CallMethod(stream->object, "wait_event", "O", event));
+}
+
+static int module_synchronize(const struct streams *streams, stream_event event) {
+    (void)streams;
+    return ref_done(PyObject_CallMethod(event, "synchronize", NULL));
+}
+
+static void module_destroy(stream_event event) {
+    Py_DECREF((PyObject *)event);
+}
+
+static bool module_is_current(const struct streams *streams, const struct stream_handle *stream) {
+    void *number = NULL;
+    PyObject *current = PyObject_CallMethod(streams->module, "current_stream", "O", streams->device);
+    bool same =
+        current && stream_number(current, streams->backend->number, &number) == 0 && number == stream->raw;
+    Py_XDECREF(current);
+    PyErr_Clear();
+    return same;
+}
+
+static int module_is_elsewhere(const struct streams *streams) {
+    OWNED *index = PyObject_CallMethod(streams->module, "current_device", NULL);
+    long current = index ? PyLong_AsLong(index) : -1;
+    return PyErr_Occurred() ? -1 : current != streams->device_index;
+}
+
+const struct stream_backend module_backend = {
+    .number = "stream_id",
+    .record = module_record,
+    .wait = module_wait,
+    .synchronize = module_synchronize,
+    .destroy = module_destroy,
+    .is_current = module_is_current,
+    .is_elsewhere = module_is_elsewhere,
 };
