@@ -1,5 +1,5 @@
 /* The ops over one flat tensor: taken apart, put together, sharded, cast, accumulated. */
-#include "torch/op_call.h"
+#include "torch/ops.h"
 #include "torch/tensor.h"
 
 #include <inttypes.h>

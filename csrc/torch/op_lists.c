@@ -1,5 +1,5 @@
 /* The ops over lists of tensors: checksums, AdamW. */
-#include "torch/op_call.h"
+#include "torch/ops.h"
 
 #include "kernels/adam.h"
 #include "torch/tensor.h"

@@ -1,6 +1,6 @@
 /* The op that joins byte ranges of tensors to others. */
 #include "base/pages.h"
-#include "torch/op_call.h"
+#include "torch/ops.h"
 
 #include <inttypes.h>
 
