@@ -45,7 +45,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/collective": 321,
     "csrc/handle": 4_891,
     "csrc/runtime": 5_575,
-    "csrc/python": 1_658,
+    "csrc/python": 1_657,
     "fsdp_c": 25_397,
 }
 LONGEST_FILE = 500

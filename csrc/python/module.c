@@ -11,7 +11,6 @@
 #include "torch/buffer.h"
 #include "torch/kernel_library.h"
 #include "torch/names.h"
-#include "torch/operator_kernels.h"
 #include "torch/ops.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"

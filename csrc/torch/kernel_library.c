@@ -11,7 +11,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "torch/operator_kernels.h"
 #include "torch/torch_abi.h"
 
 static const struct kernel_table *cuda_kernels;

@@ -6,6 +6,9 @@
 #ifndef FSDP_TORCH_KERNEL_LIBRARY_H
 #define FSDP_TORCH_KERNEL_LIBRARY_H
 
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include "kernels/table.h"
 
 /* Never NULL, never raises, and takes no lock of the interpreter. *why says why they are not ours, or is
@@ -13,5 +16,13 @@
 const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why);
 
 bool kernels_are_wanted_of_torch(void); /* FSDP_C_KERNELS=torch */
+
+/* operator_kernels.c: the kernels as operators of torch. fsdp_c/operator_kernels.py says which.
+ *
+ * They may be called with the interpreter's lock or without it, and take it. What Python raised stays set for
+ * a caller that has the lock; for one that has not, device_error() says it. */
+extern const struct kernel_table operator_kernels;
+
+void operator_kernels_bind(PyObject *module); /* whose functions they call, before any of them is called */
 
 #endif

@@ -1,4 +1,4 @@
-#include "torch/operator_kernels.h"
+#include "torch/kernel_library.h"
 
 #include "kernels/adam.h"
 #include "kernels/checksum.h"

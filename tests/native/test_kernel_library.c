@@ -10,7 +10,6 @@
 
 #include "harness.h"
 #include "torch/kernel_library.h"
-#include "torch/operator_kernels.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
