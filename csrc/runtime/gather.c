@@ -42,10 +42,6 @@ static bool is_there(const struct unit *unit) {
     return unit->handle->storage.copy->is_local && !is_replaced(unit);
 }
 
-void unit_note_stepping(struct unit *part) {
-    part->stepping = true;
-}
-
 int unit_await_step(struct unit *part) {
     bool stepping = part->stepping;
     part->stepping = false;

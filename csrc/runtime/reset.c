@@ -41,7 +41,9 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
 static int reset(struct runtime *runtime) {
     struct first_error first = {NULL};
     PyErr_Clear();
-    note_result(&first, runtime_drop_reduction(runtime));
+    runtime->reducing = NULL;
+    note_result(&first,
+                schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL)); /* legal from all */
     note_result(&first, schedule_join(&runtime->schedule));
     for (int64_t i = 0; i < runtime->num_units; i++)
         reset_unit(runtime->units[i], &first);

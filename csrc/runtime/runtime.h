@@ -95,15 +95,12 @@ int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(void *runtime); /* a hook_function */
 void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
 
-/* reduction.c. 0 or -1 */
+/* step.c: reductions. 0 or -1 */
 /* after the reduction before: gradients that have come, or zeros, are packed and on their way from now on */
 int runtime_reduce_part(struct unit *part);
 int runtime_finish_reduction(struct runtime *runtime); /* of the part on its way, if there is one */
 /* the backward of the unit around them ends: zeros where nothing came */
 int runtime_reduce_optional(struct unit *around);
-/* the whole backward does: what was not, and what no_sync has left */
-int runtime_reduce_all_optional(struct runtime *runtime);
-int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 
 /* reset.c. 0 or -1 */
 /* after an exception in a step: IDLE, SHARDED, no gradient of that step */

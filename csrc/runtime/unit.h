@@ -157,8 +157,7 @@ int unit_reshard(struct unit *unit, bool free_storage);
 /* of what this forward has gathered, where a backward may follow */
 int unit_keep_secondary_shards(struct unit *unit);
 int unit_forget_secondary_shards(struct unit *unit); /* what is gathered next comes from the shards */
-void unit_note_stepping(struct unit *part);          /* its optimizers begin to step, beside this backward */
-int unit_await_step(struct unit *part);              /* they have stepped */
+int unit_await_step(struct unit *part);              /* its optimizers have stepped */
 /* Of one part, after the limiter: for the table of operations. */
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
