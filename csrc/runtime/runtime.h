@@ -82,7 +82,7 @@ int runtime_take_memory(struct runtime *runtime);
 /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
 int runtime_reshard_units(struct runtime *runtime);
 
-/* stale.c: see [Note: stale parameters] there. 0 or -1 */
+/* gather.c: see [Note: stale parameters] there. 0 or -1 */
 int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
 /* it ends: what was prefetched for units that it has not run */
 int runtime_give_back_unused(struct runtime *runtime);

@@ -89,7 +89,7 @@ struct unit {
     int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
     struct order_place place;       /* in the order of units */
     struct gather_mark gather;      /* its last all-gather */
-    /* the forward, as num_forwards counts: see [Note: stale parameters] in stale.c */
+    /* the forward, as num_forwards counts: see [Note: stale parameters] in gather.c */
     int64_t gathered_for;
     bool graph_reads; /* what a backward has made a graph of: it stays gathered for the next one */
     /* that of its last forward, where the views stay: compared, never followed */
@@ -163,7 +163,12 @@ int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
-/* stale.c: see [Note: stale parameters] there */
+/* In which precision it is gathered next: follows the mode of the wrapped module where asked for. */
+int unit_precision_for_forward(struct unit *unit);
+void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
+int unit_precision_for_backward(struct unit *unit); /* that of its forward */
+int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
+/* See [Note: stale parameters] in gather.c. */
 int unit_give_back_stale(struct unit *unit); /* but not amid a backward. 0 or -1 */
 void unit_note_used(struct unit *unit);      /* what is gathered is for the forward that is on its way */
 /* it is as good for the next forward as it was for the last one */
@@ -203,13 +208,6 @@ int unit_prefetch_in_order(struct unit *unit, enum training_state state);
 int unit_unshard(struct unit *unit);
 /* outside of the root's forward the script has called this unit by itself */
 int unit_begin_step_alone(struct unit *unit);
-
-/* gather.c: in which precision the unit is gathered next. 0 or -1. */
-/* follows the mode of the wrapped module, where that was asked for */
-int unit_precision_for_forward(struct unit *unit);
-void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
-int unit_precision_for_backward(struct unit *unit); /* that of its forward */
-int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
 
 /* step.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
 int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient */

@@ -1,10 +1,11 @@
-/* links: runtime/lifetime.c runtime/stale.c runtime/optional.c runtime/order.c handle/states.c */
+/* links: runtime/lifetime.c runtime/gather.c runtime/optional.c runtime/order.c handle/states.c */
 #include <string.h>
 
 #include "harness.h"
 #include "python_memory.h"
 
 #include "handle/unit_error.h"
+#include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 
@@ -33,45 +34,47 @@ static bool it_said(const char *expected) {
     return same;
 }
 
-int unit_gather(struct unit *unit) {
-    if (unit->handle->storage.param_state != PARAM_SHARDED)
-        return 0;
+/* In the place of the all-gather. */
+static int gather(struct unit *unit) {
     say(storage_gathers_in_node(&unit->handle->storage) ? "within" : "gather", unit);
     unit->handle->storage.param_state = PARAM_UNSHARDED;
-    unit->gathered_for = runtime.num_forwards;
     return 0;
 }
 
-int unit_wait_gathered(struct unit *unit) {
-    (void)unit;
-    return 0;
-}
-
-int unit_gather_and_wait(struct unit *unit) {
-    return unit_gather(unit);
-}
-
-int unit_keep_secondary_shards(struct unit *unit) {
-    unit->handle->storage.copy->secondary_shard.allocated =
-        !unit->is_root && storage_keeps_secondary_shards(&unit->handle->storage);
-    return 0;
-}
-
-int unit_forget_secondary_shards(struct unit *unit) {
-    unit->handle->storage.copy->secondary_shard.allocated = false;
-    return 0;
-}
-
-int unit_reshard(struct unit *unit, bool free_storage) {
-    if (!free_storage || unit->handle->storage.param_state == PARAM_SHARDED)
+int storage_reshard(struct storage *storage, bool free_storage) {
+    int i = 0;
+    while (&handles[i].storage != storage)
+        i++;
+    if (!free_storage || storage->param_state == PARAM_SHARDED)
         return 0;
-    say("free", unit);
-    unit->handle->storage.param_state = PARAM_SHARDED;
+    say("free", &units[i]);
+    storage->param_state = PARAM_SHARDED;
     return 0;
+}
+
+int storage_keep_secondary_shard(struct storage *storage) {
+    storage->copy->secondary_shard.allocated = true;
+    return 0;
+}
+
+int storage_forget_secondary_shard(struct storage *storage) {
+    storage->copy->secondary_shard.allocated = false;
+    return 0;
+}
+
+int handle_take_changes(struct handle *handle, bool *copied) {
+    CHECK(handle->storage.param_state == PARAM_SHARDED);
+    *copied = false;
+    return 0;
+}
+
+int schedule_end_gather(struct schedule *schedule, struct gather_mark *mark, int result) {
+    CHECK(schedule == &runtime.schedule && !mark->pending);
+    return result;
 }
 
 int schedule_begin_step(struct schedule *schedule) {
-    (void)schedule;
+    CHECK(schedule == &runtime.schedule);
     return 0;
 }
 
@@ -85,13 +88,17 @@ int schedule_flush(struct schedule *schedule) {
     return schedule_give_back(schedule);
 }
 
-const struct operations operations_own = {.prefetch = unit_prefetch_in_order,
+const struct operations operations_own = {.gather = gather,
+                                          .prefetch = unit_prefetch_in_order,
                                           .post_backward_reshard = unit_post_backward_reshard};
 
 /* ---- what is of no matter here ---- */
 
 PyObject *PyExc_RuntimeError;
 struct recorder_page *flight_recorder;
+struct callbacks callbacks;
+struct torch_names torch_names;
+PyObject _Py_NoneStruct;
 
 int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...) {
     (void)type;
@@ -124,7 +131,6 @@ ENDS(void, _Py_Dealloc, PyObject *object)
 ENDS(PyObject *, PyErr_NoMemory, void)
 DOES_NOTHING(PyErr_Clear, void)
 DOES_NOTHING(collective_group_fini, struct collective_group *group)
-DOES_NOTHING(unit_note_precision, struct unit *unit)
 ANSWERS(NULL, PyObject *, profile_begin, const char *name)
 ANSWERS(NULL, PyObject *, profile_begin_inner, const char *name)
 ANSWERS(true, bool, torch_grad_enabled, void)
@@ -134,12 +140,42 @@ ANSWERS(0, int, call_guards_place, struct call_guards *layers, bool training)
 ANSWERS(0, int, writeback_check_views, struct writeback *writeback)
 ANSWERS(0, int, writeback_take_over_views, struct writeback *writeback, int64_t *last)
 ANSWERS(0, int, writeback_take_over_writes, struct writeback *writeback)
-ANSWERS(0, int, storage_keep_secondary_shard, struct storage *storage)
 ANSWERS(num_writes, int64_t, writeback_count_writes, const struct writeback *writeback)
-ANSWERS(0, int, unit_precision_for_forward, struct unit *unit)
-ANSWERS(0, int, unit_precision_for_backward, struct unit *unit)
 ANSWERS(0, long long, unit_rank, const struct unit *unit)
 ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
+ANSWERS(0, int, storage_unshard_wait, struct storage *storage)
+ANSWERS(0, int, schedule_begin_gather, struct schedule *schedule)
+ANSWERS(0, int, schedule_wait_gathered, struct schedule *schedule, struct gather_mark *mark)
+ANSWERS(0, int, schedule_note_free, struct schedule *schedule)
+
+/* ---- nor is what is never called ---- */
+
+ENDS(int, schedule_limit, struct schedule *schedule)
+ENDS(int, schedule_wait_stepped, struct schedule *schedule)
+ENDS(int, schedule_begin_input, struct schedule *schedule)
+ENDS(int, schedule_end_input, struct schedule *schedule, bool uploads, int result)
+ENDS(int, storage_alloc_unsharded, struct storage *storage)
+ENDS(bool, storage_makes_input, const struct storage *storage)
+ENDS(bool, storage_has_mixed_precision, const struct storage *storage)
+ENDS(int, storage_unshard_enqueued, struct storage *storage, PyObject *work)
+ENDS(int, handle_pre_unshard, struct handle *handle)
+ENDS(int, handle_unshard_enqueue, struct handle *handle)
+ENDS(int, handle_unshard_add, struct handle *handle, struct gather_batch *batch)
+ENDS(int, handle_use_precision, struct handle *handle, enum precision precision)
+ENDS(void, handle_free_unshard, struct handle *handle)
+ENDS(bool, collective_gathers_together, const struct collective_group *group)
+ENDS(PyObject *, collective_all_gather_together, const struct collective_group *group, PyObject *outputs,
+     PyObject *inputs)
+ENDS(int, callbacks_tell, PyObject *function, PyObject *a, PyObject *b)
+ENDS(void, PyErr_Fetch, PyObject **type, PyObject **value, PyObject **traceback)
+ENDS(void, PyErr_NormalizeException, PyObject **type, PyObject **value, PyObject **traceback)
+ENDS(void, PyErr_Restore, PyObject *type, PyObject *value, PyObject *traceback)
+ENDS(PyObject *, PyObject_CallFunction, PyObject *function, const char *format, ...)
+ENDS(PyObject *, PyObject_GetAttr, PyObject *object, PyObject *name)
+ENDS(PyObject *, PyObject_GetAttrString, PyObject *object, const char *name)
+ENDS(int, PyObject_IsTrue, PyObject *object)
+ENDS(PyObject *, PyWeakref_GetObject, PyObject *reference)
+ENDS(PyObject *, PyList_New, Py_ssize_t count)
 
 /* ---- a root, and three units inside ---- */
 
