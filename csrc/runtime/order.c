@@ -17,19 +17,7 @@ static int init_tensors(struct order_validation *validation, PyObject *device) {
     return validation->everyone ? torch_zero(validation->everyone) : -1;
 }
 
-struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device) {
-    struct order_validation *validation = PyMem_Calloc(1, sizeof *validation);
-    if (!validation)
-        return (struct order_validation *)PyErr_NoMemory();
-    validation->names = Py_NewRef(names);
-    if (collective_group_init(&validation->group, process_group) == 0 &&
-        init_tensors(validation, device) == 0)
-        return validation;
-    order_validation_free(validation);
-    return NULL;
-}
-
-void order_validation_free(struct order_validation *validation) {
+static void free_validation(struct order_validation *validation) {
     if (!validation)
         return;
     collective_group_fini(&validation->group);
@@ -38,6 +26,18 @@ void order_validation_free(struct order_validation *validation) {
     Py_CLEAR(validation->everyone);
     PyMem_Free(validation->first);
     PyMem_Free(validation);
+}
+
+struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device) {
+    struct order_validation *validation = PyMem_Calloc(1, sizeof *validation);
+    if (!validation)
+        return (struct order_validation *)PyErr_NoMemory();
+    validation->names = Py_NewRef(names);
+    if (collective_group_init(&validation->group, process_group) == 0 &&
+        init_tensors(validation, device) == 0)
+        return validation;
+    free_validation(validation);
+    return NULL;
 }
 
 /* ---- first iteration: across ranks ---- */
@@ -154,7 +154,7 @@ void order_set_limits(struct order *order, int64_t backward, int64_t forward) {
 }
 
 void order_set_validation(struct order *order, struct order_validation *validation) {
-    order_validation_free(order->validation);
+    free_validation(order->validation);
     order->validation = validation;
 }
 

@@ -85,6 +85,5 @@ struct order_validation {
 
 /* New, or NULL with an exception. `device` holds the tensors that are compared. */
 struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device);
-void order_validation_free(struct order_validation *validation); /* NULL is fine */
 
 #endif

@@ -184,8 +184,6 @@ int unit_unshard_for_forward(struct unit *unit);
 void unit_expect_backward(struct unit *unit, bool expected);
 int unit_reshard_after_forward(struct unit *unit);
 int unit_unshard_for_backward(struct unit *unit);
-/* under no_sync a strategy that keeps parameters stays gathered (D-070) */
-int unit_reshard_in_backward(struct unit *unit);
 /* its backward is over for the optional units that belong to it */
 int unit_reshard_optional(struct unit *around);
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
@@ -200,14 +198,10 @@ bool unit_ends_with_backward(const struct unit *unit);
 struct unit *unit_next(const struct unit *unit, enum training_state state);
 void unit_set_prefetched(struct unit *unit, bool prefetched);
 int unit_prefetch(struct unit *candidate, enum training_state state); /* unless it is gathered already */
-/* what is to be prefetched now */
-int unit_prefetch_next(struct unit *unit, enum training_state state);
 /* as order.h says, unless outside code does */
 int unit_prefetch_in_order(struct unit *unit, enum training_state state);
 /* prefetch on the user's word; the module shows the whole parameters */
 int unit_unshard(struct unit *unit);
-/* outside of the root's forward the script has called this unit by itself */
-int unit_begin_step_alone(struct unit *unit);
 
 /* step.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
 int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient */
