@@ -85,9 +85,8 @@ void op_pack_gradients(StableIValue *stack, struct op_call *call);
 void op_cast_divide(StableIValue *stack, struct op_call *call);
 void op_accumulate_shard(StableIValue *stack, struct op_call *call);
 
-void op_join_ranges(StableIValue *stack, struct op_call *call); /* op_ranges.c */
-
 /* op_lists.c */
+void op_join_ranges(StableIValue *stack, struct op_call *call);
 void op_checksums(StableIValue *stack, struct op_call *call);
 void op_adamw(StableIValue *stack, struct op_call *call);
 
