@@ -109,6 +109,8 @@ int unit_note_checkpointed(struct unit *unit) {
     return checkpointed > 0 ? cut_off(unit) : checkpointed;
 }
 
+/* New list of the names of the units that the backward could not reach, None where there is none, or NULL.
+ * Those that it left out are noted. */
 static PyObject *take_cut_off(struct runtime *runtime) {
     PyObject *names = runtime->any_cut_off ? PyList_New(0) : Py_NewRef(Py_None);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
@@ -124,16 +126,13 @@ static PyObject *take_cut_off(struct runtime *runtime) {
     return names;
 }
 
+/* Warns, once. */
 static int tell(struct runtime *runtime, PyObject *function, PyObject *names) {
     PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
     if (!PyList_Size(names) || !module || module == Py_None)
         return 0;
     runtime->told_of_no_gradient = true;
     return callbacks_tell(function, module, names);
-}
-
-static int tell_of_cut_off(struct runtime *runtime, PyObject *names) {
-    return names == Py_None ? 0 : tell(runtime, callbacks.warn_of_units_cut_off, names);
 }
 
 static int tell_of_left_out(struct runtime *runtime) {
@@ -435,7 +434,8 @@ int runtime_final_callback(void *target) {
     bool tells = ends_step && !runtime->told_of_no_gradient;
     OWNED *cut_off = tells ? take_cut_off(runtime) : Py_NewRef(Py_None);
     /* told when all is in order again: a warning may be made an error */
-    if (!cut_off || end_backward(runtime) < 0 || tell_of_cut_off(runtime, cut_off) < 0)
+    if (!cut_off || end_backward(runtime) < 0 ||
+        (cut_off != Py_None && tell(runtime, callbacks.warn_of_units_cut_off, cut_off) < 0))
         return -1;
     return ends_step && runtime->unchecked ? check_backward(runtime) : 0;
 }
