@@ -6,7 +6,6 @@
 #include "python/types.h"
 #include "runtime/callbacks.h"
 #include "runtime/dry_run.h"
-#include "runtime/hook.h"
 #include "runtime/operations.h"
 #include "torch/buffer.h"
 #include "torch/kernel_library.h"
@@ -337,7 +336,7 @@ static int module_exec(PyObject *module) {
     if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0)
         return -1;
     operations_init(&operations);
-    if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0)
+    if (handle_ops_init() < 0 || collective_init() < 0 || node_init() < 0)
         return -1;
     return add_types(module) < 0 ? -1 : add_constants(module);
 }

@@ -2,7 +2,6 @@
 
 #include <stddef.h>
 
-#include "runtime/hook.h"
 #include "runtime/operations.h"
 #include "torch/names.h"
 

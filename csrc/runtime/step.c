@@ -2,7 +2,6 @@
  * which at most one is on its way, and how its backward ends. */
 #include "handle/unit_error.h"
 #include "runtime/callbacks.h"
-#include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 

@@ -2,8 +2,8 @@
 #include "runtime/unit.h"
 
 #include "handle/unit_error.h"
-#include "runtime/hook.h"
 #include "runtime/runtime.h"
+#include "torch/names.h"
 
 /* ---- what errors name ---- */
 

@@ -1,5 +1,6 @@
-/* The Python side of torch as the runtime calls it: interned attribute names and bound functions, found once
- * per process. Every call is one line here, so that the layers above read as verbs. */
+/* The Python side of torch: what the runtime calls of it, by interned attribute names and bound functions,
+ * found once per process, and, as hooks, what it calls of the runtime. Every call is one line here, so that
+ * the layers above read as verbs. */
 #ifndef FSDP_TORCH_NAMES_H
 #define FSDP_TORCH_NAMES_H
 
@@ -131,5 +132,20 @@ PyObject *profile_begin_inner(const char *name);
 
 /* Close it; NULL is legal. A pending exception stays as it is. */
 void profile_end(PyObject *range);
+
+/* ---- Python callables over C functions, for torch's hook registrations ---- */
+
+/* 0 or -1 with an exception. A hook answers Python with None: it changes no gradient. */
+typedef int (*hook_function)(void *target);
+
+/* A hook on `target`. `owner`, when not NULL, is kept alive by the hook; without one the target must call
+ * hook_disarm before it goes. New reference or NULL. */
+PyObject *hook_new(hook_function function, void *target, PyObject *owner);
+/* `function` is called when the hook goes without ever having been called, with the hook to know it by. */
+typedef int (*hook_drop_function)(void *target, const void *hook);
+void hook_on_drop(PyObject *hook, hook_drop_function function);
+
+void hook_disarm(PyObject *hook);
+void *hook_target(PyObject *hook); /* NULL once disarmed */
 
 #endif
