@@ -44,7 +44,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/torch": 3_503,
     "csrc/collective": 321,
     "csrc/handle": 4_891,
-    "csrc/runtime": 5_427,
+    "csrc/runtime": 5_422,
     "csrc/python": 1_656,
     "fsdp_c": 25_397,
 }

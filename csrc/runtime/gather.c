@@ -299,7 +299,7 @@ static bool is_stale(const struct unit *unit) {
 static int give_back(struct unit *unit) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
-        order_place_set_prefetched(&part->place, false);
+        part->prefetched = false;
         if (writeback_check_views(&handle->writeback) < 0 || handle_take_over_views(handle) < 0 ||
             unit_reshard(part, true) < 0 || handle_show_sharded(handle) < 0)
             return -1;
@@ -319,7 +319,7 @@ void unit_note_used(struct unit *unit) {
 int runtime_give_back_stale(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        bool comes_back = (unit->needs_pre_backward_unshard || unit->place.prefetched) && !unit->graph_reads;
+        bool comes_back = (unit->needs_pre_backward_unshard || unit->prefetched) && !unit->graph_reads;
         if (comes_back && !unit->leader && unit_give_back_stale(unit) < 0)
             return -1;
     }
@@ -329,7 +329,7 @@ int runtime_give_back_stale(struct runtime *runtime) {
 int runtime_give_back_unused(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units && !runtime->callback_queued; i++) {
         struct unit *unit = runtime->units[i];
-        if (unit->place.prefetched && !unit->leader && give_back(unit) < 0)
+        if (unit->prefetched && !unit->leader && give_back(unit) < 0)
             return -1;
     }
     return 0;

@@ -15,7 +15,7 @@ int unit_set_training_state(struct unit *unit, enum training_state state) {
 /* ---- prefetch, in the order of units (D-110 to D-116) ---- */
 
 static bool can_prefetch(const struct unit *unit) {
-    return !unit->place.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
+    return !unit->prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
 }
 
 static struct unit *next_forward(const struct unit *unit) {
@@ -56,7 +56,7 @@ struct unit *unit_next(const struct unit *unit, enum training_state state) {
 
 void unit_set_prefetched(struct unit *unit, bool prefetched) {
     FOR_PARTS(part, unit)
-        order_place_set_prefetched(&part->place, prefetched);
+        part->prefetched = prefetched;
 }
 
 int unit_prefetch(struct unit *candidate, enum training_state state) {
@@ -239,8 +239,7 @@ bool unit_ends_with_backward(const struct unit *unit) {
     if (!unit->handle)
         return unit->ran_pre_backward;
     enum training_state state = unit->handle->training_state;
-    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ||
-           (state == USE_IDLE && unit->place.prefetched);
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->prefetched);
 }
 
 int runtime_reshard_units(struct runtime *runtime) {

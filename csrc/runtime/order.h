@@ -27,7 +27,6 @@ struct order {
 struct order_place {
     int64_t unit; /* its index */
     int64_t pre_forward, post_forward;
-    bool prefetched; /* and not used yet */
 };
 
 /* 0, or -1 with MemoryError; order_fini follows in any case */
@@ -46,13 +45,8 @@ static inline void order_place_init(struct order_place *place, int64_t unit) {
     place->pre_forward = place->post_forward = -1;
 }
 
-static inline void order_place_set_prefetched(struct order_place *place, bool prefetched) {
-    place->prefetched = prefetched;
-}
-
 static inline void order_place_end_step(struct order_place *place) {
     place->post_forward = -1;
-    place->prefetched = false;
 }
 
 /* With a validation, where the unit is about to be gathered: RuntimeError where other ranks gather another

@@ -294,7 +294,7 @@ void runtime_let_go(struct runtime *runtime) {
 static void check_unit(const struct unit *unit) {
     const struct handle *handle = unit->handle;
     INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
-    INVARIANT(!unit->place.prefetched && !unit->gather.pending);
+    INVARIANT(!unit->prefetched && !unit->gather.pending);
     INVARIANT(!unit->reshard_hook && !unit->stepping);
     INVARIANT(!unit->optional.open && !unit->optional.reached);
     INVARIANT(!unit->optional.enclosing || !unit->optional.first);

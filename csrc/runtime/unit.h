@@ -88,6 +88,7 @@ struct unit {
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
     struct order_place place;       /* in the order of units */
+    bool prefetched;                /* of a part: and not used yet */
     struct gather_mark gather;      /* its last all-gather */
     /* the forward, as num_forwards counts: see [Note: stale parameters] in gather.c */
     int64_t gathered_for;

@@ -243,6 +243,7 @@ static void end_backward(void) {
     CHECK_EQUAL(runtime_note_kept(&runtime), 0);
     for (int i = 0; i < UNITS; i++) {
         CHECK_EQUAL(handle_set_training_state(&handles[i], USE_IDLE), 0);
+        units[i].prefetched = false;
         order_place_end_step(&units[i].place);
     }
     order_next_iteration(&runtime.order);
@@ -339,7 +340,7 @@ TEST(test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward) {
     said[0] = '\0';
     forward_from(3, false); /* 1 is expected after the root, and 2 and 3 after that */
     CHECK(it_said("gather0 gather1 gather3 free3 free0 free1 flush"));
-    CHECK(!units[1].place.prefetched);
+    CHECK(!units[1].prefetched);
 }
 
 TEST(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to) {

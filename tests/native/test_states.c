@@ -313,7 +313,7 @@ static const char *break_one(int number) {
     BREAK("!= PARAM_UNSHARDING", handle.storage.param_state = PARAM_UNSHARDING)
     BREAK("is_at(order->post", order_record_post_forward(&runtime.order, &unit.place),
           order_forget_forwards(&runtime.order))
-    BREAK("!unit->place.prefetched", order_place_set_prefetched(&unit.place, true))
+    BREAK("!unit->prefetched", unit.prefetched = true)
     BREAK("!runtime->reducing", runtime.reducing = &unit)
     BREAK("!unit->reshard_hook", unit.reshard_hook = (PyObject *)&unit)
     BREAK("order.num_post == 0", order_record_post_forward(&runtime.order, &unit.place))
