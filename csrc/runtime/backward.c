@@ -82,38 +82,6 @@ static int check_named(struct unit *unit) {
         unit_rank(unit), unit->name);
 }
 
-/* New reference to the accumulation node of the part with this index, None where it was frozen in the
- * forward, or NULL. */
-static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
-    OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
-    if (edges && PySequence_Size(edges) <= 1 + index)
-        return Py_NewRef(Py_None); /* of a forward from before there were any */
-    OWNED *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
-    return edge ? PySequence_GetItem(edge, 0) : NULL;
-}
-
-int unit_edge_use(PyObject *context, Py_ssize_t index) {
-    OWNED *node = flat_param_node(context, index);
-    if (!node)
-        return -1;
-    int executes = node == Py_None ? 0 : torch_will_execute(node);
-    if (executes >= 0)
-        return executes ? EDGE_ACCUMULATES : EDGE_UNUSED;
-    /* by which it tells of a leaf that autograd.grad() asks for */
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
-        return -1;
-    PyErr_Clear();
-    return EDGE_CAPTURED;
-}
-
-int unit_receives_named(struct unit *unit) {
-    if (runtime_queue_final_callback(unit->runtime) < 0)
-        return -1;
-    runtime_set_reach(unit->runtime, REACH_NAMED);
-    unit->named = true;
-    return 0;
-}
-
 /* ---- pre-backward ---- */
 
 static int prepare(struct unit *unit) {

@@ -156,13 +156,49 @@ struct arrival {
     bool again;               /* a part had gradients already */
 };
 
+/* What a backward does with an edge to a flat parameter: see [Note: flat parameters in the graph]. */
+enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
+
+/* New reference to the accumulation node of the part with this index, None where it was frozen in the
+ * forward, or NULL. */
+static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
+    OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
+    if (edges && PySequence_Size(edges) <= 1 + index)
+        return Py_NewRef(Py_None); /* of a forward from before there were any */
+    OWNED *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
+    return edge ? PySequence_GetItem(edge, 0) : NULL;
+}
+
+static int edge_use(PyObject *context, Py_ssize_t index) {
+    OWNED *node = flat_param_node(context, index);
+    if (!node)
+        return -1;
+    int executes = node == Py_None ? 0 : torch_will_execute(node);
+    if (executes >= 0)
+        return executes ? EDGE_ACCUMULATES : EDGE_UNUSED;
+    /* by which it tells of a leaf that autograd.grad() asks for */
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    return EDGE_CAPTURED;
+}
+
+/* The anchor's hook will not come. */
+static int receives_named(struct unit *unit) {
+    if (runtime_queue_final_callback(unit->runtime) < 0)
+        return -1;
+    runtime_set_reach(unit->runtime, REACH_NAMED);
+    unit->named = true;
+    return 0;
+}
+
 /* The gradients of one part go where the backward takes them. */
 static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_ssize_t index) {
     if (arrival->everywhere)
         return receive(part, own, &arrival->again);
-    int use = unit_edge_use(arrival->context, index);
+    int use = edge_use(arrival->context, index);
     if (use == EDGE_ACCUMULATES)
-        return unit_receives_named(part) < 0 ? -1 : receive(part, own, &arrival->again);
+        return receives_named(part) < 0 ? -1 : receive(part, own, &arrival->again);
     if (use != EDGE_CAPTURED)
         return use; /* unused, or an exception */
     PyObject *grad = gradients_flat_of(&part->handle->gradients, own);

@@ -215,12 +215,8 @@ int unit_pre_backward(void *unit);
 int unit_post_backward(void *unit);
 int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
 
-/* backward.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
-enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
-int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
-/* of the edge to the flat parameter of the part with this index; or -1 */
-int unit_edge_use(PyObject *context, Py_ssize_t index);
-int unit_receives_named(struct unit *unit); /* a part does, and the anchor's hook will not come. 0 or -1 */
+/* backward.c: does the backward come to the anchor, where it has come to the unit's node? 1, 0 or -1 */
+int unit_reaches_anchor(struct unit *unit);
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is
  * made on the first call. */
