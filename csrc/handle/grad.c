@@ -166,7 +166,7 @@ static PyObject *take_saved_shard(struct gradients *gradients) {
     if (!offloaded)
         offloaded = PyObject_CallMethod(shard, "cpu", NULL);
     Py_DECREF(shard);
-    if (offloaded && attributes_cpu_grad(gradients->attributes, offloaded) < 0)
+    if (offloaded && storage_put_attribute(gradients->storage, "_cpu_grad", offloaded) < 0)
         Py_CLEAR(offloaded);
     return offloaded;
 }

@@ -13,10 +13,9 @@
 /* ---- life ---- */
 
 void gradients_bind(struct gradients *gradients, const struct flat_param *param,
-                    const struct storage *storage, struct attributes *attributes) {
+                    const struct storage *storage) {
     gradients->param = param;
     gradients->storage = storage;
-    gradients->attributes = attributes;
 }
 
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec) {

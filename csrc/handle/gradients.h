@@ -11,7 +11,6 @@
 #ifndef FSDP_HANDLE_GRADIENTS_H
 #define FSDP_HANDLE_GRADIENTS_H
 
-#include "handle/attributes.h"
 #include "handle/storage.h"
 
 /* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
@@ -29,7 +28,6 @@ struct gradients {
     const struct flat_param *param; /* borrowed */
     /* borrowed; how the shard and the parameters look, and where they are computed with */
     const struct storage *storage;
-    struct attributes *attributes; /* borrowed */
 
     enum grad_kind kind; /* written by states.c */
     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
@@ -76,8 +74,7 @@ struct gradients {
 /* ---- life: gradients.c ---- */
 
 void gradients_bind(struct gradients *gradients, const struct flat_param *param,
-                    const struct storage *storage,
-                    struct attributes *attributes); /* of zeros; init follows */
+                    const struct storage *storage); /* of zeros; init follows */
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec);
 void gradients_fini(struct gradients *gradients);
 int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);

@@ -90,7 +90,7 @@ struct handle *handle_table_find(int64_t id) {
 void handle_bind(struct handle *handle) {
     storage_bind(&handle->storage, &handle->param);
     param_views_bind(&handle->param_views, &handle->param);
-    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->attributes);
+    gradients_bind(&handle->gradients, &handle->param, &handle->storage);
     writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->param_views,
                    &handle->gradients, &handle->training_state);
 }
@@ -121,7 +121,6 @@ void handle_fini(struct handle *handle) {
     storage_fini(&handle->storage);
     param_views_fini(&handle->param_views);
     handle_table_remove(handle->param.op_id);
-    attributes_fini(&handle->attributes);
     call_guards_fini(&handle->call_guards);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
@@ -133,7 +132,6 @@ void handle_fini(struct handle *handle) {
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->summon.flat_param_owner);
-    Py_VISIT(handle->attributes.dict);
     int result = flat_param_visit(&handle->param, visit, arg);
     if (!result)
         result = storage_visit(&handle->storage, visit, arg);
@@ -164,14 +162,14 @@ int handle_lazy_init(struct handle *handle) {
     if (gradients_lazy_init(&handle->gradients) < 0)
         return -1;
     handle->ready = true;
-    if (attributes_storage(&handle->attributes, &handle->storage) < 0)
+    if (storage_update_attributes(&handle->storage) < 0)
         return -1;
     CHECKED(handle_check(handle));
     return 0;
 }
 
 int handle_publish(struct handle *handle) {
-    return attributes_begin(&handle->attributes, &handle->storage);
+    return storage_begin_attributes(&handle->storage);
 }
 
 static int follow_other_data(struct handle *handle) {

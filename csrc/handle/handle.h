@@ -1,9 +1,9 @@
 /* One flat parameter with all that belongs to it. The components own their state; what takes several of them
  * is a sequence here.
  *
- *   flat_param   what it is                         storage     shard and unsharded parameters
- *   param_views  what the modules show              attributes  what outside code reads
- *   gradients    from autograd to .grad             writeback   what the user did to both
+ *   flat_param   what it is                         storage    shard and unsharded parameters
+ *   param_views  what the modules show              gradients  from autograd to .grad
+ *   writeback    what the user did to both
  *   call_guards  what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
@@ -13,7 +13,6 @@
 #ifndef FSDP_HANDLE_HANDLE_H
 #define FSDP_HANDLE_HANDLE_H
 
-#include "handle/attributes.h"
 #include "handle/call_guards.h"
 #include "handle/flat_param.h"
 #include "handle/gradients.h"
@@ -37,7 +36,6 @@ struct handle {
     struct flat_param param;
     struct storage storage;
     struct param_views param_views;
-    struct attributes attributes;
     struct gradients gradients;
     struct writeback writeback;
     struct call_guards call_guards;

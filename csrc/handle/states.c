@@ -150,8 +150,8 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
 /* ---- what holds of a handle, and of those of its components that have no states ---- */
 
 /* The entry is `value`, or is not there where that is NULL. */
-static bool is_published(const struct attributes *attributes, const char *name, PyObject *value) {
-    return PyDict_GetItemString(attributes->dict, name) == value;
+static bool has_attribute(const struct storage *storage, const char *name, PyObject *value) {
+    return !storage->attributes || PyDict_GetItemString(storage->attributes, name) == value;
 }
 
 void flat_param_check(const struct flat_param *param) {
@@ -168,11 +168,10 @@ void flat_param_check(const struct flat_param *param) {
     INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
 }
 
-void attributes_check(const struct attributes *attributes, const struct storage *storage) {
-    INVARIANT(!attributes->dict || is_published(attributes, "_local_shard", storage->local_shard));
-    INVARIANT(!attributes->dict || is_published(attributes, "_full_param_padded", attributes_full(storage)));
-    INVARIANT(!attributes->dict ||
-              is_published(attributes, "_mp_shard", attributes_low_precision_shard(storage)));
+static void check_attributes(const struct storage *storage) {
+    INVARIANT(has_attribute(storage, "_local_shard", storage->local_shard));
+    INVARIANT(has_attribute(storage, "_full_param_padded", storage_full_attribute(storage)));
+    INVARIANT(has_attribute(storage, "_mp_shard", storage_low_precision_attribute(storage)));
 }
 
 void writeback_check(const struct writeback *writeback) {
@@ -196,7 +195,7 @@ void handle_check(const struct handle *handle) {
     flat_param_check(&handle->param);
     storage_check(&handle->storage);
     param_views_check(&handle->param_views);
-    attributes_check(&handle->attributes, &handle->storage);
+    check_attributes(&handle->storage);
     gradients_check(&handle->gradients);
     writeback_check(&handle->writeback);
     call_guards_check(&handle->call_guards);

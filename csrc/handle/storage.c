@@ -1,5 +1,5 @@
-/* The shard as the flat parameter is now, where its unit computes, and the unsharded parameters in each
- * precision. */
+/* The shard as the flat parameter is now, where its unit computes, the unsharded parameters in each
+ * precision, and what outside code reads of them. */
 #include "handle/storage.h"
 
 #include "handle/unit_error.h"
@@ -23,6 +23,7 @@ int storage_init(struct storage *storage, const struct handle_spec *spec) {
 int storage_visit(const struct storage *storage, visitproc visit, void *arg) {
     for (int i = 0; i < PRECISIONS; i++)
         Py_VISIT(storage->copies[i].views);
+    Py_VISIT(storage->attributes);
     return 0;
 }
 
@@ -209,6 +210,7 @@ void storage_fini(struct storage *storage) {
     Py_CLEAR(storage->shard_like);
     buffer_fini(&storage->device_shard);
     Py_CLEAR(storage->fallback_dtypes);
+    Py_CLEAR(storage->attributes);
 }
 
 /* A graph may still read the former views: they keep their history, and the node with it. */
@@ -350,4 +352,40 @@ int storage_forget_secondary_shard(struct storage *storage) {
         if (buffer_free(&storage->copies[i].secondary_shard) < 0)
             return -1;
     return 0;
+}
+
+/* ---- attributes ---- */
+
+int storage_begin_attributes(struct storage *storage) {
+    if (!storage->attributes)
+        storage->attributes = PyObject_GetAttrString(storage->param->tensor, "__dict__");
+    return storage->attributes ? storage_update_attributes(storage) : -1;
+}
+
+int storage_put_attribute(const struct storage *storage, const char *name, PyObject *value) {
+    if (!storage->attributes)
+        return 0;
+    OWNED *key = PyUnicode_InternFromString(name);
+    int result = key ? 0 : -1;
+    if (key && value)
+        result = PyDict_SetItem(storage->attributes, key, value);
+    else if (key && PyDict_Contains(storage->attributes, key) == 1)
+        result = PyDict_DelItem(storage->attributes, key);
+    return PyErr_Occurred() ? -1 : result;
+}
+
+int storage_update_attributes(struct storage *storage) {
+    const struct precision_copy *compute = &storage->copies[PRECISION_COMPUTE];
+    const struct precision_copy *full = &storage->copies[PRECISION_FULL];
+    bool two_precisions = storage->param->sharded && compute->low_precision;
+    if (!storage->attributes)
+        return 0;
+    if (two_precisions && storage_make_copy(storage, PRECISION_FULL) < 0)
+        return -1;
+    if (storage_put_attribute(storage, "_local_shard", storage->local_shard) < 0 ||
+        storage_put_attribute(storage, "_full_param_padded", storage_full_attribute(storage)) < 0 ||
+        storage_put_attribute(storage, "_full_prec_full_param_padded",
+                              two_precisions ? full->full.tensor : NULL) < 0)
+        return -1;
+    return storage_put_attribute(storage, "_mp_shard", storage_low_precision_attribute(storage));
 }

@@ -14,7 +14,7 @@
  * Invariants: the `full` of a precision copy keeps its tensor for ever, so every view and every tensor
  * autograd saved stays good when its storage is gathered again. `param_state` says what the storage of the
  * copy in use holds, and no other copy holds anything. UNSHARDING and UNSHARDED have storage; a collective is
- * in flight only while UNSHARDING. */
+ * in flight only while UNSHARDING. From lazy init on, entries of `attributes` are what is held here. */
 #ifndef FSDP_HANDLE_STORAGE_H
 #define FSDP_HANDLE_STORAGE_H
 
@@ -90,6 +90,9 @@ struct storage {
     struct pool *pool; /* borrowed from the root; where storage is taken from, or NULL */
     /* beside that of another flat parameter of the unit: their memory is given back together */
     bool is_further;
+
+    /* owned; the flat parameter's __dict__ once outside code asks for what torch has there, else NULL */
+    PyObject *attributes;
 };
 
 /* Of several storages, one all-gather. */
@@ -124,6 +127,26 @@ const struct kernel_stream *storage_stream(const struct storage *storage); /* wh
 /* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded
  * there covers a backend that has a stream of its own. 0, or -1 and *work is NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
+
+/* ---- storage.c: attributes that outside code reads on the flat parameter, under the names torch gives them
+ * (B-011, B-023, B-024); nothing is read back. 0 or -1 ---- */
+
+int storage_begin_attributes(struct storage *storage);  /* from now on */
+int storage_update_attributes(struct storage *storage); /* after lazy init; a no-op before they have begun */
+int storage_put_attribute(const struct storage *storage, const char *name, PyObject *value); /* NULL: none */
+
+/* What stands under "_full_param_padded" and "_mp_shard". Borrowed; NULL where that entry is not there.
+ * Without sharding the low-precision copy of the shard is the unsharded parameter. */
+static inline PyObject *storage_full_attribute(const struct storage *storage) {
+    return storage->param->sharded ? storage->copies[PRECISION_COMPUTE].full.tensor : NULL;
+}
+
+static inline PyObject *storage_low_precision_attribute(const struct storage *storage) {
+    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
+    if (!copy->low_precision)
+        return NULL;
+    return storage->param->sharded ? copy->low_precision_shard : copy->full.tensor;
+}
 
 /* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
 

@@ -145,7 +145,7 @@ static void begin(void) {
     handle.storage.local_shard = &shard;
     handle.storage.copies[0].full.tensor = &full;
     attributes = (struct entries){.names = {"_local_shard", "_full_param_padded"}, .values = {&shard, &full}};
-    handle.attributes.dict = (PyObject *)&attributes;
+    handle.storage.attributes = (PyObject *)&attributes;
     handle.storage.param = handle.param_views.param = handle.gradients.param = &handle.param;
     handle.gradients.storage = &handle.storage;
     handle.storage.copy = handle.storage.copies;
