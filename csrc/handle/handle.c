@@ -121,7 +121,6 @@ void handle_fini(struct handle *handle) {
     storage_fini(&handle->storage);
     param_views_fini(&handle->param_views);
     handle_table_remove(handle->param.op_id);
-    call_guards_fini(&handle->call_guards);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
@@ -137,8 +136,6 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
         result = storage_visit(&handle->storage, visit, arg);
     if (!result)
         result = param_views_visit(&handle->param_views, visit, arg);
-    if (!result)
-        result = call_guards_visit(&handle->call_guards, visit, arg);
     return result ? result : gradients_visit(&handle->gradients, visit, arg);
 }
 

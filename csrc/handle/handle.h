@@ -4,7 +4,6 @@
  *   flat_param   what it is                         storage    shard and unsharded parameters
  *   param_views  what the modules show              gradients  from autograd to .grad
  *   writeback    what the user did to both
- *   call_guards  what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
  * `training_state` says who is using the unit, and is written by one function (states.c) against a table of
@@ -13,7 +12,6 @@
 #ifndef FSDP_HANDLE_HANDLE_H
 #define FSDP_HANDLE_HANDLE_H
 
-#include "handle/call_guards.h"
 #include "handle/flat_param.h"
 #include "handle/gradients.h"
 #include "handle/param_views.h"
@@ -38,7 +36,6 @@ struct handle {
     struct param_views param_views;
     struct gradients gradients;
     struct writeback writeback;
-    struct call_guards call_guards;
     struct summon summon;
     enum training_state training_state;
     bool ready;
@@ -128,7 +125,7 @@ static inline int handle_show_sharded(struct handle *handle) {
                       handle->training_state == USE_BACKWARD_POST;
     int result = param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
                                           handle->storage.copy->views);
-    return result ? result : call_guards_place(&handle->call_guards, is_trained);
+    return result ? result : param_views_place_guards(&handle->param_views, is_trained);
 }
 
 /* A layer that is called now computes with sharded parameters. */

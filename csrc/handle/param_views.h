@@ -1,8 +1,15 @@
-/* What the modules of a unit show as their parameters.
+/* What the modules of a unit show as their parameters, and what its layers say when they are called past it.
  *
  * Invariant: while `shown` is not SHOWN_NOTHING, all param_views show the same kind of tensor. A change of
  * kind passes SHOWN_NOTHING, where it also ends when it fails half-way. Without original parameters there is
- * nothing sharded to show: the views stay. */
+ * nothing sharded to show: the views stay. While `guards_placed`, each layer has its guard in its __dict__,
+ * unless the user has compiled the layer.
+ *
+ * [Note: call guards] Layers that are called past their unit, while it keeps their parameters sharded, say
+ * what to do. nn.Module.__call__ prefers what stands in `_compiled_call_impl`. There each layer has a call of
+ * ours, which explains the error that comes of the sharded parameters; a forward of the unit takes the calls
+ * away, so that its layers run as they would without. They come back after it: in a training loop the first
+ * few times, as a call that its steps make is found by then, and the steps after cost nothing. */
 #ifndef FSDP_HANDLE_PARAM_VIEWS_H
 #define FSDP_HANDLE_PARAM_VIEWS_H
 
@@ -35,6 +42,12 @@ struct param_view {
     enum setting setting;
 };
 
+struct call_guard {
+    PyObject *attributes; /* owned; the layer's __dict__ */
+    PyObject *call;       /* owned */
+    bool compiled;        /* the user's own call is there, and stays */
+};
+
 struct param_views {
     const struct flat_param *param; /* borrowed */
     enum shown shown;               /* written by states.c */
@@ -50,6 +63,11 @@ struct param_views {
     uint32_t num_kept; /* forwards that have found the views where an earlier one had put them */
     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
     PyObject *empty_param;
+
+    struct call_guard *guards; /* owned; see [Note: call guards] */
+    int64_t num_guards;
+    bool guards_placed;
+    int guards_trained; /* how often they were placed in a training step */
 };
 
 /* of zeros; init follows */
@@ -87,5 +105,10 @@ PyObject *param_views_value(const struct param_views *param_views, int64_t index
 PyObject *param_views_local_value(const struct param_views *param_views, PyObject *value);
 /* inside summon: on the Parameters shown there */
 int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *full);
+
+/* `calls`: a list of pairs (__dict__, call), one per layer; once. 0 or -1. */
+int param_views_init_guards(struct param_views *param_views, PyObject *calls);
+int param_views_place_guards(struct param_views *param_views, bool training); /* 0 or -1 */
+int param_views_remove_guards(struct param_views *param_views);               /* 0 or -1 */
 
 #endif

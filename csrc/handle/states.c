@@ -71,6 +71,10 @@ void param_views_check(const struct param_views *param_views) {
     INVARIANT(param_views->count >= param_views->param->num_params);
     INVARIANT(param_views->shown != SHOWN_SHARDED || param_views->param->use_orig_params);
     INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
+    for (int64_t i = 0; param_views->guards_placed && i < param_views->num_guards; i++)
+        INVARIANT(
+            param_views->guards[i].compiled ||
+            PyDict_GetItemWithError(param_views->guards[i].attributes, torch_names._compiled_call_impl));
 }
 
 /* ---- what `.grad` holds between backwards ---- */
@@ -180,12 +184,6 @@ void writeback_check(const struct writeback *writeback) {
               (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
 }
 
-void call_guards_check(const struct call_guards *layers) {
-    for (int64_t i = 0; layers->placed && i < layers->count; i++)
-        INVARIANT(layers->all[i].compiled ||
-                  PyDict_GetItemWithError(layers->all[i].attributes, torch_names._compiled_call_impl));
-}
-
 void handle_check(const struct handle *handle) {
     INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
     INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
@@ -198,5 +196,4 @@ void handle_check(const struct handle *handle) {
     check_attributes(&handle->storage);
     gradients_check(&handle->gradients);
     writeback_check(&handle->writeback);
-    call_guards_check(&handle->call_guards);
 }

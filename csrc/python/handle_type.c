@@ -135,19 +135,19 @@ static PyObject *set_call_guards(PyObject *self, PyObject *calls) {
     struct handle *handle = made(self);
     if (!handle)
         return NULL;
-    if (!PyList_Check(calls) || handle->call_guards.count) {
+    if (!PyList_Check(calls) || handle->param_views.num_guards) {
         PyErr_SetString(PyExc_TypeError, "set_call_guards takes a list, once");
         return NULL;
     }
-    int result = call_guards_init(&handle->call_guards, calls);
+    int result = param_views_init_guards(&handle->param_views, calls);
     if (!result && handle_shows_sharded(handle))
-        result = call_guards_place(&handle->call_guards, false);
+        result = param_views_place_guards(&handle->param_views, false);
     return none_or_error(result);
 }
 
 static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
     struct handle *handle = made(self);
-    return none_or_error(handle ? call_guards_remove(&handle->call_guards) : -1);
+    return none_or_error(handle ? param_views_remove_guards(&handle->param_views) : -1);
 }
 
 static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs) {

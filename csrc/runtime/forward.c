@@ -236,7 +236,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
         if (param_views_wrap_views(&handle->param_views, handle->storage.copy->views) < 0 ||
-            handle_show_views(handle) < 0 || call_guards_remove(&handle->call_guards) < 0)
+            handle_show_views(handle) < 0 || param_views_remove_guards(&handle->param_views) < 0)
             return -1;
     }
     int trainable = is_trainable(unit);

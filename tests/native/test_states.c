@@ -136,9 +136,9 @@ static void begin(void) {
     memset(&handle, 0, sizeof handle);
     held_by_layer = (PyObject *)&handle;
     layer = (struct call_guard){.attributes = (PyObject *)(void *)&held_by_layer};
-    handle.call_guards = (struct call_guards){.all = &layer, .count = 1, .placed = true};
     begin_param();
-    handle.param_views.count = 3;
+    handle.param_views =
+        (struct param_views){.count = 3, .guards = &layer, .num_guards = 1, .guards_placed = true};
     handle.writeback.storage = &handle.storage;
     handle.writeback.param_views = &handle.param_views;
     handle.writeback.param = &handle.param;
@@ -306,7 +306,7 @@ static const char *break_one(int number) {
     BREAK("handle->gradients.param", handle.gradients.param = &other_param)
     BREAK("!gradients->shown", handle.gradients.shown = Py_None, handle.gradients.kind = GRAD_UNSHARDED)
     BREAK("param_views.param == &handle->param", handle.param_views.param = &other_param)
-    BREAK("layers->all[i].compiled", held_by_layer = NULL)
+    BREAK("guards[i].compiled", held_by_layer = NULL)
     BREAK("unit->phase != PHASE_IN_STEP", unit.phase = PHASE_IN_STEP)
     BREAK("handle->training_state == USE_IDLE", handle.training_state = USE_BACKWARD_POST)
     BREAK("!handle->gradients.pending", handle.gradients.pending = (PyObject *)&handle)
