@@ -1,4 +1,4 @@
-/* A unit's gradient as the user sees it in `.grad`, and its way back from there. */
+/* A unit's gradient as the user sees it in `.grad`. */
 #include "handle/gradients.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
@@ -10,11 +10,6 @@ static int clear_grad(PyObject *param) {
     if (!grad || grad == Py_None)
         return grad ? 0 : -1;
     return torch_set_grad(param, Py_None);
-}
-
-static int is_zero(PyObject *tensor) {
-    OWNED *any = PyObject_CallMethod(tensor, "any", NULL);
-    return any ? PyObject_Not(any) : -1;
 }
 
 /* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one
@@ -39,7 +34,7 @@ static int shows_full_grad(const struct gradients *gradients, int64_t index, PyO
     if (shows || gradients->hidden || !gradients->param->sharded ||
         gradients->param->layout.shard_ranges[index].in_shard)
         return shows;
-    int zero = is_zero(view);
+    int zero = gradients_is_zero(view);
     return zero < 0 ? -1 : !zero;
 }
 
@@ -127,6 +122,8 @@ void gradients_fini_shown(struct gradients *gradients) {
         PyCapsule_SetName(PyCFunction_GetSelf(gradients->shown_end), "of a unit that has gone");
     Py_CLEAR(gradients->shown_end);
 }
+
+/* ---- handed over ---- */
 
 /* The original parameters show their parts of the sharded flat gradient; those outside the shard show
  * None. */
@@ -242,15 +239,6 @@ int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
     return 0;
 }
 
-int gradients_hide_unsharded(struct gradients *gradients) {
-    if (gradients->kind != GRAD_UNSHARDED)
-        return 0;
-    if (gradients_hide(gradients, gradients->unsharded, false) < 0 ||
-        torch_set_grad(gradients->param->tensor, Py_None) < 0)
-        return -1;
-    return gradients_set_kind(gradients, GRAD_NONE);
-}
-
 int gradients_show_flat_grad(struct gradients *gradients) {
     if (!gradients->param->use_orig_params)
         return 0;
@@ -304,122 +292,4 @@ int gradients_follow(struct gradients *gradients) {
         return move_unsharded(gradients) < 0 ? -1 : show_parts_anew(gradients, gradients->unsharded);
     OWNED *grad = torch_get_grad(gradients->param->tensor);
     return !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(gradients, grad);
-}
-
-/* ---- from .grad back ---- */
-
-/* A gradient in CPU memory, where computation is. New reference. */
-static PyObject *upload(struct gradients *gradients, PyObject *grad) {
-    struct tensor_view view;
-    if (tensor_view_of(grad, &view) < 0)
-        return NULL;
-    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
-    PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, gradients->param->device) : NULL;
-    if (copy && torch_enqueue_copy(copy, grad) < 0)
-        Py_CLEAR(copy);
-    return copy;
-}
-
-int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
-    const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[index];
-    if (!gradients->saved_shard || !range->in_shard)
-        return 0;
-    OWNED *part = torch_part(gradients->saved_shard, range->offset_in_shard, range->numel_in_shard);
-    return part ? torch_zero(part) : -1;
-}
-
-static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_t index) {
-    /* by anything but this library, since it is shown */
-    int64_t writes = shown == Py_None ? 0 : torch_version(shown);
-    if (writes <= 0)
-        return (int)writes;
-    OWNED *part = gradients_part(gradients, gradients->unsharded, index);
-    int zeroed = part ? is_zero(part) : -1;
-    return zeroed > 0 ? gradients_forget_reduced(gradients, index) : zeroed;
-}
-
-/* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where
- * the one was zeroed in place, the other goes as well (parity 41). */
-static int forget_zeroed(struct gradients *gradients) {
-    const struct flat_param *param = gradients->param;
-    for (int64_t i = 0; gradients->saved_shard && i < param->num_params; i++) {
-        OWNED *shown =
-            torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
-        if (!shown || forget_if_zeroed(gradients, shown, i) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-/* Nothing of earlier backwards is left. */
-static void forget(struct gradients *gradients) {
-    gradients->unreduced = false;
-    Py_CLEAR(gradients->unsharded);
-    Py_CLEAR(gradients->saved_shard);
-}
-
-static int take_flat_grad(struct gradients *gradients) {
-    Py_CLEAR(gradients->shown);
-    OWNED *grad = torch_get_grad(gradients->param->tensor);
-    struct tensor_view view;
-    if (!grad)
-        return -1;
-    if (grad == Py_None) {
-        forget(gradients);
-        return gradients_set_kind(gradients, GRAD_NONE);
-    }
-    if (gradients->kind == GRAD_UNSHARDED)
-        return forget_zeroed(gradients);
-    if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_hide(gradients, grad, true) < 0)
-        return -1;
-    if (gradients->storage->offload)
-        ref_set(&grad, upload(gradients, grad));
-    if (!grad || tensor_view_of(grad, &view) < 0)
-        return -1;
-    if (gradients->param->sharded && view.dtype != gradients->storage->orig_kind)
-        ref_set(&grad, gradients_cast_to_shard_dtype(gradients, grad));
-    ref_set(&gradients->saved_shard, Py_XNewRef(grad));
-    return grad ? torch_set_grad(gradients->param->tensor, Py_None) : -1;
-}
-
-int gradients_prepare(struct gradients *gradients) {
-    bool begins = !gradients->in_backward;
-    gradients->in_backward = true;
-    return begins ? take_flat_grad(gradients) : 0;
-}
-
-int gradients_drop_shown(struct gradients *gradients) {
-    Py_CLEAR(gradients->shown);
-    forget(gradients);
-    if (gradients->kind == GRAD_NONE)
-        return 0;
-    if (torch_set_grad(gradients->param->tensor, Py_None) < 0)
-        return -1;
-    return gradients_set_kind(gradients, GRAD_NONE);
-}
-
-PyObject *gradients_zeros(struct gradients *gradients) {
-    PyObject *left, *zeros;
-    if (torch_leave_inference_mode(&left) < 0)
-        return NULL;
-    zeros = torch_zeros_like(gradients->storage->local_shard);
-    if (zeros && torch_set_foreign_grad(gradients->param->tensor, zeros) < 0)
-        Py_CLEAR(zeros);
-    if (torch_return_to_inference_mode(left) < 0)
-        Py_CLEAR(zeros);
-    return zeros;
-}
-
-PyObject *gradients_flat_or_zeros(struct gradients *gradients) {
-    PyObject *grad = torch_get_grad(gradients->param->tensor);
-    if (!grad || grad != Py_None)
-        return grad;
-    Py_DECREF(grad);
-    return gradients_set_kind(gradients, GRAD_SHARDED) < 0 ? NULL : gradients_zeros(gradients);
-}
-
-PyObject *gradients_sharded(const struct gradients *gradients) {
-    if (gradients->in_backward && gradients->saved_shard && gradients->param->sharded)
-        return Py_NewRef(gradients->offloaded ? gradients->offloaded : gradients->saved_shard);
-    return gradients->param->tensor ? torch_get_grad(gradients->param->tensor) : Py_NewRef(Py_None);
 }

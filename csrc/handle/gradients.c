@@ -1,14 +1,24 @@
-/* Gradients on their way in: from the node of a unit to the input of the reduction, or to a full-size sum
- * under no_sync.
+/* Gradients as autograd brings them to a unit, and the user's hooks on the flat parameter, which are called
+ * with them.
  *
  * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward meet first,
  * in order of arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad.
  * With low-precision parameters each forward there has its own AccumulateGrad node, so each contribution is
- * added to .grad by itself. */
+ * added to .grad by itself.
+ *
+ * [Note: hooks of the flat parameter] Tensor.register_hook and register_post_accumulate_grad_hook: no gradient
+ * goes along the graph's edges to the flat parameter, so autograd would call its hooks with nothing. They are
+ * hidden from the unit's node to the end of the backward, and called here, between the last contribution to a
+ * unit's gradient and its reduction, as autograd would call them. The parameter shows its unsharded data in
+ * the compute dtype, the gradient is that of this rank's batch, without the right padding, and `.grad` what
+ * earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one `.grad`; what
+ * stands there in the end is what is reduced. With low-precision parameters every forward has its own turn. */
 #include "handle/gradients.h"
 #include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
+
+#include <string.h>
 
 /* ---- life ---- */
 
@@ -110,21 +120,35 @@ int gradients_lazy_init(struct gradients *gradients) {
     return allow_low_precision_grads(gradients);
 }
 
+void gradients_drop(struct gradients *gradients) {
+    Py_CLEAR(gradients->pending);
+    Py_CLEAR(gradients->sum);
+    Py_CLEAR(gradients->saved_shard);
+    Py_CLEAR(gradients->offloaded);
+    Py_CLEAR(gradients->reduce_input);
+    Py_CLEAR(gradients->hook_input);
+    Py_CLEAR(gradients->reduce_output);
+    Py_CLEAR(gradients->cast_output);
+    Py_CLEAR(gradients->work);
+    gradients->in_backward = gradients->hooked = false;
+}
+
 /* ---- receiving ---- */
 
 /* A second contribution has come: the first one is added up. See [Note: order of addition]. */
 static int settle_pending(struct gradients *gradients) {
-    if (gradients->storage->copy->low_precision && gradients_call_param_hooks(gradients) < 0)
+    bool low_precision = gradients->storage->copy->low_precision;
+    if (low_precision && gradients_call_param_hooks(gradients) < 0)
         return -1;
     if (!gradients->pending)
         return 0;
     PyObject *previous = *gradients_previous(gradients);
-    if (gradients->storage->copy->low_precision && previous)
+    if (low_precision && previous)
         return gradients_add_pending(gradients, previous);
-    if (gradients->sum)
-        return gradients_add_pending(gradients, gradients->sum);
-    gradients->sum = torch_empty_like(gradients->storage->copy->gradient_like);
-    return gradients->sum ? gradients_pack_pending(gradients, gradients->sum, 1.0) : -1;
+    PyObject *sum = gradients_take_received(gradients);
+    if (sum)
+        gradients->sum = sum;
+    return sum ? 0 : -1;
 }
 
 static bool has_gradient(PyObject *args, int64_t num_params) {
@@ -198,99 +222,241 @@ int gradients_receive_nothing(struct gradients *gradients) {
     return receive_none(gradients);
 }
 
-/* ---- towards the reduction ---- */
+/* ---- hooks of the flat parameter ---- */
 
-/* reduce_input = cast(total) / predivide; the total itself where the dtypes agree. Steals `total`. */
-static int divide_total(struct gradients *gradients, PyObject *total) {
-    const struct precision_copy *copy = gradients->storage->copy;
-    struct tensor_view from;
-    PyObject *input = NULL;
-    if (tensor_view_of(total, &from) == 0)
-        input =
-            from.dtype == copy->reduce_kind ? Py_NewRef(total) : torch_empty_like(copy->reduce_input_like);
-    int result = input ? gradients_apply(gradients, gradients->storage->kernels->cast_divide, input, total,
-                                         gradients->predivide, "pre-division of gradients")
-                       : -1;
+/* The dict of hooks, or None. New reference. */
+static PyObject *hooks_of(const struct gradients *gradients, PyObject *attribute) {
+    if (!gradients->hidden_hooks)
+        return PyObject_GetAttr(gradients->param->tensor, attribute);
+    return Py_NewRef(PyTuple_GetItem(gradients->hidden_hooks, attribute != torch_names._backward_hooks));
+}
+
+/* The functions in a dict of hooks, which may change while they are called; an empty list where there are
+ * none. New reference. */
+static PyObject *functions_of(const struct gradients *gradients, PyObject *attribute) {
+    OWNED *hooks = hooks_of(gradients, attribute);
+    if (!hooks)
+        return NULL;
+    return hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
+}
+
+/* What a hook returned must be able to stand for the gradient it was given. */
+static int check_replacement(const struct gradients *gradients, PyObject *function, PyObject *grad,
+                             PyObject *value) {
+    const struct flat_param *param = gradients->param;
+    struct tensor_view old, new;
+    if (!torch_is_tensor(value))
+        return unit_error(PyExc_TypeError, param->layout.rank, param->name,
+                          "expected a Tensor or None from hook %R of its flat parameter, but hook "
+                          "returned %R",
+                          function, (PyObject *)Py_TYPE(value));
+    if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
+        return -1;
+    bool same_type =
+        new.dtype == old.dtype && new.device == old.device && new.device_index == old.device_index;
+    bool same_size =
+        new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
+    if (same_type && same_size)
+        return 0;
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
+                      "one of the same size, dtype and device, not by a %R",
+                      function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
+}
+
+/* The gradient after all hooks. Steals `grad`; new reference or NULL. */
+static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad) {
+    OWNED *functions = functions_of(gradients, torch_names._backward_hooks);
+    int result = functions ? 0 : -1;
+    for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
+        PyObject *function = PyList_GetItem(functions, i);
+        OWNED *value = PyObject_CallFunctionObjArgs(function, grad, NULL);
+        result = !value ? -1 : value == Py_None ? 0 : check_replacement(gradients, function, grad, value);
+        if (!result && value != Py_None)
+            ref_set(&grad, Py_NewRef(value));
+    }
     if (result < 0)
-        Py_CLEAR(input);
-    else
-        ref_set(&gradients->reduce_input, input);
-    Py_DECREF(total);
+        Py_CLEAR(grad);
+    return grad;
+}
+
+static int call_accumulated_hooks(struct gradients *gradients) {
+    OWNED *functions = functions_of(gradients, torch_names._post_accumulate_grad_hooks);
+    for (Py_ssize_t i = 0; functions && i < PyList_Size(functions); i++) {
+        OWNED *value =
+            PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
+        if (!value)
+            return -1;
+        if (value != Py_None)
+            return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+                              "Tensor post accumulate grad hooks should return None, not a %R",
+                              (PyObject *)Py_TYPE(value));
+    }
+    return functions ? 0 : -1;
+}
+
+/* ---- .grad while they are called ---- */
+
+static PyObject *without_padding(const struct gradients *gradients, PyObject *padded) {
+    return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
+}
+
+static int show_grad(struct gradients *gradients, PyObject *padded) {
+    OWNED *grad = padded ? without_padding(gradients, padded) : NULL;
+    if (padded && !grad)
+        return -1;
+    return grad ? torch_set_foreign_grad(gradients->param->tensor, grad)
+                : torch_set_grad(gradients->param->tensor, Py_None);
+}
+
+/* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
+ * seen it. */
+static int accumulate(struct gradients *gradients, PyObject *grad) {
+    OWNED *sum = torch_get_grad(gradients->param->tensor);
+    int result = -1;
+    if (sum && sum != Py_None) {
+        result = ref_done(PyObject_CallMethod(sum, "add_", "O", grad));
+    } else if (sum) {
+        bool kept = Py_REFCNT(grad) > 1;
+        OWNED *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
+        result = own ? torch_set_foreign_grad(gradients->param->tensor, own) : -1;
+    }
+    Py_DECREF(grad);
     return result;
 }
 
-int gradients_take_reduce_input(struct gradients *gradients) {
-    ref_set(&gradients->reduce_input, torch_empty_like(gradients->storage->copy->reduce_input_like));
-    return gradients->reduce_input ? 0 : -1;
+/* `grad` with the padding behind it; new reference. */
+static PyObject *padded_copy(struct gradients *gradients, PyObject *grad) {
+    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    PyObject *padded =
+        dtype ? torch_empty(gradients->param->layout.padded_numel, dtype, gradients->param->device) : NULL;
+    OWNED *part = padded && torch_zero(padded) == 0 ? without_padding(gradients, padded) : NULL;
+    if (!part || torch_copy(part, grad) < 0)
+        Py_CLEAR(padded);
+    return padded;
 }
 
-int64_t gradients_reduce_input_nbytes(const struct gradients *gradients) {
-    if (gradients->comm_hook.function && !gradients->comm_hook.native)
-        return 0;
-    return gradients->param->layout.padded_numel * dtype_nbytes(gradients->storage->copy->reduce_kind);
-}
-
-bool gradients_pack_directly(const struct gradients *gradients) {
-    return gradients->param->sharded && !gradients->unsharded && !gradients->sum;
-}
-
-int gradients_pack_beside(struct gradients *gradients, PyObject **packed) {
-    if (gradients_read_comm_hook(gradients) < 0)
-        return -1;
-    gradients->unreduced = gradients->hooked = false;
-    if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)
-        return -1;
-    if (gradients_pack_pending(gradients, gradients->reduce_input, gradients->predivide) < 0)
-        return -1;
-    *packed = gradients->pending;
-    gradients->pending = NULL;
-    return 0;
-}
-
-int gradients_pack(struct gradients *gradients) {
-    PyObject **previous = gradients_previous(gradients), *total;
-    if (gradients_read_comm_hook(gradients) < 0)
-        return -1;
-    gradients->unreduced = gradients->hooked = false;
-    if (*previous) {
-        if (gradients->pending && gradients_add_received(gradients, *previous) < 0)
-            return -1;
-        if (gradients_hide_unsharded(gradients) < 0)
-            return -1;
-        total = *previous;
-        *previous = NULL;
-    } else if (gradients->sum) {
-        total = gradients_take_received(gradients);
-    } else { /* as in the usual step: one contribution is copied, cast and pre-divided in one pass */
-        int result = gradients->reduce_input ? 0 : gradients_take_reduce_input(gradients);
-        if (!result)
-            result = gradients_pack_pending(gradients, gradients->reduce_input, gradients->predivide);
-        Py_CLEAR(gradients->pending);
-        return result;
+/* Is `grad` the beginning of `padded`? */
+static bool lies_in(const struct gradients *gradients, PyObject *grad, PyObject *padded) {
+    struct tensor_view inner, outer;
+    if (tensor_view_of(grad, &inner) < 0 || tensor_view_of(padded, &outer) < 0) {
+        PyErr_Clear();
+        return false;
     }
-    return total ? divide_total(gradients, total) : -1;
+    return inner.data == outer.data && inner.dtype == outer.dtype && tensor_view_is_contiguous(&inner) &&
+           tensor_view_numel(&inner) == gradients->param->layout.numel;
 }
 
-/* ---- no_sync ---- */
-
-int gradients_accumulate_unsharded(struct gradients *gradients) {
-    PyObject **total = gradients_previous(gradients);
-    gradients->unreduced = true;
-    gradients->hooked = false;
-    if (!*total)
-        return (*total = gradients_take_received(gradients)) ? 0 : -1;
-    return gradients->pending ? gradients_add_received(gradients, *total) : 0;
+/* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
+ * replaced. */
+static int take_grad(struct gradients *gradients, PyObject *padded) {
+    OWNED *grad = torch_get_grad(gradients->param->tensor);
+    OWNED *taken = NULL;
+    if (!grad)
+        return -1;
+    if (grad != Py_None) {
+        taken = lies_in(gradients, grad, padded) ? Py_NewRef(padded) : padded_copy(gradients, grad);
+        if (!taken || torch_set_grad(gradients->param->tensor, Py_None) < 0)
+            return -1;
+    }
+    gradients->hooked = taken != NULL;
+    ref_set(gradients_previous(gradients), Py_XNewRef(taken));
+    return gradients_set_kind(gradients, GRAD_NONE); /* until it is handed over */
 }
 
-void gradients_drop(struct gradients *gradients) {
-    Py_CLEAR(gradients->pending);
-    Py_CLEAR(gradients->sum);
-    Py_CLEAR(gradients->saved_shard);
-    Py_CLEAR(gradients->offloaded);
-    Py_CLEAR(gradients->reduce_input);
-    Py_CLEAR(gradients->hook_input);
-    Py_CLEAR(gradients->reduce_output);
-    Py_CLEAR(gradients->cast_output);
-    Py_CLEAR(gradients->work);
-    gradients->in_backward = gradients->hooked = false;
+/* A hook has raised: `.grad` is what it was. The exception stays set. */
+static void show_grad_again(struct gradients *gradients) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *before = gradients->kind == GRAD_UNSHARDED ? *gradients_previous(gradients) : NULL;
+    if (show_grad(gradients, before) < 0)
+        PyErr_WriteUnraisable(gradients->param->name);
+    PyErr_Restore(type, value, traceback);
+}
+
+/* ---- all of it ---- */
+
+static int call_hooks(struct gradients *gradients, PyObject *total) {
+    PyObject *previous = *gradients_previous(gradients);
+    if (show_grad(gradients, previous) < 0)
+        return -1;
+    PyObject *grad = without_padding(gradients, total);
+    if (grad)
+        grad = call_gradient_hooks(gradients, grad);
+    if (!grad || accumulate(gradients, grad) < 0 || call_accumulated_hooks(gradients) < 0)
+        return -1;
+    return take_grad(gradients, previous ? previous : total);
+}
+
+static int has_any(const struct gradients *gradients, PyObject *attribute) {
+    OWNED *hooks = hooks_of(gradients, attribute);
+    return !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
+}
+
+/* 1, 0 or -1. Hooks that were found are looked for again: they may have been removed. */
+static int has_hooks(struct gradients *gradients) {
+    int registered = torch_hooks_registered_since(&gradients->hooks_seen);
+    if (registered < 0 || (!registered && !gradients->has_param_hooks))
+        return registered;
+    int result = has_any(gradients, torch_names._backward_hooks);
+    if (!result)
+        result = has_any(gradients, torch_names._post_accumulate_grad_hooks);
+    gradients->has_param_hooks = result != 0;
+    return result;
+}
+
+/* In the place of a dict of hooks stands an empty one: without any, autograd would go on with the one
+ * before. */
+static int set_hooks(const struct gradients *gradients, PyObject *attribute, PyObject *hooks, bool hidden) {
+    if (hooks == Py_None)
+        return 0;
+    OWNED *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
+    return shown ? PyObject_SetAttr(gradients->param->tensor, attribute, shown) : -1;
+}
+
+static int set_all_hooks(const struct gradients *gradients, PyObject *both, bool hidden) {
+    if (set_hooks(gradients, torch_names._backward_hooks, PyTuple_GetItem(both, 0), hidden) < 0)
+        return -1;
+    return set_hooks(gradients, torch_names._post_accumulate_grad_hooks, PyTuple_GetItem(both, 1), hidden);
+}
+
+int gradients_hide_param_hooks(struct gradients *gradients) {
+    int any = gradients->param->use_orig_params || gradients->hidden_hooks ? 0 : has_hooks(gradients);
+    if (any <= 0)
+        return any;
+    OWNED *on_gradient = hooks_of(gradients, torch_names._backward_hooks);
+    OWNED *on_accumulated = hooks_of(gradients, torch_names._post_accumulate_grad_hooks);
+    if (on_gradient && on_accumulated)
+        gradients->hidden_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
+    return gradients->hidden_hooks ? set_all_hooks(gradients, gradients->hidden_hooks, true) : -1;
+}
+
+int gradients_show_param_hooks(struct gradients *gradients) {
+    OWNED *hidden = gradients->hidden_hooks;
+    if (!hidden)
+        return 0;
+    gradients->hidden_hooks = NULL;
+    return set_all_hooks(gradients, hidden, false);
+}
+
+/* The flat parameter shows its unsharded data meanwhile. */
+int gradients_call_param_hooks(struct gradients *gradients) {
+    int any = gradients->pending ? has_hooks(gradients) : 0;
+    if (any <= 0)
+        return any;
+    PyObject *param = gradients->param->tensor;
+    OWNED *total = gradients_take_received(gradients);
+    if (!total)
+        return -1;
+    bool is_local = gradients->storage->copy->is_local;
+    OWNED *data = is_local ? NULL : torch_data(param);
+    int result = is_local ? 0 : data ? torch_set_data(param, gradients->storage->copy->full_data) : -1;
+    if (!result) {
+        result = call_hooks(gradients, total);
+        if (data)
+            torch_restore_data(param, data);
+    }
+    if (result < 0)
+        show_grad_again(gradients);
+    return result;
 }

@@ -71,7 +71,7 @@ struct gradients {
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
 };
 
-/* ---- life: gradients.c ---- */
+/* ---- gradients.c ---- */
 
 void gradients_bind(struct gradients *gradients, const struct flat_param *param,
                     const struct storage *storage); /* of zeros; init follows */
@@ -95,6 +95,25 @@ PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
 int gradients_receive_zeros(struct gradients *gradients, PyObject *args);
 /* where nothing is to be packed yet: zeros. 0 or -1 */
 int gradients_receive_nothing(struct gradients *gradients);
+/* The user's hooks, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
+ * -1 */
+int gradients_hide_param_hooks(struct gradients *gradients);
+int gradients_show_param_hooks(struct gradients *gradients);
+/* Call them with what was received since they were called last. They may leave
+ * no gradient. A no-op without hooks. 0 or -1. */
+int gradients_call_param_hooks(struct gradients *gradients);
+void gradients_drop(struct gradients *gradients); /* after an exception: nothing of this backward is kept */
+
+/* ---- packed and reduced: reduction.c ---- */
+
+/* The user's communication hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
+void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
+/* 0, or -1 with RuntimeError: there is one, or it is too late */
+int gradients_check_hookless(const struct gradients *gradients);
+int gradients_refuse(const struct gradients *gradients, int64_t index);   /* -1 with RuntimeError */
+int gradients_add_pending(struct gradients *gradients, PyObject *output); /* output += pending */
+/* the sum of what was received, padded; new reference or NULL */
+PyObject *gradients_take_received(struct gradients *gradients);
 /* what was received, and what no_sync left, becomes the reduction's input */
 int gradients_pack(struct gradients *gradients);
 /* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is
@@ -103,10 +122,6 @@ bool gradients_pack_directly(const struct gradients *gradients);
 int gradients_pack_beside(struct gradients *gradients, PyObject **packed);
 /* no_sync: add what was received, to be shown as .grad */
 int gradients_accumulate_unsharded(struct gradients *gradients);
-void gradients_drop(struct gradients *gradients); /* after an exception: nothing of this backward is kept */
-
-/* ---- reduced: reduction.c ---- */
-
 /* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is
  * memory of that stream, where it is used and freed. 0 or -1. */
 int gradients_take_memory(struct gradients *gradients);
@@ -129,85 +144,50 @@ void gradients_release_reduce_input(struct gradients *gradients);
 /* After gradients_save_reduced: the reduction's input and output. */
 void gradients_reduce_release(struct gradients *gradients);
 
-/* ---- the user's hooks ---- */
-
-/* reduction.c. The hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
-/* 0, or -1 with RuntimeError: there is one, or it is too late */
-int gradients_check_hookless(const struct gradients *gradients);
-void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
-
-/* param_hooks.c, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
- * -1 */
-int gradients_hide_param_hooks(struct gradients *gradients);
-int gradients_show_param_hooks(struct gradients *gradients);
-/* Call them with what was received since they were called last. They may leave
- * no gradient. A no-op without hooks. 0 or -1. */
-int gradients_call_param_hooks(struct gradients *gradients);
-
 /* ---- shown as .grad: grad.c ---- */
 
 int gradients_init_shown(struct gradients *gradients); /* of lazy init. 0 or -1 */
-/* first pre-backward: move a sharded .grad aside, to accumulate onto */
-int gradients_prepare(struct gradients *gradients);
-int gradients_hand_over(struct gradients *gradients); /* saved_shard becomes .grad */
+/* others may keep the callback of what was shown */
+void gradients_fini_shown(struct gradients *gradients);
+void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
+int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */
 /* the original parameters' .grad follow flat_param.grad */
 int gradients_show_flat_grad(struct gradients *gradients);
 /* ... follow a full-size flat gradient, or None */
 int gradients_show_full_grad(struct gradients *gradients, PyObject *grad);
-/* amid a backward: no .grad shows what no_sync left. 0 or -1 */
-int gradients_hide_unsharded(struct gradients *gradients);
+/* the parameter's .grad was found None. 0 or -1 */
+int gradients_note_hidden(struct gradients *gradients, int64_t index);
 /* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or
  * -1 */
 int gradients_follow(struct gradients *gradients);
-/* others may keep the callback of what was shown */
-void gradients_fini_shown(struct gradients *gradients);
-void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
-/* the user has cleared it: nothing is left of it. 0 or -1 */
-int gradients_drop_shown(struct gradients *gradients);
-/* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
-int gradients_forget_reduced(struct gradients *gradients, int64_t index);
-/* the parameter's .grad was found None. 0 or -1 */
-int gradients_note_hidden(struct gradients *gradients, int64_t index);
-/* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New
- * reference. */
-PyObject *gradients_zeros(struct gradients *gradients);
-PyObject *gradients_flat_or_zeros(struct gradients *gradients);
-/* late_grads.c: amid a backward, no original parameter's .grad is a part of `grad` any longer; `aside`: until
- * they are shown again. 0 or -1. */
-int gradients_hide(struct gradients *gradients, PyObject *grad, bool aside);
+
+/* ---- left by earlier backwards: earlier_grads.c ---- */
+
+/* first pre-backward: move a sharded .grad aside, to accumulate onto */
+int gradients_prepare(struct gradients *gradients);
+/* amid a backward: no .grad shows what no_sync left. 0 or -1 */
+int gradients_hide_unsharded(struct gradients *gradients);
 int gradients_show_again(struct gradients *gradients); /* after an exception. 0 or -1 */
 /* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or
  * -1. Without a `shard`: is there any? 1, 0 or -1. */
 int gradients_add_late(struct gradients *gradients, PyObject **shard);
+/* the user has cleared it: nothing is left of it. 0 or -1 */
+int gradients_drop_shown(struct gradients *gradients);
+/* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
+int gradients_forget_reduced(struct gradients *gradients, int64_t index);
+/* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New
+ * reference. */
+PyObject *gradients_zeros(struct gradients *gradients);
+PyObject *gradients_flat_or_zeros(struct gradients *gradients);
+/* The gradient of this backward, as far as it has come, or .grad. New reference. */
+PyObject *gradients_sharded(const struct gradients *gradients);
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's
  * has. */
 int64_t gradients_offset(const struct gradients *gradients, int64_t index);
 PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index);
-/* The gradient of this backward, as far as it has come, or .grad. New reference. */
-PyObject *gradients_sharded(const struct gradients *gradients);
-
-/* ---- among these files ---- */
-
-/* contributions.c */
-int gradients_refuse(const struct gradients *gradients, int64_t index); /* -1 with RuntimeError */
-/* output = pending / divisor */
-int gradients_pack_pending(struct gradients *gradients, PyObject *output, double divisor);
-int gradients_add_pending(struct gradients *gradients, PyObject *output); /* output += pending */
-/* += all received, which is released */
-int gradients_add_received(struct gradients *gradients, PyObject *target);
-/* the sum of what was received, padded; new reference or NULL */
-PyObject *gradients_take_received(struct gradients *gradients);
-/* One of the kernels over contiguous elements, of as many as `input` has; `what`: for its error. 0 or -1 */
-int gradients_apply(const struct gradients *gradients, elementwise_kernel *kernel, PyObject *output,
-                    PyObject *input, double divisor, const char *what);
-
-/* reduction.c */
-/* before gradients are packed: a native hook's state as it is now */
-int gradients_read_comm_hook(struct gradients *gradients);
-
-/* reduction.c: a new tensor of the values of `input`, in the dtype of the sharded parameter, where
- * computation is. */
+/* A new tensor of the values of `input`, in the dtype of the sharded parameter, where computation is. */
 PyObject *gradients_cast_to_shard_dtype(struct gradients *gradients, PyObject *input);
+int gradients_is_zero(PyObject *values); /* all of them? 1, 0 or -1 */
 
 /* What earlier backwards left and this one adds to. */
 static inline PyObject **gradients_previous(struct gradients *gradients) {

@@ -1,4 +1,5 @@
-/* The reduction of a unit's gradients: by a collective, or by the hook that the user has registered. */
+/* From what a unit has received to its reduced shard: packing, then a collective or the hook that the user has
+ * registered. Under no_sync what was received is added up in full size. */
 #include "handle/gradients.h"
 
 #include "handle/unit_error.h"
@@ -6,6 +7,80 @@
 #include "torch/tensor.h"
 
 #include "base/check.h"
+
+/* ---- what was received ---- */
+
+int gradients_refuse(const struct gradients *gradients, int64_t index) {
+    PyErr_Clear(); /* of the tensor alone; nothing of Python's is called with an exception set */
+    OWNED *fqn = flat_param_fqn(gradients->param, index);
+    if (!fqn)
+        return -1;
+    unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+               "cannot use the gradient of %S: dense strided gradients on %S are supported. "
+               "Sparse gradients "
+               "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
+               fqn, gradients->param->device);
+    return -1;
+}
+
+/* Point the sources at the latest contribution. */
+static int fill_sources(struct gradients *gradients) {
+    for (int64_t i = 0; i < gradients->param->num_params; i++) {
+        PyObject *grad = PyTuple_GetItem(gradients->pending, i + 1);
+        struct tensor_view *view = &gradients->sources[i].view;
+        if (grad == Py_None) {
+            view->data = NULL;
+            continue;
+        }
+        if (tensor_view_of(grad, view) < 0)
+            return gradients_refuse(gradients, i);
+    }
+    return 0;
+}
+
+/* output = pending / divisor */
+static int pack_pending(struct gradients *gradients, PyObject *output, double divisor) {
+    struct tensor_view view;
+    if (fill_sources(gradients) < 0 || tensor_view_of(output, &view) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->pack(view.data, view.dtype, tensor_view_numel(&view),
+                                                          gradients->sources, gradients->param->num_params,
+                                                          divisor, storage_stream(gradients->storage)),
+                        "packing of gradients");
+}
+
+int gradients_add_pending(struct gradients *gradients, PyObject *output) {
+    struct tensor_view view;
+    if (fill_sources(gradients) < 0 || tensor_view_of(output, &view) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->pack_add(view.data, view.dtype, gradients->sources,
+                                                              gradients->param->num_params,
+                                                              storage_stream(gradients->storage)),
+                        "accumulation of gradients");
+}
+
+PyObject *gradients_take_received(struct gradients *gradients) {
+    const PyObject *sum = gradients->sum;
+    OWNED *total =
+        sum ? Py_NewRef(gradients->sum) : torch_empty_like(gradients->storage->copy->gradient_like);
+    if (!total || (sum ? gradients_add_pending(gradients, total) : pack_pending(gradients, total, 1.0)) < 0)
+        return NULL;
+    Py_CLEAR(gradients->sum);
+    Py_CLEAR(gradients->pending);
+    return Py_NewRef(total);
+}
+
+/* target += all received, which is released. */
+static int add_received(struct gradients *gradients, PyObject *target) {
+    PyObject *sum = gradients->sum;
+    int result = gradients_add_pending(gradients, sum ? sum : target);
+    if (!result && sum)
+        result = storage_apply(gradients->storage, gradients->storage->kernels->accumulate, target, sum, 1.0,
+                               "accumulation of gradients");
+    Py_CLEAR(gradients->sum);
+    Py_CLEAR(gradients->pending);
+    return result;
+}
 
 /* ---- communication hooks ---- */
 
@@ -38,8 +113,8 @@ static int read_factor(PyObject *state, const char *name, double *factor) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The state is the user's, who may change it between reductions. */
-int gradients_read_comm_hook(struct gradients *gradients) {
+/* The state is the user's, who may change it between reductions: it is read before gradients are packed. */
+static int read_comm_hook(struct gradients *gradients) {
     struct comm_hook *hook = &gradients->comm_hook;
     if (!hook->native)
         return 0;
@@ -51,6 +126,88 @@ int gradients_read_comm_hook(struct gradients *gradients) {
         return group ? 0 : -1;
     collective_group_fini(&hook->group);
     return collective_group_init(&hook->group, group);
+}
+
+/* ---- packing ---- */
+
+/* reduce_input = cast(total) / predivide; the total itself where the dtypes agree. Steals `total`. */
+static int divide_total(struct gradients *gradients, PyObject *total) {
+    const struct precision_copy *copy = gradients->storage->copy;
+    struct tensor_view from;
+    PyObject *input = NULL;
+    if (tensor_view_of(total, &from) == 0)
+        input =
+            from.dtype == copy->reduce_kind ? Py_NewRef(total) : torch_empty_like(copy->reduce_input_like);
+    int result = input ? storage_apply(gradients->storage, gradients->storage->kernels->cast_divide, input,
+                                       total, gradients->predivide, "pre-division of gradients")
+                       : -1;
+    if (result < 0)
+        Py_CLEAR(input);
+    else
+        ref_set(&gradients->reduce_input, input);
+    Py_DECREF(total);
+    return result;
+}
+
+int gradients_take_reduce_input(struct gradients *gradients) {
+    ref_set(&gradients->reduce_input, torch_empty_like(gradients->storage->copy->reduce_input_like));
+    return gradients->reduce_input ? 0 : -1;
+}
+
+int64_t gradients_reduce_input_nbytes(const struct gradients *gradients) {
+    if (gradients->comm_hook.function && !gradients->comm_hook.native)
+        return 0;
+    return gradients->param->layout.padded_numel * dtype_nbytes(gradients->storage->copy->reduce_kind);
+}
+
+bool gradients_pack_directly(const struct gradients *gradients) {
+    return gradients->param->sharded && !gradients->unsharded && !gradients->sum;
+}
+
+int gradients_pack_beside(struct gradients *gradients, PyObject **packed) {
+    if (read_comm_hook(gradients) < 0)
+        return -1;
+    gradients->unreduced = gradients->hooked = false;
+    if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)
+        return -1;
+    if (pack_pending(gradients, gradients->reduce_input, gradients->predivide) < 0)
+        return -1;
+    *packed = gradients->pending;
+    gradients->pending = NULL;
+    return 0;
+}
+
+int gradients_pack(struct gradients *gradients) {
+    PyObject **previous = gradients_previous(gradients), *total;
+    if (read_comm_hook(gradients) < 0)
+        return -1;
+    gradients->unreduced = gradients->hooked = false;
+    if (*previous) {
+        if (gradients->pending && add_received(gradients, *previous) < 0)
+            return -1;
+        if (gradients_hide_unsharded(gradients) < 0)
+            return -1;
+        total = *previous;
+        *previous = NULL;
+    } else if (gradients->sum) {
+        total = gradients_take_received(gradients);
+    } else { /* as in the usual step: one contribution is copied, cast and pre-divided in one pass */
+        int result = gradients->reduce_input ? 0 : gradients_take_reduce_input(gradients);
+        if (!result)
+            result = pack_pending(gradients, gradients->reduce_input, gradients->predivide);
+        Py_CLEAR(gradients->pending);
+        return result;
+    }
+    return total ? divide_total(gradients, total) : -1;
+}
+
+int gradients_accumulate_unsharded(struct gradients *gradients) {
+    PyObject **total = gradients_previous(gradients);
+    gradients->unreduced = true;
+    gradients->hooked = false;
+    if (!*total)
+        return (*total = gradients_take_received(gradients)) ? 0 : -1;
+    return gradients->pending ? add_received(gradients, *total) : 0;
 }
 
 /* ---- a custom hook ---- */
@@ -127,17 +284,6 @@ int gradients_reduce_enqueue(struct gradients *gradients) {
     return 0;
 }
 
-PyObject *gradients_cast_to_shard_dtype(struct gradients *gradients, PyObject *input) {
-    PyObject *output = gradients->cast_output;
-    gradients->cast_output = NULL;
-    if (!output)
-        output = torch_empty_like(gradients->storage->shard_like);
-    if (output && gradients_apply(gradients, gradients->storage->kernels->cast_divide, output, input, 1.0,
-                                  "cast of a gradient") < 0)
-        Py_CLEAR(output);
-    return output;
-}
-
 bool gradients_reduce_twice(const struct gradients *gradients) {
     return gradients->param->sharded && gradients->param->replicate_group.group;
 }
@@ -169,14 +315,14 @@ int gradients_save_reduced(struct gradients *gradients) {
     PyObject *output = gradients->reduce_output;
     struct tensor_view view = {.dtype = gradients->storage->copy->reduce_kind};
     if (param->sharded && gradients->saved_shard) {
-        if (gradients_apply(gradients, kernels->accumulate, gradients->saved_shard, output,
-                            gradients->postdivide, "accumulation of a reduced gradient") < 0)
+        if (storage_apply(gradients->storage, kernels->accumulate, gradients->saved_shard, output,
+                          gradients->postdivide, "accumulation of a reduced gradient") < 0)
             return -1;
         return enqueue_download(gradients);
     }
     if (gradients->postdivide != 1.0 &&
-        gradients_apply(gradients, kernels->cast_divide, output, output, gradients->postdivide,
-                        "post-division of gradients") < 0)
+        storage_apply(gradients->storage, kernels->cast_divide, output, output, gradients->postdivide,
+                      "post-division of gradients") < 0)
         return -1;
     if (gradients->comm_hook.function && tensor_view_of(output, &view) < 0)
         return -1;

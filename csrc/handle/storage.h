@@ -124,6 +124,9 @@ int storage_leave_device(struct storage *storage);
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further);
 
 const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
+/* One of the kernels over contiguous elements, of as many as `input` has; `what`: for its error. 0 or -1 */
+int storage_apply(const struct storage *storage, elementwise_kernel *kernel, PyObject *output,
+                  PyObject *input, double divisor, const char *what);
 /* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded
  * there covers a backend that has a stream of its own. 0, or -1 and *work is NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
