@@ -1,4 +1,6 @@
 #include "handle/flat_param.h"
+#include "base/check.h"
+#include "handle/training_state.h"
 #include "handle/unit_error.h"
 
 #include "torch/names.h"
@@ -132,7 +134,27 @@ int flat_param_is_trainable(const struct flat_param *param) {
     return 0;
 }
 
+void flat_param_check(const struct flat_param *param) {
+    INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
+    INVARIANT((param->strategy != FULL_SHARD && param->strategy != SHARD_GRAD_OP) ||
+              !param->replicate_group.group);
+    INVARIANT(!param->node_group.group || param->layout.padded_numel % param->node_group.world_size == 0);
+    INVARIANT(param->layout.rank == param->shard_group.rank);
+    INVARIANT(param->layout.num_params == param->num_params);
+    INVARIANT(PyTuple_Size(param->shapes) == param->num_params &&
+              PyTuple_Size(param->strides) == param->num_params);
+    INVARIANT(PyList_Size(param->param_views) >= param->num_params);
+    INVARIANT(param->use_orig_params == (param->params != NULL));
+    INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
+}
+
 /* ---- names ---- */
+
+const char *training_state_name(enum training_state state) {
+    static const char *const names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
+                                                  "SUMMON_FULL_PARAMS"};
+    return names[state];
+}
 
 void flat_param_rename(struct flat_param *param, PyObject *name) {
     ref_set(&param->name, Py_NewRef(name));

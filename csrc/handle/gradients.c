@@ -374,8 +374,6 @@ static void show_grad_again(struct gradients *gradients) {
     PyErr_Restore(type, value, traceback);
 }
 
-/* ---- all of it ---- */
-
 static int call_hooks(struct gradients *gradients, PyObject *total) {
     PyObject *previous = *gradients_previous(gradients);
     if (show_grad(gradients, previous) < 0)

@@ -29,7 +29,7 @@ struct gradients {
     /* borrowed; how the shard and the parameters look, and where they are computed with */
     const struct storage *storage;
 
-    enum grad_kind kind; /* written by states.c */
+    enum grad_kind kind; /* written by gradients_set_kind */
     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
     PyObject *pending;
     /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
@@ -80,8 +80,6 @@ void gradients_fini(struct gradients *gradients);
 int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);
 int gradients_lazy_init(struct gradients *gradients); /* after the storage's. 0 or -1 */
 
-/* states.c: the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds. */
-int gradients_set_kind(struct gradients *gradients, enum grad_kind kind);
 void gradients_check(const struct gradients *gradients); /* the invariant, where FSDP_C_CHECK is defined */
 
 /* ---- received: gradients.c ---- */
@@ -162,6 +160,9 @@ int gradients_note_hidden(struct gradients *gradients, int64_t index);
 int gradients_follow(struct gradients *gradients);
 
 /* ---- left by earlier backwards: earlier_grads.c ---- */
+
+/* the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds */
+int gradients_set_kind(struct gradients *gradients, enum grad_kind kind);
 
 /* first pre-backward: move a sharded .grad aside, to accumulate onto */
 int gradients_prepare(struct gradients *gradients);

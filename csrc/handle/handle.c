@@ -1,5 +1,5 @@
-/* Building and dropping a handle; lazy init, after the flat parameter as it is now; gathering as a sequence:
- * the user's changes, the shard, the all-gather, and in which precision. */
+/* Building and dropping a handle, and who is using it; lazy init, after the flat parameter as it is now;
+ * gathering as a sequence: the user's changes, the shard, the all-gather, and in which precision. */
 #include "handle/handle.h"
 
 #include <pthread.h>
@@ -85,6 +85,44 @@ struct handle *handle_table_find(int64_t id) {
     return handle;
 }
 
+/* ---- who is using a unit's parameters ---- */
+
+static const bool training_allowed[USE_STATES][USE_STATES] = {
+    [USE_IDLE] = {[USE_IDLE] = true,
+                  [USE_FORWARD] = true,       /* pre-forward */
+                  [USE_BACKWARD_PRE] = true,  /* pre-backward hook */
+                  [USE_BACKWARD_POST] = true, /* gradients without a pre-backward: no output carried a hook */
+                  [USE_SUMMON_FULL_PARAMS] = true},
+    [USE_FORWARD] = {[USE_IDLE] = true},               /* post-forward */
+    [USE_BACKWARD_PRE] = {[USE_BACKWARD_POST] = true,  /* all gradients have come */
+                          [USE_IDLE] = true},          /* final callback, no gradient came */
+    [USE_BACKWARD_POST] = {[USE_BACKWARD_POST] = true, /* a second graph over the unit in the same backward */
+                           [USE_BACKWARD_PRE] = true,
+                           /* recomputed by a reentrant checkpoint after its gradients came */
+                           [USE_FORWARD] = true,
+                           [USE_IDLE] = true}, /* final callback */
+    [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
+};
+
+/* What to do instead of a backward that comes too early. */
+static const char *remedy_for(enum training_state from, enum training_state to) {
+    bool in_own_forward = from == USE_FORWARD && (to == USE_BACKWARD_PRE || to == USE_BACKWARD_POST);
+    return in_own_forward
+               ? ": a backward inside its own forward has come to its parameters, which the rest of the "
+                 "forward needs. Call backward() on what the forward returns, after it, or wrap "
+                 "the modules that the backward inside passes through as units of their own"
+               : "";
+}
+
+int handle_set_training_state(struct handle *handle, enum training_state state) {
+    if (!training_allowed[handle->training_state][state])
+        return unit_error(PyExc_RuntimeError, handle->param.layout.rank, handle->param.name,
+                          "illegal transition from %s to %s%s", training_state_name(handle->training_state),
+                          training_state_name(state), remedy_for(handle->training_state, state));
+    handle->training_state = state;
+    return 0;
+}
+
 /* ---- life ---- */
 
 void handle_bind(struct handle *handle) {
@@ -137,6 +175,20 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     if (!result)
         result = param_views_visit(&handle->param_views, visit, arg);
     return result ? result : gradients_visit(&handle->gradients, visit, arg);
+}
+
+void handle_check(const struct handle *handle) {
+    INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
+    INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
+    INVARIANT(handle->writeback.storage == &handle->storage &&
+              handle->writeback.param_views == &handle->param_views);
+    INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
+    flat_param_check(&handle->param);
+    storage_check(&handle->storage);
+    param_views_check(&handle->param_views);
+    storage_check_attributes(&handle->storage);
+    gradients_check(&handle->gradients);
+    writeback_check(&handle->writeback);
 }
 
 /* ---- lazy init ---- */

@@ -6,7 +6,7 @@
  *   writeback    what the user did to both
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
- * `training_state` says who is using the unit, and is written by one function (states.c) against a table of
+ * `training_state` says who is using the unit, and is written by one function (handle.c) against a table of
  * legal transitions. Between lazy init and the next change of the flat parameter's data `ready` holds, and
  * all components agree on the shard. */
 #ifndef FSDP_HANDLE_HANDLE_H
@@ -47,7 +47,7 @@ void handle_fini(struct handle *handle);
 void handle_bind(struct handle *handle); /* of zeros: its components know each other from then on */
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
-/* states.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states.
+/* The only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states.
  * From everywhere it may become IDLE. */
 int handle_set_training_state(struct handle *handle, enum training_state state);
 /* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */

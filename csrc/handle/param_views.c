@@ -7,6 +7,40 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
+/* ---- what they show ---- */
+
+static const bool shown_allowed[SHOWN_KINDS][SHOWN_KINDS] = {
+    [SHOWN_NOTHING] = {[SHOWN_NOTHING] = true, /* failed half-way, and tried again */
+                       [SHOWN_SHARDED] = true,
+                       [SHOWN_VIEWS] = true,
+                       [SHOWN_FULL_PARAMS] = true},
+    [SHOWN_SHARDED] = {[SHOWN_NOTHING] = true}, /* a change begins */
+    [SHOWN_VIEWS] = {[SHOWN_NOTHING] = true},
+    [SHOWN_FULL_PARAMS] = {[SHOWN_NOTHING] = true},
+};
+
+static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEWS", "FULL_PARAMS"};
+
+int param_views_set_shown(struct param_views *param_views, enum shown shown) {
+    if (!shown_allowed[param_views->shown][shown])
+        return unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
+                          "illegal transition from %s to %s", shown_names[param_views->shown],
+                          shown_names[shown]);
+    param_views->shown = shown;
+    CHECKED(param_views_check(param_views));
+    return 0;
+}
+
+void param_views_check(const struct param_views *param_views) {
+    INVARIANT(param_views->count >= param_views->param->num_params);
+    INVARIANT(param_views->shown != SHOWN_SHARDED || param_views->param->use_orig_params);
+    INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
+    for (int64_t i = 0; param_views->guards_placed && i < param_views->num_guards; i++)
+        INVARIANT(
+            param_views->guards[i].compiled ||
+            PyDict_GetItemWithError(param_views->guards[i].attributes, torch_names._compiled_call_impl));
+}
+
 /* ---- life ---- */
 
 static int param_view_init(struct param_view *param_view, PyObject *entry) {

@@ -50,7 +50,7 @@ struct call_guard {
 
 struct param_views {
     const struct flat_param *param; /* borrowed */
-    enum shown shown;               /* written by states.c */
+    enum shown shown;               /* written by param_views_set_shown */
     /* owned; the first num_params are the parameters in order, then shared names */
     struct param_view *all;
     int64_t count;
@@ -77,7 +77,7 @@ int param_views_init(struct param_views *param_views, const struct handle_spec *
 void param_views_fini(struct param_views *param_views);
 int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg);
 
-/* states.c: the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds. */
+/* the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds */
 int param_views_set_shown(struct param_views *param_views, enum shown shown);
 /* the invariant, where FSDP_C_CHECK is defined */
 void param_views_check(const struct param_views *param_views);

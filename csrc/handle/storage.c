@@ -2,6 +2,7 @@
  * precision, and what outside code reads of them. */
 #include "handle/storage.h"
 
+#include "base/check.h"
 #include "handle/unit_error.h"
 #include "torch/kernel_library.h"
 #include "torch/names.h"
@@ -384,6 +385,19 @@ int storage_put_attribute(const struct storage *storage, const char *name, PyObj
     return PyErr_Occurred() ? -1 : result;
 }
 
+/* What stands under "_full_param_padded" and "_mp_shard". Borrowed; NULL where that entry is not there.
+ * Without sharding the low-precision copy of the shard is the unsharded parameter. */
+static PyObject *full_attribute(const struct storage *storage) {
+    return storage->param->sharded ? storage->copies[PRECISION_COMPUTE].full.tensor : NULL;
+}
+
+static PyObject *low_precision_attribute(const struct storage *storage) {
+    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
+    if (!copy->low_precision)
+        return NULL;
+    return storage->param->sharded ? copy->low_precision_shard : copy->full.tensor;
+}
+
 int storage_update_attributes(struct storage *storage) {
     const struct precision_copy *compute = &storage->copies[PRECISION_COMPUTE];
     const struct precision_copy *full = &storage->copies[PRECISION_FULL];
@@ -393,9 +407,20 @@ int storage_update_attributes(struct storage *storage) {
     if (two_precisions && storage_make_copy(storage, PRECISION_FULL) < 0)
         return -1;
     if (storage_put_attribute(storage, "_local_shard", storage->local_shard) < 0 ||
-        storage_put_attribute(storage, "_full_param_padded", storage_full_attribute(storage)) < 0 ||
+        storage_put_attribute(storage, "_full_param_padded", full_attribute(storage)) < 0 ||
         storage_put_attribute(storage, "_full_prec_full_param_padded",
                               two_precisions ? full->full.tensor : NULL) < 0)
         return -1;
-    return storage_put_attribute(storage, "_mp_shard", storage_low_precision_attribute(storage));
+    return storage_put_attribute(storage, "_mp_shard", low_precision_attribute(storage));
+}
+
+/* The entry is `value`, or is not there where that is NULL. */
+static bool has_attribute(const struct storage *storage, const char *name, PyObject *value) {
+    return !storage->attributes || PyDict_GetItemString(storage->attributes, name) == value;
+}
+
+void storage_check_attributes(const struct storage *storage) {
+    INVARIANT(has_attribute(storage, "_local_shard", storage->local_shard));
+    INVARIANT(has_attribute(storage, "_full_param_padded", full_attribute(storage)));
+    INVARIANT(has_attribute(storage, "_mp_shard", low_precision_attribute(storage)));
 }

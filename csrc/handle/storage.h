@@ -60,7 +60,7 @@ struct precision_copy {
 
 struct storage {
     const struct flat_param *param; /* borrowed */
-    enum param_state param_state;   /* written by states.c */
+    enum param_state param_state;   /* written by storage_set_state */
 
     PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
     bool reduce_dtype_is_fixed; /* a low-precision hook reduces in its own dtype whatever it is given */
@@ -106,7 +106,7 @@ int storage_init(struct storage *storage, const struct handle_spec *spec);
 void storage_fini(struct storage *storage);
 int storage_visit(const struct storage *storage, visitproc visit, void *arg);
 
-/* states.c: the only writer of param_state. 0, or -1 with RuntimeError naming the unit and both states. */
+/* unshard.c: the only writer of param_state. 0, or -1 with RuntimeError naming the unit and both states. */
 int storage_set_state(struct storage *storage, enum param_state state);
 void storage_check(const struct storage *storage); /* the invariant, where FSDP_C_CHECK is defined */
 
@@ -138,18 +138,8 @@ int storage_begin_attributes(struct storage *storage);  /* from now on */
 int storage_update_attributes(struct storage *storage); /* after lazy init; a no-op before they have begun */
 int storage_put_attribute(const struct storage *storage, const char *name, PyObject *value); /* NULL: none */
 
-/* What stands under "_full_param_padded" and "_mp_shard". Borrowed; NULL where that entry is not there.
- * Without sharding the low-precision copy of the shard is the unsharded parameter. */
-static inline PyObject *storage_full_attribute(const struct storage *storage) {
-    return storage->param->sharded ? storage->copies[PRECISION_COMPUTE].full.tensor : NULL;
-}
-
-static inline PyObject *storage_low_precision_attribute(const struct storage *storage) {
-    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
-    if (!copy->low_precision)
-        return NULL;
-    return storage->param->sharded ? copy->low_precision_shard : copy->full.tensor;
-}
+/* the invariant of them, where FSDP_C_CHECK is defined */
+void storage_check_attributes(const struct storage *storage);
 
 /* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
 

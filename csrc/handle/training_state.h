@@ -1,4 +1,4 @@
-/* Who is using a unit's parameters. Its table and its only writer are in states.c. */
+/* Who is using a unit's parameters. Its table and its only writer are in handle.c. */
 #ifndef FSDP_HANDLE_TRAINING_STATE_H
 #define FSDP_HANDLE_TRAINING_STATE_H
 

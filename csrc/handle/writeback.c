@@ -1,6 +1,7 @@
 /* What the user replaced between steps is taken over before the next all-gather (C-130 to C-136). */
 #include "handle/writeback.h"
 
+#include "base/check.h"
 #include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
@@ -13,6 +14,12 @@ void writeback_bind(struct writeback *writeback, const struct flat_param *param,
     writeback->param_views = param_views;
     writeback->gradients = gradients;
     writeback->use = use;
+}
+
+void writeback_check(const struct writeback *writeback) {
+    INVARIANT(!writeback->taken || writeback->storage->param_state == PARAM_SHARDED);
+    INVARIANT(writeback->unheld_turn == 0 ||
+              (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
 }
 
 /* ---- original parameters ---- */

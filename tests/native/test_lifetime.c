@@ -1,4 +1,4 @@
-/* links: runtime/lifetime.c runtime/gather.c runtime/optional.c runtime/order.c handle/states.c */
+/* links: runtime/lifetime.c runtime/gather.c runtime/optional.c runtime/order.c handle/handle.c */
 #include <string.h>
 
 #include "harness.h"
@@ -143,6 +143,7 @@ ANSWERS(0, int, writeback_take_over_writes, struct writeback *writeback)
 ANSWERS(num_writes, int64_t, writeback_count_writes, const struct writeback *writeback)
 ANSWERS(0, long long, unit_rank, const struct unit *unit)
 ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
+ANSWERS(NULL, const char *, training_state_name, enum training_state state)
 ANSWERS(0, int, storage_unshard_wait, struct storage *storage)
 ANSWERS(0, int, schedule_begin_gather, struct schedule *schedule)
 ANSWERS(0, int, schedule_wait_gathered, struct schedule *schedule, struct gather_mark *mark)

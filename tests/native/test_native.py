@@ -28,6 +28,8 @@ TIMEOUT_S = (1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120) * PATI
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
 DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
 INCLUDES = [f"-I{CSRC}", f"-I{NATIVE}", f"-I{sysconfig.get_paths()['include']}"]
+# A program links what it reaches alone, and what it defines itself takes the place of what a file has.
+SECTIONS = ["-ffunction-sections", "-fdata-sections"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -71,7 +73,7 @@ def linked_sources(source: Path) -> list[str]:
 @pytest.mark.parametrize("source", PROGRAMS, ids=lambda source: source.stem)
 def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str], tmp_path: Path) -> None:
     program = tmp_path / source.stem
-    flags = [*STRICT, *sanitizers, "-g1", "-O1", "-ffunction-sections", *DEFINES, *INCLUDES]
+    flags = [*STRICT, *sanitizers, "-g1", "-O1", *SECTIONS, *DEFINES, *INCLUDES]
     sources = [str(source), *linked_sources(source)]
     objects = [str(tmp_path / f"{index}.o") for index in range(len(sources))]
     commands = [
@@ -80,7 +82,7 @@ def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(compile_with, commands))
     linked = compile_with(
-        [compiler, *flags, *objects, "-Wl,--gc-sections", "-lm", "-lpthread", "-o", str(program)]
+        [compiler, *flags, *objects, "-Wl,--gc-sections,-z,muldefs", "-lm", "-lpthread", "-o", str(program)]
     )
     assert not any(command.returncode for command in (*built, linked)), "\n".join(
         command.stderr for command in (*built, linked)

@@ -1,4 +1,6 @@
-/* links: handle/states.c runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c */
+/* links: handle/flat_param.c handle/unshard.c handle/storage.c handle/param_views.c handle/earlier_grads.c
+          handle/writeback.c handle/handle.c
+          runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
