@@ -1,5 +1,5 @@
-/* What `.grad` holds of earlier backwards: set aside as a backward begins, hidden amid it, and forgotten where
- * the user clears it.
+/* What `.grad` holds of earlier backwards: set aside as a backward begins, hidden amid it, and forgotten
+ * where the user clears it.
  *
  * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps:
  * sum(p.square().sum() for p in model.parameters()). Where such a term was made before the forward, its
@@ -12,7 +12,6 @@
 #include "handle/gradients.h"
 
 #include "base/check.h"
-#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -32,8 +31,8 @@ static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", 
 
 int gradients_set_kind(struct gradients *gradients, enum grad_kind kind) {
     if (!grad_allowed[gradients->kind][kind])
-        return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                          "illegal transition from %s to %s", grad_names[gradients->kind], grad_names[kind]);
+        return flat_param_error(gradients->param, PyExc_RuntimeError, "illegal transition from %s to %s",
+                                grad_names[gradients->kind], grad_names[kind]);
     gradients->kind = kind;
     CHECKED(gradients_check(gradients));
     return 0;

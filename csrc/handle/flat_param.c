@@ -1,11 +1,11 @@
 #include "handle/flat_param.h"
 #include "base/check.h"
-#include "handle/training_state.h"
-#include "handle/unit_error.h"
 
 #include "torch/names.h"
 #include "torch/ref.h"
 #include "torch/tensor.h"
+
+#include <stdarg.h>
 
 /* ---- life ---- */
 
@@ -39,11 +39,11 @@ static int check_shape(const struct flat_param *param, int64_t index) {
         fits = shape->sizes[dim] >= 0 && !__builtin_mul_overflow(numel, shape->sizes[dim], &numel);
     if (fits && numel == has)
         return 0;
-    return unit_error(PyExc_ValueError, param->layout.rank, param->name,
-                      "parameter %lld of shape %S and strides %S does not lie in its %lld "
-                      "elements",
-                      (long long)index, PyTuple_GetItem(param->shapes, index),
-                      PyTuple_GetItem(param->strides, index), (long long)has);
+    return flat_param_error(param, PyExc_ValueError,
+                            "parameter %lld of shape %S and strides %S does not lie in its %lld "
+                            "elements",
+                            (long long)index, PyTuple_GetItem(param->shapes, index),
+                            PyTuple_GetItem(param->strides, index), (long long)has);
 }
 
 static int init_shapes(struct flat_param *param) {
@@ -150,11 +150,18 @@ void flat_param_check(const struct flat_param *param) {
 
 /* ---- names ---- */
 
-const char *training_state_name(enum training_state state) {
-    static const char *const names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
-                                                  "SUMMON_FULL_PARAMS"};
-    return names[state];
+int flat_param_error(const struct flat_param *param, PyObject *type, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    OWNED *text = PyUnicode_FromFormatV(format, arguments);
+    va_end(arguments);
+    if (text)
+        PyErr_Format(type, "rank %lld, unit %S: %U", (long long)param->layout.rank, param->name, text);
+    return -1;
 }
+
+const char *const training_state_names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
+                                                      "SUMMON_FULL_PARAMS"};
 
 void flat_param_rename(struct flat_param *param, PyObject *name) {
     ref_set(&param->name, Py_NewRef(name));

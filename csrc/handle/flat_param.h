@@ -23,6 +23,18 @@ enum sharding_strategy {
     HYBRID_SHARD_ZERO2
 }; /* torch's values */
 
+/* Who is using a unit's parameters: `training_state` of a handle, in the order of torch's
+ * HandleTrainingState. */
+enum training_state {
+    USE_IDLE,
+    USE_FORWARD,
+    USE_BACKWARD_PRE,
+    USE_BACKWARD_POST,
+    USE_SUMMON_FULL_PARAMS,
+    USE_STATES
+};
+extern const char *const training_state_names[USE_STATES];
+
 struct param_shape {
     int64_t ndim;
     int64_t *sizes;
@@ -78,6 +90,10 @@ void flat_param_fini(struct flat_param *param);
 int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg);
 
 void flat_param_check(const struct flat_param *param); /* the invariant, where FSDP_C_CHECK is defined */
+
+/* -1 with an exception of this type, "rank R, unit U: ...", which ends in what to do instead. `format` and
+ * what follows are as for PyErr_Format. */
+int flat_param_error(const struct flat_param *param, PyObject *type, const char *format, ...);
 
 void flat_param_rename(struct flat_param *param, PyObject *name);
 

@@ -6,15 +6,15 @@
  * With low-precision parameters each forward there has its own AccumulateGrad node, so each contribution is
  * added to .grad by itself.
  *
- * [Note: hooks of the flat parameter] Tensor.register_hook and register_post_accumulate_grad_hook: no gradient
- * goes along the graph's edges to the flat parameter, so autograd would call its hooks with nothing. They are
- * hidden from the unit's node to the end of the backward, and called here, between the last contribution to a
- * unit's gradient and its reduction, as autograd would call them. The parameter shows its unsharded data in
- * the compute dtype, the gradient is that of this rank's batch, without the right padding, and `.grad` what
- * earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one `.grad`; what
- * stands there in the end is what is reduced. With low-precision parameters every forward has its own turn. */
+ * [Note: hooks of the flat parameter] Tensor.register_hook and register_post_accumulate_grad_hook: no
+ * gradient goes along the graph's edges to the flat parameter, so autograd would call its hooks with nothing.
+ * They are hidden from the unit's node to the end of the backward, and called here, between the last
+ * contribution to a unit's gradient and its reduction, as autograd would call them. The parameter shows its
+ * unsharded data in the compute dtype, the gradient is that of this rank's batch, without the right padding,
+ * and `.grad` what earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one
+ * `.grad`; what stands there in the end is what is reduced. With low-precision parameters every forward has
+ * its own turn. */
 #include "handle/gradients.h"
-#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -185,8 +185,8 @@ static PyObject *pack_alone(struct gradients *gradients, PyObject *args) {
 PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
     const struct flat_param *param = gradients->param;
     if (param->sharded) {
-        unit_error(
-            PyExc_RuntimeError, param->layout.rank, param->name,
+        flat_param_error(
+            param, PyExc_RuntimeError,
             "torch.autograd.grad() cannot return the gradient of its flat parameter, "
             "of which each of %lld ranks holds a part: call backward(), or backward(inputs=...), and read "
             ".grad. Schedules that take the gradients of inputs and weights apart need FSDP units with a "
@@ -246,10 +246,10 @@ static int check_replacement(const struct gradients *gradients, PyObject *functi
     const struct flat_param *param = gradients->param;
     struct tensor_view old, new;
     if (!torch_is_tensor(value))
-        return unit_error(PyExc_TypeError, param->layout.rank, param->name,
-                          "expected a Tensor or None from hook %R of its flat parameter, but hook "
-                          "returned %R",
-                          function, (PyObject *)Py_TYPE(value));
+        return flat_param_error(param, PyExc_TypeError,
+                                "expected a Tensor or None from hook %R of its flat parameter, but hook "
+                                "returned %R",
+                                function, (PyObject *)Py_TYPE(value));
     if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
         return -1;
     bool same_type =
@@ -258,10 +258,11 @@ static int check_replacement(const struct gradients *gradients, PyObject *functi
         new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
     if (same_type && same_size)
         return 0;
-    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
-                      "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
-                      "one of the same size, dtype and device, not by a %R",
-                      function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
+    return flat_param_error(
+        param, PyExc_RuntimeError,
+        "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
+        "one of the same size, dtype and device, not by a %R",
+        function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
 }
 
 /* The gradient after all hooks. Steals `grad`; new reference or NULL. */
@@ -288,9 +289,9 @@ static int call_accumulated_hooks(struct gradients *gradients) {
         if (!value)
             return -1;
         if (value != Py_None)
-            return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                              "Tensor post accumulate grad hooks should return None, not a %R",
-                              (PyObject *)Py_TYPE(value));
+            return flat_param_error(gradients->param, PyExc_RuntimeError,
+                                    "Tensor post accumulate grad hooks should return None, not a %R",
+                                    (PyObject *)Py_TYPE(value));
     }
     return functions ? 0 : -1;
 }

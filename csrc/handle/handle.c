@@ -6,7 +6,6 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -116,9 +115,9 @@ static const char *remedy_for(enum training_state from, enum training_state to) 
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
     if (!training_allowed[handle->training_state][state])
-        return unit_error(PyExc_RuntimeError, handle->param.layout.rank, handle->param.name,
-                          "illegal transition from %s to %s%s", training_state_name(handle->training_state),
-                          training_state_name(state), remedy_for(handle->training_state, state));
+        return flat_param_error(&handle->param, PyExc_RuntimeError, "illegal transition from %s to %s%s",
+                                training_state_names[handle->training_state], training_state_names[state],
+                                remedy_for(handle->training_state, state));
     handle->training_state = state;
     return 0;
 }
@@ -292,10 +291,11 @@ static void move_back(struct handle *handle, PyObject *data) {
 
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
     if (handle->training_state != USE_IDLE)
-        return unit_error(PyExc_AssertionError, handle->param.layout.rank, handle->param.name,
-                          "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
-                          "summon_full_params.",
-                          training_state_name(handle->training_state));
+        return flat_param_error(
+            &handle->param, PyExc_AssertionError,
+            "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
+            "summon_full_params.",
+            training_state_names[handle->training_state]);
     if ((!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
         storage_reshard(&handle->storage, true) < 0)
         return -1;

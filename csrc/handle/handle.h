@@ -16,7 +16,6 @@
 #include "handle/gradients.h"
 #include "handle/param_views.h"
 #include "handle/storage.h"
-#include "handle/training_state.h"
 #include "handle/writeback.h"
 #include "torch/names.h"
 

@@ -1,7 +1,6 @@
 /* What modules show as their parameters: sharded Parameters, views of the unsharded storage, or full
  * Parameters; and the calls that stand in for those of layers whose parameters are sharded. */
 #include "handle/param_views.h"
-#include "handle/unit_error.h"
 
 #include "base/check.h"
 #include "torch/names.h"
@@ -23,9 +22,8 @@ static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEW
 
 int param_views_set_shown(struct param_views *param_views, enum shown shown) {
     if (!shown_allowed[param_views->shown][shown])
-        return unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
-                          "illegal transition from %s to %s", shown_names[param_views->shown],
-                          shown_names[shown]);
+        return flat_param_error(param_views->param, PyExc_RuntimeError, "illegal transition from %s to %s",
+                                shown_names[param_views->shown], shown_names[shown]);
     param_views->shown = shown;
     CHECKED(param_views_check(param_views));
     return 0;
@@ -261,12 +259,13 @@ static int check_kept(const struct param_views *param_views, PyObject *views) {
         if (!value || value == Py_None)
             continue;
         OWNED *fqn = flat_param_fqn(param_views->param, param_view->param);
-        unit_error(PyExc_RuntimeError, param_views->param->layout.rank, param_views->param->name,
-                   "something else was assigned to %S after wrapping. With use_orig_params=False it "
-                   "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
-                   "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
-                   "use_orig_params=True.",
-                   fqn);
+        flat_param_error(
+            param_views->param, PyExc_RuntimeError,
+            "something else was assigned to %S after wrapping. With use_orig_params=False it "
+            "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
+            "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
+            "use_orig_params=True.",
+            fqn);
         return -1;
     }
     return 0;

@@ -1,8 +1,7 @@
-/* From what a unit has received to its reduced shard: packing, then a collective or the hook that the user has
- * registered. Under no_sync what was received is added up in full size. */
+/* From what a unit has received to its reduced shard: packing, then a collective or the hook that the user
+ * has registered. Under no_sync what was received is added up in full size. */
 #include "handle/gradients.h"
 
-#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -15,11 +14,11 @@ int gradients_refuse(const struct gradients *gradients, int64_t index) {
     OWNED *fqn = flat_param_fqn(gradients->param, index);
     if (!fqn)
         return -1;
-    unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-               "cannot use the gradient of %S: dense strided gradients on %S are supported. "
-               "Sparse gradients "
-               "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
-               fqn, gradients->param->device);
+    flat_param_error(gradients->param, PyExc_RuntimeError,
+                     "cannot use the gradient of %S: dense strided gradients on %S are supported. "
+                     "Sparse gradients "
+                     "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
+                     fqn, gradients->param->device);
     return -1;
 }
 
@@ -91,8 +90,8 @@ static int add_received(struct gradients *gradients, PyObject *target) {
 int gradients_check_hookless(const struct gradients *gradients) {
     if (!gradients->comm_hook.function && !gradients->in_backward)
         return 0;
-    return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
-                      "a communication hook is registered once, before a backward");
+    return flat_param_error(gradients->param, PyExc_RuntimeError,
+                            "a communication hook is registered once, before a backward");
 }
 
 void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native) {
@@ -223,10 +222,11 @@ static int check_result(struct gradients *gradients, PyObject *result) {
     if (tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
         view.device == gradients->storage->compute_view.device)
         return 0;
-    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
-                      "its communication hook left a gradient of %R, expected a dense one of %lld elements "
-                      "on %S",
-                      (PyObject *)Py_TYPE(result), (long long)want, param->device);
+    return flat_param_error(
+        param, PyExc_RuntimeError,
+        "its communication hook left a gradient of %R, expected a dense one of %lld elements "
+        "on %S",
+        (PyObject *)Py_TYPE(result), (long long)want, param->device);
 }
 
 /* None, or NULL with an exception. */

@@ -134,7 +134,7 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
             PyExc_AssertionError,
             "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit "
             "%S): leave the forward, the backward or the enclosing summon_full_params() first.",
-            training_state_name(handle->training_state), (long long)handle->param.layout.rank,
+            training_state_names[handle->training_state], (long long)handle->param.layout.rank,
             handle->param.name);
     if (handle_collect_user_grads(handle) < 0)
         return -1;

@@ -2,7 +2,6 @@
 #include "handle/writeback.h"
 
 #include "base/check.h"
-#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -59,7 +58,7 @@ static int warn(struct writeback *writeback, int64_t param, const char *what, Py
             PyExc_UserWarning, 1,
             "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, "
             "expected device=%S",
-            (long long)writeback->param->layout.rank, what, training_state_name(*writeback->use), fqn,
+            (long long)writeback->param->layout.rank, what, training_state_names[*writeback->use], fqn,
             writeback->param->name, shape, device, writeback->param->device);
     return result;
 }
@@ -269,12 +268,13 @@ int writeback_take_over_writes(struct writeback *writeback) {
     if (expected)
         return written;
     OWNED *fqn = flat_param_fqn(writeback->param, last);
-    unit_error(PyExc_RuntimeError, writeback->param->layout.rank, writeback->param->name,
-               "its forward writes in place to %S, but did not in its first %d forwards, so that "
-               "parameters were not looked at and what it wrote in the last %d may be lost. From now on "
-               "writes are kept. Have it write in one of its first forwards as well, if only the values that "
-               "are there, or keep in a buffer what a forward changes.",
-               fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
+    flat_param_error(
+        writeback->param, PyExc_RuntimeError,
+        "its forward writes in place to %S, but did not in its first %d forwards, so that "
+        "parameters were not looked at and what it wrote in the last %d may be lost. From now on "
+        "writes are kept. Have it write in one of its first forwards as well, if only the values that "
+        "are there, or keep in a buffer what a forward changes.",
+        fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
     return -1;
 }
 

@@ -10,7 +10,6 @@
 
 #include "handle/gradients.h"
 #include "handle/param_views.h"
-#include "handle/training_state.h"
 
 struct writeback {
     const struct flat_param *param;        /* borrowed, as all of these */

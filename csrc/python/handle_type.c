@@ -3,7 +3,6 @@
 
 #include <structmember.h>
 
-#include "handle/unit_error.h"
 #include "torch/names.h"
 
 struct handle_object {
@@ -187,8 +186,8 @@ static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = tensor ? ready(self) : NULL;
     PyObject *full = handle && handle_unshard_enqueue(handle) == 0 ? padded_unsharded(handle) : NULL;
     if (full && full != tensor) {
-        unit_error(PyExc_ValueError, handle->param.layout.rank, handle->param.name,
-                   "parameters are gathered into what _alloc_padded_unsharded_flat_param returned");
+        flat_param_error(&handle->param, PyExc_ValueError,
+                         "parameters are gathered into what _alloc_padded_unsharded_flat_param returned");
         Py_CLEAR(full);
     }
     return full;

@@ -1,7 +1,6 @@
 /* The backward of one unit: from its first node to the reduction, and which flat parameters it reaches. */
 #include "runtime/runtime.h"
 
-#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "torch/names.h"

@@ -1,5 +1,4 @@
 /* A unit's forward, from the root's pre-forward to its post-forward, and what it takes and returns. */
-#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"

@@ -2,7 +2,6 @@
  * backward calls these, and so does a dry run (dry_run.h), which has neither tensors nor modules. */
 #include "runtime/runtime.h"
 
-#include "handle/unit_error.h"
 #include "runtime/operations.h"
 
 int unit_set_training_state(struct unit *unit, enum training_state state) {

@@ -1,5 +1,4 @@
 /* The autograd function of a unit. See [Note: one node per unit] in unit.h. */
-#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"

@@ -4,7 +4,6 @@
 
 #include <string.h>
 
-#include "handle/unit_error.h"
 #include "runtime/runtime.h"
 #include "torch/ref.h"
 

@@ -1,7 +1,6 @@
 /* Optional units: see [Note: optional units] in optional.h. */
 #include "runtime/optional.h"
 
-#include "handle/unit_error.h"
 #include "runtime/runtime.h"
 
 /* ---- life ---- */

@@ -23,7 +23,7 @@
 #include <Python.h>
 #include <stdbool.h>
 
-#include "handle/training_state.h"
+#include "handle/flat_param.h"
 
 struct unit;
 

@@ -1,7 +1,6 @@
 /* A root: its life, the memory for what its steps gather, and which thread may use it. */
 #include "runtime/runtime.h"
 
-#include "handle/unit_error.h"
 #include "runtime/operations.h"
 #include "torch/names.h"
 

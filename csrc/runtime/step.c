@@ -1,6 +1,5 @@
 /* A root's step: how it starts, how the gradients of one unit after the other are packed and reduced, of
  * which at most one is on its way, and how its backward ends. */
-#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
@@ -36,11 +35,12 @@ static int check_part(const struct unit *part, PyObject *managed) {
             "or a group of one rank, use_orig_params=False and full precision",
             (long long)param->layout.rank, param->name,
             param->use_orig_params ? "original parameters" : "flat parameters of low precision");
-    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
-                      "DistributedDataParallel cannot average the gradient of its flat parameter, which "
-                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
-                      "offload",
-                      param->sharded ? "sharded, each rank's being of another part" : "offloaded");
+    return flat_param_error(
+        param, PyExc_RuntimeError,
+        "DistributedDataParallel cannot average the gradient of its flat parameter, which "
+        "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
+        "offload",
+        param->sharded ? "sharded, each rank's being of another part" : "offloaded");
 }
 
 static int note_ddp(struct runtime *runtime) {

@@ -1,7 +1,8 @@
 /* A unit's life, and its way into and out of a step. */
 #include "runtime/unit.h"
 
-#include "handle/unit_error.h"
+#include <stdarg.h>
+
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
@@ -19,6 +20,14 @@ const struct handle *unit_handle_or_first(const struct unit *unit) {
 long long unit_rank(const struct unit *unit) {
     const struct handle *handle = unit_handle_or_first(unit);
     return handle ? (long long)handle->param.layout.rank : -1;
+}
+
+int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    OWNED *text = PyUnicode_FromFormatV(format, arguments);
+    va_end(arguments);
+    return text ? RAISED(type, "rank %lld, unit %S: %U", (long long)rank, unit, text) : -1;
 }
 
 /* ---- whether it is in a step ---- */

@@ -132,9 +132,11 @@ void unit_set_sync_gradients(struct unit *unit, bool sync);
 
 /* The only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
-const struct handle *
-unit_handle_or_first(const struct unit *unit); /* its own, else the first of its runtime, or NULL */
-long long unit_rank(const struct unit *unit);  /* for messages; -1 where there are no parameters */
+/* its own, else the first of its runtime, or NULL */
+const struct handle *unit_handle_or_first(const struct unit *unit);
+long long unit_rank(const struct unit *unit); /* for messages; -1 where there are no parameters */
+/* as flat_param_error, of a unit that may have no parameters */
+int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...);
 
 /* ---- forward.c ---- */
 

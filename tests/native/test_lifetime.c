@@ -4,7 +4,6 @@
 #include "harness.h"
 #include "python_memory.h"
 
-#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -108,10 +107,16 @@ int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format,
     exit(1);
 }
 
+int flat_param_error(const struct flat_param *param, PyObject *type, const char *format, ...) {
+    (void)param;
+    return unit_error(type, 0, NULL, format);
+}
+
 void profile_end(PyObject *range) {
     CHECK(!range);
 }
 
+const char *const training_state_names[USE_STATES];
 static int64_t num_writes; /* of each unit */
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"
@@ -143,7 +148,6 @@ ANSWERS(0, int, writeback_take_over_writes, struct writeback *writeback)
 ANSWERS(num_writes, int64_t, writeback_count_writes, const struct writeback *writeback)
 ANSWERS(0, long long, unit_rank, const struct unit *unit)
 ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
-ANSWERS(NULL, const char *, training_state_name, enum training_state state)
 ANSWERS(0, int, storage_unshard_wait, struct storage *storage)
 ANSWERS(0, int, schedule_begin_gather, struct schedule *schedule)
 ANSWERS(0, int, schedule_wait_gathered, struct schedule *schedule, struct gather_mark *mark)
