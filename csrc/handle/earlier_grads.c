@@ -208,16 +208,11 @@ static int forget_zeroed(struct gradients *gradients) {
     return 0;
 }
 
-/* Nothing of earlier backwards is left. */
-static void forget(struct gradients *gradients) {
+int gradients_drop_shown(struct gradients *gradients) {
+    Py_CLEAR(gradients->shown);
     gradients->unreduced = false;
     Py_CLEAR(gradients->unsharded);
     Py_CLEAR(gradients->saved_shard);
-}
-
-int gradients_drop_shown(struct gradients *gradients) {
-    Py_CLEAR(gradients->shown);
-    forget(gradients);
     if (gradients->kind == GRAD_NONE)
         return 0;
     if (torch_set_grad(gradients->param->tensor, Py_None) < 0)

@@ -40,8 +40,7 @@ static int check_shape(const struct flat_param *param, int64_t index) {
     if (fits && numel == has)
         return 0;
     return flat_param_error(param, PyExc_ValueError,
-                            "parameter %lld of shape %S and strides %S does not lie in its %lld "
-                            "elements",
+                            "parameter %lld of shape %S and strides %S does not lie in its %lld elements",
                             (long long)index, PyTuple_GetItem(param->shapes, index),
                             PyTuple_GetItem(param->strides, index), (long long)has);
 }

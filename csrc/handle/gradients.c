@@ -187,10 +187,9 @@ PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
     if (param->sharded) {
         flat_param_error(
             param, PyExc_RuntimeError,
-            "torch.autograd.grad() cannot return the gradient of its flat parameter, "
-            "of which each of %lld ranks holds a part: call backward(), or backward(inputs=...), and read "
-            ".grad. Schedules that take the gradients of inputs and weights apart need FSDP units with a "
-            "group of one rank",
+            "torch.autograd.grad() cannot return the gradient of its flat parameter, of which each of %lld "
+            "ranks holds a part: call backward(), or backward(inputs=...), and read .grad. Schedules that "
+            "take the gradients of inputs and weights apart need FSDP units with a group of one rank",
             (long long)param->shard_group.world_size);
         return NULL;
     }
@@ -246,10 +245,10 @@ static int check_replacement(const struct gradients *gradients, PyObject *functi
     const struct flat_param *param = gradients->param;
     struct tensor_view old, new;
     if (!torch_is_tensor(value))
-        return flat_param_error(param, PyExc_TypeError,
-                                "expected a Tensor or None from hook %R of its flat parameter, but hook "
-                                "returned %R",
-                                function, (PyObject *)Py_TYPE(value));
+        return flat_param_error(
+            param, PyExc_TypeError,
+            "expected a Tensor or None from hook %R of its flat parameter, but hook returned %R", function,
+            (PyObject *)Py_TYPE(value));
     if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
         return -1;
     bool same_type =
@@ -258,11 +257,10 @@ static int check_replacement(const struct gradients *gradients, PyObject *functi
         new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
     if (same_type && same_size)
         return 0;
-    return flat_param_error(
-        param, PyExc_RuntimeError,
-        "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
-        "one of the same size, dtype and device, not by a %R",
-        function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
+    return flat_param_error(param, PyExc_RuntimeError,
+                            "hook %R of its flat parameter has changed the %s of value: a gradient is "
+                            "replaced by one of the same size, dtype and device, not by a %R",
+                            function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
 }
 
 /* The gradient after all hooks. Steals `grad`; new reference or NULL. */

@@ -3,7 +3,7 @@
 #include "handle/handle.h"
 
 #include <pthread.h>
-#include <stdbool.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "torch/names.h"
@@ -36,7 +36,8 @@ static bool grow_table(void) {
     return true;
 }
 
-int64_t handle_table_add(struct handle *handle) {
+/* Its id, from 1 on and never given twice, or -1 with MemoryError. */
+static int64_t add_to_table(struct handle *handle) {
     int64_t id = -1;
     pthread_mutex_lock(&table.lock);
     if (table.count < table.capacity || grow_table()) {
@@ -49,37 +50,29 @@ int64_t handle_table_add(struct handle *handle) {
     return id;
 }
 
-/* The place of `id`, or of the first one above it. */
-static int64_t place_of(int64_t id) {
-    int64_t low = 0, high = table.count;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (table.entries[middle].id < id)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+static int compare_ids(const void *id, const void *entry) {
+    int64_t wanted = *(const int64_t *)id, found = ((const struct entry *)entry)->id;
+    return (wanted > found) - (wanted < found);
 }
 
-static bool is_at(int64_t place, int64_t id) {
-    return place < table.count && table.entries[place].id == id;
+/* Borrowed, while the lock is held; NULL where it is not there. */
+static struct entry *entry_of(int64_t id) {
+    return table.count ? bsearch(&id, table.entries, (size_t)table.count, sizeof(struct entry), compare_ids)
+                       : NULL;
 }
 
-void handle_table_remove(int64_t id) {
+static void remove_from_table(int64_t id) {
     pthread_mutex_lock(&table.lock);
-    int64_t place = place_of(id);
-    if (is_at(place, id)) {
-        struct entry *entry = &table.entries[place];
-        memmove(entry, entry + 1, (size_t)(--table.count - place) * sizeof *entry);
-    }
+    struct entry *entry = entry_of(id);
+    if (entry)
+        memmove(entry, entry + 1, (size_t)(&table.entries[--table.count] - entry) * sizeof *entry);
     pthread_mutex_unlock(&table.lock);
 }
 
 struct handle *handle_table_find(int64_t id) {
     pthread_mutex_lock(&table.lock);
-    int64_t place = place_of(id);
-    struct handle *handle = is_at(place, id) ? table.entries[place].handle : NULL;
+    const struct entry *entry = entry_of(id);
+    struct handle *handle = entry ? entry->handle : NULL;
     pthread_mutex_unlock(&table.lock);
     return handle;
 }
@@ -106,11 +99,10 @@ static const bool training_allowed[USE_STATES][USE_STATES] = {
 /* What to do instead of a backward that comes too early. */
 static const char *remedy_for(enum training_state from, enum training_state to) {
     bool in_own_forward = from == USE_FORWARD && (to == USE_BACKWARD_PRE || to == USE_BACKWARD_POST);
-    return in_own_forward
-               ? ": a backward inside its own forward has come to its parameters, which the rest of the "
-                 "forward needs. Call backward() on what the forward returns, after it, or wrap "
-                 "the modules that the backward inside passes through as units of their own"
-               : "";
+    return in_own_forward ? ": a backward inside its own forward has come to its parameters, which the rest "
+                            "of the forward needs. Call backward() on what the forward returns, after it, or "
+                            "wrap the modules that the backward inside passes through as units of their own"
+                          : "";
 }
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
@@ -140,7 +132,7 @@ static void zero(struct handle *handle) {
 
 int handle_init(struct handle *handle, const struct handle_spec *spec) {
     zero(handle);
-    int64_t op_id = handle_table_add(handle);
+    int64_t op_id = add_to_table(handle);
     if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
         storage_init(&handle->storage, spec) < 0 || param_views_init(&handle->param_views, spec) < 0) {
         handle_fini(handle);
@@ -157,7 +149,7 @@ void handle_fini(struct handle *handle) {
     gradients_fini(&handle->gradients);
     storage_fini(&handle->storage);
     param_views_fini(&handle->param_views);
-    handle_table_remove(handle->param.op_id);
+    remove_from_table(handle->param.op_id);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
@@ -168,12 +160,9 @@ void handle_fini(struct handle *handle) {
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->summon.flat_param_owner);
-    int result = flat_param_visit(&handle->param, visit, arg);
-    if (!result)
-        result = storage_visit(&handle->storage, visit, arg);
-    if (!result)
-        result = param_views_visit(&handle->param_views, visit, arg);
-    return result ? result : gradients_visit(&handle->gradients, visit, arg);
+    return flat_param_visit(&handle->param, visit, arg) || storage_visit(&handle->storage, visit, arg) ||
+           param_views_visit(&handle->param_views, visit, arg) ||
+           gradients_visit(&handle->gradients, visit, arg);
 }
 
 void handle_check(const struct handle *handle) {
@@ -192,7 +181,8 @@ void handle_check(const struct handle *handle) {
 
 /* ---- lazy init ---- */
 
-int handle_init_shard(struct handle *handle) {
+/* dtypes and the shard; enough to show sharded parameters */
+static int init_shard(struct handle *handle) {
     handle->ready = false;
     if (storage_read_shard(&handle->storage) < 0)
         return -1;
@@ -204,7 +194,7 @@ int handle_init_shard(struct handle *handle) {
 int handle_lazy_init(struct handle *handle) {
     if (handle->storage.local_shard && !handle->ready && writeback_take_over_params(&handle->writeback) < 0)
         return -1;
-    if (handle_init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
+    if (init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
     param_views_forget_wrapped(&handle->param_views);
     if (gradients_lazy_init(&handle->gradients) < 0)
@@ -222,7 +212,7 @@ int handle_publish(struct handle *handle) {
 
 static int follow_other_data(struct handle *handle) {
     writeback_note_copied(&handle->writeback);
-    if (!handle->param.use_orig_params && param_views_show_nothing(&handle->param_views) < 0)
+    if (!handle->param.use_orig_params && param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0)
         return -1;
     if (handle_lazy_init(handle) < 0)
         return -1;
@@ -267,9 +257,9 @@ int handle_leave(struct handle *handle) {
 }
 
 int handle_follow(struct handle *handle) {
-    if (param_views_show_nothing(&handle->param_views) < 0)
+    if (param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0)
         return -1;
-    if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
+    if ((handle->param.use_orig_params ? init_shard(handle) : handle_lazy_init(handle)) < 0)
         return -1;
     return handle_show_sharded(handle) < 0 ? -1 : gradients_follow(&handle->gradients);
 }
@@ -291,11 +281,10 @@ static void move_back(struct handle *handle, PyObject *data) {
 
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
     if (handle->training_state != USE_IDLE)
-        return flat_param_error(
-            &handle->param, PyExc_AssertionError,
-            "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
-            "summon_full_params.",
-            training_state_names[handle->training_state]);
+        return flat_param_error(&handle->param, PyExc_AssertionError,
+                                "its flat parameter cannot be moved in state %s. Move it between steps, "
+                                "outside of summon_full_params.",
+                                training_state_names[handle->training_state]);
     if ((!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
         storage_reshard(&handle->storage, true) < 0)
         return -1;
@@ -384,7 +373,7 @@ static int detach_views(struct handle *handle, bool shows) {
     param_views_forget_wrapped(&handle->param_views);
     if (!shows)
         return 0;
-    return param_views_show_nothing(&handle->param_views) < 0 ? -1 : handle_show_views(handle);
+    return param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0 ? -1 : handle_show_views(handle);
 }
 
 /* A module that keeps a view with its node keeps the whole unit for ever: one failure is not the end. */
@@ -406,7 +395,7 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
         return -1;
     /* the modules let go of the views; without original parameters they show those of the copy in use then */
     if (shows_views &&
-        (orig ? handle_show_sharded(handle) : param_views_show_nothing(&handle->param_views)) < 0)
+        (orig ? handle_show_sharded(handle) : param_views_set_shown(&handle->param_views, SHOWN_NOTHING)) < 0)
         return -1;
     if (storage_use_copy(&handle->storage, precision) < 0)
         return -1;

@@ -52,18 +52,13 @@ int handle_set_training_state(struct handle *handle, enum training_state state);
 /* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */
 void handle_check(const struct handle *handle);
 
-/* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with: an id is found from
- * handle_table_add to handle_table_remove, and never given twice ---- */
-
-int64_t handle_table_add(struct handle *handle); /* its id, from 1 on, or -1 with MemoryError */
-void handle_table_remove(int64_t id);            /* a no-op where it is not there */
-struct handle *handle_table_find(int64_t id);    /* borrowed, or NULL; without Python's lock as well */
+/* One that is alive, by the id that torch.ops.fsdp_c are called with. Borrowed, or NULL; without Python's
+ * lock as well. */
+struct handle *handle_table_find(int64_t id);
 int handle_ops_init(void); /* handle_ops.c: register the ops, once per process. 0, or -1 with ImportError */
 
 /* ---- lazy init: after the flat parameter as it is now ---- */
 
-/* dtypes and the shard; enough to show sharded parameters */
-int handle_init_shard(struct handle *handle);
 int handle_lazy_init(struct handle *handle); /* storage, views and dtypes */
 /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_follow_flat_param(struct handle *handle);

@@ -150,9 +150,7 @@ static PyObject *shard_part(struct param_views *param_views, PyObject *shard, in
     if (!range->in_shard)
         return Py_NewRef(param_views->empty_param);
     OWNED *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
-    PyObject *part =
-        shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
-    return part;
+    return shape ? torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
 }
 
 int param_views_point_params_at(struct param_views *param_views, PyObject *shard) {
@@ -241,10 +239,6 @@ static int change(struct param_views *param_views, enum shown to,
     return param_views_set_shown(param_views, to);
 }
 
-int param_views_show_nothing(struct param_views *param_views) {
-    return param_views_set_shown(param_views, SHOWN_NOTHING);
-}
-
 /* What modules keep from forward to forward is still there, or was deleted. */
 static int check_kept(const struct param_views *param_views, PyObject *views) {
     for (int64_t i = 0; i < param_views->count; i++) {
@@ -259,14 +253,12 @@ static int check_kept(const struct param_views *param_views, PyObject *views) {
         if (!value || value == Py_None)
             continue;
         OWNED *fqn = flat_param_fqn(param_views->param, param_view->param);
-        flat_param_error(
+        return flat_param_error(
             param_views->param, PyExc_RuntimeError,
-            "something else was assigned to %S after wrapping. With use_orig_params=False it "
-            "would be trained on each rank alone and never be saved. Assign or tie before wrapping, "
-            "change values inside FullyShardedDataParallel.summon_full_params(module), or pass "
-            "use_orig_params=True.",
+            "something else was assigned to %S after wrapping. With use_orig_params=False it would be "
+            "trained on each rank alone and never be saved. Assign or tie before wrapping, change values "
+            "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
             fqn);
-        return -1;
     }
     return 0;
 }
@@ -299,10 +291,8 @@ int param_views_show_sharded(struct param_views *param_views, PyObject *shard, P
 
 static PyObject *new_parameter(PyObject *view, PyObject *model) {
     OWNED *requires_grad = PyObject_GetAttr(model, torch_names.requires_grad);
-    PyObject *param =
-        requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL)
-                      : NULL;
-    return param;
+    return requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL)
+                         : NULL;
 }
 
 /* What stands for one parameter in full, new reference: the original Parameter where it can take `view` for

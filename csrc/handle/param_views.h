@@ -77,7 +77,8 @@ int param_views_init(struct param_views *param_views, const struct handle_spec *
 void param_views_fini(struct param_views *param_views);
 int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg);
 
-/* the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds */
+/* The only writer of `shown`. SHOWN_NOTHING: what they show is shown anew the next time. 0, or -1 with
+ * RuntimeError naming the unit and both kinds. */
 int param_views_set_shown(struct param_views *param_views, enum shown shown);
 /* the invariant, where FSDP_C_CHECK is defined */
 void param_views_check(const struct param_views *param_views);
@@ -92,8 +93,6 @@ void param_views_forget_wrapped(struct param_views *param_views); /* other views
 /* The original parameters, each with its part of `shard` for its data; without them the views. 0 or -1. */
 int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views);
 int param_views_show_full_params(struct param_views *param_views, PyObject *full /* flat, unsharded */);
-/* what they show is shown anew the next time. 0 or -1 */
-int param_views_show_nothing(struct param_views *param_views);
 
 /* params[i].data = its part of the shard. 0 or -1 */
 int param_views_point_params_at(struct param_views *param_views, PyObject *shard);

@@ -14,12 +14,11 @@ int gradients_refuse(const struct gradients *gradients, int64_t index) {
     OWNED *fqn = flat_param_fqn(gradients->param, index);
     if (!fqn)
         return -1;
-    flat_param_error(gradients->param, PyExc_RuntimeError,
-                     "cannot use the gradient of %S: dense strided gradients on %S are supported. "
-                     "Sparse gradients "
-                     "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
-                     fqn, gradients->param->device);
-    return -1;
+    return flat_param_error(
+        gradients->param, PyExc_RuntimeError,
+        "cannot use the gradient of %S: dense strided gradients on %S are supported. Sparse gradients "
+        "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
+        fqn, gradients->param->device);
 }
 
 /* Point the sources at the latest contribution. */
@@ -224,8 +223,7 @@ static int check_result(struct gradients *gradients, PyObject *result) {
         return 0;
     return flat_param_error(
         param, PyExc_RuntimeError,
-        "its communication hook left a gradient of %R, expected a dense one of %lld elements "
-        "on %S",
+        "its communication hook left a gradient of %R, expected a dense one of %lld elements on %S",
         (PyObject *)Py_TYPE(result), (long long)want, param->device);
 }
 

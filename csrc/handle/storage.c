@@ -46,11 +46,10 @@ int storage_read_shard(struct storage *storage) {
     int64_t want = storage->param->layout.shard_numel, numel = tensor_view_numel(&storage->local_view);
     if (numel == want)
         return 0;
-    return flat_param_error(
-        storage->param, PyExc_RuntimeError,
-        "its flat parameter has %lld elements, its shard has %lld. Assign flat_param.data only "
-        "tensors of the shard's size.",
-        (long long)numel, (long long)want);
+    return flat_param_error(storage->param, PyExc_RuntimeError,
+                            "its flat parameter has %lld elements, its shard has %lld. Assign "
+                            "flat_param.data only tensors of the shard's size.",
+                            (long long)numel, (long long)want);
 }
 
 /* ---- where it computes ---- */
@@ -61,12 +60,11 @@ int storage_refuse_elsewhere(const struct storage *storage) {
     OWNED *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
     if (!device)
         return -1;
-    flat_param_error(
+    return flat_param_error(
         storage->param, PyExc_AssertionError,
-        "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter "
-        "back first, by handle.flat_param_to(device) as it was moved away, or by moving the module.",
+        "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter back first, by "
+        "handle.flat_param_to(device) as it was moved away, or by moving the module.",
         storage->param->device, device);
-    return -1;
 }
 
 int storage_leave_device(struct storage *storage) {

@@ -40,8 +40,10 @@ void storage_check(const struct storage *storage) {
 /* ---- memory ---- */
 
 /* Inside a pool torch's allocator before 2.13 does not give back what others have freed: outside it does. */
-static int alloc_full(struct storage *storage) {
+int storage_alloc_unsharded(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
+    if (storage->copy->is_local)
+        return 0;
     if (storage->full_free && deferred_free_take_back(storage->full_free, full) < 0)
         return -1;
     if (storage->pool && !full->allocated) {
@@ -68,10 +70,6 @@ int storage_release_reserved(struct storage *storage) {
     return storage->copy->is_local || storage->param_state != PARAM_SHARDED
                ? 0
                : buffer_free(&storage->copy->full);
-}
-
-int storage_alloc_unsharded(struct storage *storage) {
-    return storage->copy->is_local ? 0 : alloc_full(storage);
 }
 
 bool storage_wants_memory(const struct storage *storage) {
@@ -129,7 +127,7 @@ static int free_after_failure(struct storage *storage) {
 int storage_make_input(struct storage *storage) {
     if (storage->input_ready || !storage_makes_input(storage))
         return 0;
-    if (alloc_full(storage) < 0 || fill_own_part(storage) < 0)
+    if (storage_alloc_unsharded(storage) < 0 || fill_own_part(storage) < 0)
         return free_after_failure(storage);
     storage->input_ready = true;
     return 0;
@@ -155,7 +153,7 @@ static PyObject *gather_input(const struct storage *storage) {
 int storage_unshard_enqueue(struct storage *storage) {
     PyObject *input = NULL, *output = NULL;
     bool gathers = !storage->copy->is_local && storage->param->sharded;
-    int result = storage->copy->is_local ? 0 : alloc_full(storage);
+    int result = storage_alloc_unsharded(storage);
     storage->input_ready = false;
     if (!result && gathers) {
         input = as_sent(storage, gather_input(storage));
@@ -171,7 +169,7 @@ int storage_unshard_enqueue(struct storage *storage) {
 
 int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
     storage->input_ready = false;
-    if (alloc_full(storage) < 0)
+    if (storage_alloc_unsharded(storage) < 0)
         return free_after_failure(storage);
     OWNED *output = as_sent(storage, storage->copy->full.tensor);
     OWNED *input = as_sent(storage, gather_input(storage));

@@ -23,12 +23,6 @@ void writeback_check(const struct writeback *writeback) {
 
 /* ---- original parameters ---- */
 
-static const char *expected_data(const struct writeback *writeback, int64_t param) {
-    const struct tensor_view *shard = &writeback->storage->local_view;
-    return (const char *)shard->data +
-           writeback->param->layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
-}
-
 static int check_shape(struct writeback *writeback, int64_t param, PyObject *value,
                        const struct tensor_view *view) {
     const struct flat_param *is = writeback->param;
@@ -37,12 +31,11 @@ static int check_shape(struct writeback *writeback, int64_t param, PyObject *val
         return 0;
     OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(is, param);
-    return RAISED(
-        PyExc_RuntimeError,
-        "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank "
-        "%lld, this rank's part of it, but the new value has %S. Change full parameters inside "
-        "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-        fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
+    return RAISED(PyExc_RuntimeError,
+                  "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on "
+                  "rank %lld, this rank's part of it, but the new value has %S. Change full parameters "
+                  "inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+                  fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
 }
 
 /* Where messages are wanted: the user's value of a parameter, or of its gradient, is taken over (C-136). */
@@ -54,12 +47,12 @@ static int warn(struct writeback *writeback, int64_t param, const char *what, Py
     OWNED *fqn = flat_param_fqn(writeback->param, param);
     int result = -1;
     if (shape && device)
-        result = PyErr_WarnFormat(
-            PyExc_UserWarning, 1,
-            "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, "
-            "expected device=%S",
-            (long long)writeback->param->layout.rank, what, training_state_names[*writeback->use], fqn,
-            writeback->param->name, shape, device, writeback->param->device);
+        result = PyErr_WarnFormat(PyExc_UserWarning, 1,
+                                  "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, "
+                                  "shape=%S device=%S, expected device=%S",
+                                  (long long)writeback->param->layout.rank, what,
+                                  training_state_names[*writeback->use], fqn, writeback->param->name, shape,
+                                  device, writeback->param->device);
     return result;
 }
 
@@ -97,8 +90,12 @@ static int take_back_param(struct writeback *writeback, int64_t param) {
         return PyErr_Occurred() ? -1 : 0; /* deregistered */
     if (tensor_view_of(value, &view) < 0)
         return -1;
+    const struct tensor_view *shard = &writeback->storage->local_view;
+    const char *expected =
+        (const char *)shard->data +
+        writeback->param->layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
     bool same = value == PyList_GetItem(writeback->param->params, param);
-    if (same && (view.data == (void *)expected_data(writeback, param) || tensor_view_numel(&view) == 0))
+    if (same && ((const char *)view.data == expected || tensor_view_numel(&view) == 0))
         return 0;
     if (warn(writeback, param, "Parameter", value) < 0 || check_shape(writeback, param, value, &view) < 0)
         return -1;
@@ -127,12 +124,12 @@ static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_tu
         return keep_object(writeback, param, value);
     OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(writeback->param, param);
-    return RAISED(
-        PyExc_RuntimeError,
-        "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and "
-        "rank %lld holds none of the parameter, so that the edit would be lost. Change parameters inside "
-        "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-        fqn, writeback->param->name, shape ? shape : Py_None, (long long)writeback->param->layout.rank);
+    return RAISED(PyExc_RuntimeError,
+                  "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape "
+                  "%S, and rank %lld holds none of the parameter, so that the edit would be lost. Change "
+                  "parameters inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+                  fqn, writeback->param->name, shape ? shape : Py_None,
+                  (long long)writeback->param->layout.rank);
 }
 
 /* The next one whose turn it is, or -1 when this rank has a part of all. */
@@ -268,14 +265,13 @@ int writeback_take_over_writes(struct writeback *writeback) {
     if (expected)
         return written;
     OWNED *fqn = flat_param_fqn(writeback->param, last);
-    flat_param_error(
+    return flat_param_error(
         writeback->param, PyExc_RuntimeError,
-        "its forward writes in place to %S, but did not in its first %d forwards, so that "
-        "parameters were not looked at and what it wrote in the last %d may be lost. From now on "
-        "writes are kept. Have it write in one of its first forwards as well, if only the values that "
-        "are there, or keep in a buffer what a forward changes.",
+        "its forward writes in place to %S, but did not in its first %d forwards, so that parameters were "
+        "not looked at and what it wrote in the last %d may be lost. From now on writes are kept. Have it "
+        "write in one of its first forwards as well, if only the values that are there, or keep in a buffer "
+        "what a forward changes.",
         fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
-    return -1;
 }
 
 /* ---- views that are replaced ---- */
@@ -300,12 +296,11 @@ int writeback_check_views(struct writeback *writeback) {
         if ((const char *)view.data == full + offset * dtype_nbytes(writeback->storage->copy->kind))
             continue;
         OWNED *fqn = flat_param_fqn(writeback->param, param_view->param);
-        return RAISED(
-            PyExc_AssertionError,
-            "FSDP does not support changing the parameters between forward and backward for strategies "
-            "that do not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after "
-            "the backward.",
-            (long long)writeback->param->layout.rank, writeback->param->name, fqn);
+        return RAISED(PyExc_AssertionError,
+                      "FSDP does not support changing the parameters between forward and backward for "
+                      "strategies that do not reshard after forward (rank %lld, unit %S): %S was replaced. "
+                      "Change it after the backward.",
+                      (long long)writeback->param->layout.rank, writeback->param->name, fqn);
     }
     return 0;
 }
