@@ -22,12 +22,6 @@
 
 /* ---- life ---- */
 
-void gradients_bind(struct gradients *gradients, const struct flat_param *param,
-                    const struct storage *storage) {
-    gradients->param = param;
-    gradients->storage = storage;
-}
-
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec) {
     gradients->predivide = spec->predivide;
     gradients->postdivide = spec->postdivide;
@@ -77,9 +71,10 @@ static int init_shard_pieces(struct gradients *gradients) {
     ref_set(&gradients->shard_sizes, PyList_New(0));
     if (!gradients->shard_pieces || !gradients->shard_sizes)
         return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
+    const struct flat_layout *layout = &gradients->param->layout;
     int64_t end = 0, pieces = 0;
-    for (int64_t i = 0; i < gradients->param->num_params; i++) {
-        const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[i];
+    for (int64_t i = 0; i < layout->num_params; i++) {
+        const struct layout_shard_range *range = &layout->shard_ranges[i];
         gradients->shard_pieces[i] = -1;
         if (!range->in_shard)
             continue;
@@ -93,24 +88,19 @@ static int init_shard_pieces(struct gradients *gradients) {
         gradients->shard_pieces[i] = pieces++;
         end = range->offset_in_shard + range->numel_in_shard;
     }
-    return end < gradients->param->layout.shard_numel
-               ? ref_append(gradients->shard_sizes,
-                            PyLong_FromLongLong(gradients->param->layout.shard_numel - end))
-               : 0;
+    int64_t rest = layout->shard_numel - end;
+    return rest > 0 ? ref_append(gradients->shard_sizes, PyLong_FromLongLong(rest)) : 0;
 }
 
 /* torch refuses a gradient of another dtype unless the leaf says that any will do. */
 static int allow_low_precision_grads(struct gradients *gradients) {
-    if (!gradients->param->keep_low_precision_grads ||
-        !gradients->storage->copies[PRECISION_COMPUTE].low_precision)
+    const struct flat_param *param = gradients->param;
+    if (!param->keep_low_precision_grads || !gradients->storage->copies[PRECISION_COMPUTE].low_precision)
         return 0;
-    if (PyObject_SetAttr(gradients->param->tensor, torch_names.grad_dtype, Py_None) < 0)
-        return -1;
-    for (int64_t i = 0; gradients->param->params && i < gradients->param->num_params; i++)
-        if (PyObject_SetAttr(PyList_GetItem(gradients->param->params, i), torch_names.grad_dtype, Py_None) <
-            0)
-            return -1;
-    return 0;
+    int result = PyObject_SetAttr(param->tensor, torch_names.grad_dtype, Py_None);
+    for (int64_t i = 0; !result && param->params && i < param->num_params; i++)
+        result = PyObject_SetAttr(PyList_GetItem(param->params, i), torch_names.grad_dtype, Py_None);
+    return result;
 }
 
 int gradients_lazy_init(struct gradients *gradients) {

@@ -73,8 +73,6 @@ struct gradients {
 
 /* ---- gradients.c ---- */
 
-void gradients_bind(struct gradients *gradients, const struct flat_param *param,
-                    const struct storage *storage); /* of zeros; init follows */
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec);
 void gradients_fini(struct gradients *gradients);
 int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);

@@ -116,18 +116,18 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
 
 /* ---- life ---- */
 
-void handle_bind(struct handle *handle) {
-    storage_bind(&handle->storage, &handle->param);
-    param_views_bind(&handle->param_views, &handle->param);
-    gradients_bind(&handle->gradients, &handle->param, &handle->storage);
-    writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->param_views,
-                   &handle->gradients, &handle->training_state);
-}
-
 /* A handle that has ended may yet be asked: its components know each other then, too. */
 static void zero(struct handle *handle) {
-    memset(handle, 0, sizeof *handle);
-    handle_bind(handle);
+    *handle = (struct handle){
+        .storage = {.param = &handle->param, .copy = handle->storage.copies},
+        .param_views = {.param = &handle->param},
+        .gradients = {.param = &handle->param, .storage = &handle->storage},
+        .writeback = {.param = &handle->param,
+                      .storage = &handle->storage,
+                      .param_views = &handle->param_views,
+                      .gradients = &handle->gradients,
+                      .use = &handle->training_state},
+    };
 }
 
 int handle_init(struct handle *handle, const struct handle_spec *spec) {

@@ -43,7 +43,6 @@ struct handle {
 
 int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
 void handle_fini(struct handle *handle);
-void handle_bind(struct handle *handle); /* of zeros: its components know each other from then on */
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
 /* The only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states.

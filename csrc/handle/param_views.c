@@ -57,10 +57,6 @@ static int param_view_init(struct param_view *param_view, PyObject *entry) {
     return param_view->attributes ? 0 : -1;
 }
 
-void param_views_bind(struct param_views *param_views, const struct flat_param *param) {
-    param_views->param = param;
-}
-
 int param_views_init(struct param_views *param_views, const struct handle_spec *spec) {
     param_views->wrap_views = spec->wrap_views == Py_None ? NULL : Py_NewRef(spec->wrap_views);
     param_views->count = PyList_Size(spec->param_views);

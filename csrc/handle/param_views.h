@@ -70,8 +70,6 @@ struct param_views {
     int guards_trained; /* how often they were placed in a training step */
 };
 
-/* of zeros; init follows */
-void param_views_bind(struct param_views *param_views, const struct flat_param *param);
 /* 0 or -1; fini follows in any case */
 int param_views_init(struct param_views *param_views, const struct handle_spec *spec);
 void param_views_fini(struct param_views *param_views);

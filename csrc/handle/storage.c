@@ -9,11 +9,6 @@
 
 /* ---- life ---- */
 
-void storage_bind(struct storage *storage, const struct flat_param *param) {
-    storage->param = param;
-    storage->copy = &storage->copies[PRECISION_COMPUTE];
-}
-
 int storage_init(struct storage *storage, const struct handle_spec *spec) {
     storage->may_offload = spec->offload;
     storage->fallback_dtypes = PyTuple_Pack(2, spec->param_dtype, spec->reduce_dtype);

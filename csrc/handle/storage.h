@@ -100,7 +100,6 @@ struct gather_batch {
     PyObject *outputs, *inputs; /* borrowed; lists of tensors */
 };
 
-void storage_bind(struct storage *storage, const struct flat_param *param); /* of zeros; init follows */
 /* 0 or -1; fini follows in any case */
 int storage_init(struct storage *storage, const struct handle_spec *spec);
 void storage_fini(struct storage *storage);

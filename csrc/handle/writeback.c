@@ -5,16 +5,6 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-void writeback_bind(struct writeback *writeback, const struct flat_param *param,
-                    const struct storage *storage, const struct param_views *param_views,
-                    struct gradients *gradients, const enum training_state *use) {
-    writeback->param = param;
-    writeback->storage = storage;
-    writeback->param_views = param_views;
-    writeback->gradients = gradients;
-    writeback->use = use;
-}
-
 void writeback_check(const struct writeback *writeback) {
     INVARIANT(!writeback->taken || writeback->storage->param_state == PARAM_SHARDED);
     INVARIANT(writeback->unheld_turn == 0 ||

@@ -28,10 +28,6 @@ struct writeback {
     int64_t num_forwards[2];
 };
 
-void writeback_bind(struct writeback *writeback, const struct flat_param *param,
-                    const struct storage *storage, const struct param_views *param_views,
-                    struct gradients *gradients, const enum training_state *use);
-
 void writeback_check(const struct writeback *writeback); /* the invariant, where FSDP_C_CHECK is defined */
 
 static inline void writeback_set_taken(struct writeback *writeback, bool taken) {

@@ -98,13 +98,21 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                   .sharded = sharded,
                   .layout = {.padded_numel = actor->is->reduce_nbytes},
                   .skip_writeback_check = true},
-        .storage = {.local_shard = run->tensor,
+        .storage = {.param = &handle->param,
+                    .copy = handle->storage.copies,
+                    .local_shard = run->tensor,
                     .copies = {{.full_data = run->tensor,
                                 .secondary_source = actor->is->node_nbytes ? run->tensor : NULL,
                                 .is_local = !sharded && actor->is->nbytes == 0,
                                 .reduce_kind = DTYPE_OTHER_1}}},
+        .param_views = {.param = &handle->param},
+        .gradients = {.param = &handle->param, .storage = &handle->storage},
+        .writeback = {.param = &handle->param,
+                      .storage = &handle->storage,
+                      .param_views = &handle->param_views,
+                      .gradients = &handle->gradients,
+                      .use = &handle->training_state},
     };
-    handle_bind(handle);
     storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL,
                   actor->is->is_segment);
     if (init_buffer(&handle->storage.copy->full, actor, on_resize, actor->is->nbytes) < 0)
