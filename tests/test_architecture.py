@@ -43,9 +43,9 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 4_252,
     "csrc/torch": 3_561,
     "csrc/collective": 321,
-    "csrc/handle": 4_891,
-    "csrc/runtime": 5_422,
-    "csrc/python": 1_656,
+    "csrc/handle": 4_692,
+    "csrc/runtime": 5_432,
+    "csrc/python": 1_655,
     "fsdp_c": 25_397,
 }
 LONGEST_FILE = 500
