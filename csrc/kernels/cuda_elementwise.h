@@ -111,8 +111,8 @@ template <typename T, int COUNT> __device__ inline void store_aligned(T *memory,
 template <typename Out, typename In> struct step {
     static constexpr int SMALLER = sizeof(Out) < sizeof(In) ? sizeof(Out) : sizeof(In);
     static constexpr int LARGER = sizeof(Out) < sizeof(In) ? sizeof(In) : sizeof(Out);
-    /* Whole vectors on both sides; or of what becomes wider half of one, so that each store of a warp has no
-     * gaps. */
+    /* Whole vectors on both sides; of what becomes wider half of one, so that the stores of a warp have no gaps
+     * where it becomes twice as wide. */
     static constexpr int NUMEL = VECTOR_NBYTES / SMALLER / (sizeof(Out) > sizeof(In) ? 2 : 1);
     static constexpr int INPUT_NBYTES = /* of a vector, or half of one */
         NUMEL * sizeof(In) < VECTOR_NBYTES ? NUMEL * (int)sizeof(In) : VECTOR_NBYTES;

@@ -18,6 +18,38 @@ static int find_functions(struct pool *pool) {
     return 0;
 }
 
+/* torch's allocator ends the process where a pool ends while another is entered on its device, as one is while
+ * a graph is captured. What is collected then waits here, until a pool is left, made or ends elsewhere. What
+ * other threads capture is not seen. */
+static PyObject *kept_pools;
+static int num_entered;
+
+static bool must_keep(void) {
+    if (num_entered)
+        return true;
+    OWNED *ask = ref_find("torch.cuda", "is_current_stream_capturing");
+    OWNED *answer = ask ? PyObject_CallNoArgs(ask) : NULL;
+    if (!answer)
+        PyErr_Clear();
+    return answer == Py_True;
+}
+
+static void give_back_kept(void) {
+    if (kept_pools && !must_keep())
+        Py_CLEAR(kept_pools);
+}
+
+/* Before the last reference goes. */
+static void keep_if_need_be(PyObject *pool) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    give_back_kept();
+    if (pool && must_keep() &&
+        ((!kept_pools && !(kept_pools = PyList_New(0))) || PyList_Append(kept_pools, pool) < 0))
+        PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
 /* A pool is of the device that is current when it is made. -1 and the one before stays. */
 static int new_pool(struct pool *pool, PyObject *module) {
     PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", pool->device));
@@ -25,6 +57,7 @@ static int new_pool(struct pool *pool, PyObject *module) {
     OWNED *id = made ? PyObject_GetAttrString(made, "id") : NULL;
     if ((current && context_leave(current) < 0) || !id)
         return -1;
+    keep_if_need_be(pool->pool);
     ref_set(&pool->pool, Py_NewRef(made));
     ref_set(&pool->id, Py_NewRef(id));
     return 0;
@@ -65,31 +98,8 @@ int pool_empty(struct pool *pool) {
     return result;
 }
 
-/* torch gives back no pool while a graph is captured: it ends the process. What is collected then waits here
- * for the next pool that ends outside of a capture. */
-static PyObject *kept_pools;
-
-static bool is_capturing(void) {
-    OWNED *ask = ref_find("torch.cuda", "is_current_stream_capturing");
-    OWNED *answer = ask ? PyObject_CallNoArgs(ask) : NULL;
-    if (!answer)
-        PyErr_Clear();
-    return answer == Py_True;
-}
-
-static void give_back_or_keep(PyObject *pool) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (!is_capturing())
-        Py_CLEAR(kept_pools);
-    else if ((!kept_pools && !(kept_pools = PyList_New(0))) || PyList_Append(kept_pools, pool) < 0)
-        PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
-}
-
 void pool_fini(struct pool *pool) {
-    if (pool->pool)
-        give_back_or_keep(pool->pool);
+    keep_if_need_be(pool->pool);
     PyObject **const owned[] = {&pool->pool,    &pool->id,     &pool->enter, &pool->leave,
                                 &pool->release, &pool->device, &pool->index};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
@@ -103,7 +113,9 @@ static int call(PyObject *function, const struct pool *pool) {
 int pool_enter(struct pool *pool) {
     if (!pool->pool)
         return 0;
+    num_entered++; /* first: the call may collect garbage */
     pool->entered = call(pool->enter, pool) == 0;
+    num_entered -= !pool->entered;
     return pool->entered ? 0 : -1;
 }
 
@@ -114,6 +126,8 @@ int pool_leave(struct pool *pool) {
     PyErr_Fetch(&type, &value, &traceback);
     pool->entered = false;
     int result = call(pool->leave, pool) < 0 ? -1 : call(pool->release, pool);
+    num_entered--;
+    give_back_kept();
     if (type)
         PyErr_Restore(type, value, traceback);
     return result;

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,14 +77,20 @@ def test_a_graph_of_forward_and_backward(strategy: ShardingStrategy, use_orig_pa
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
+def used_and_in_a_cycle(strategy: ShardingStrategy) -> tuple[Any, Any]:
+    """A model after a step, which only the collector frees, and a reference to it that does not keep it."""
+    model = wrapped(strategy, True)
+    model(batch(0)).sum().backward()
+    model.itself = [model]
+    return model, weakref.ref(model)
+
+
 @on_ranks(1, TIMEOUT_S)
 def test_a_model_may_be_collected_while_a_graph_is_captured() -> None:
-    """torch gives back no pool then: it ends the process."""
+    """torch's allocator ends the process where a pool of its ends then."""
     torch.cuda.set_device(0)
     inputs = batch(0)
-    model = wrapped(ShardingStrategy.NO_SHARD, True)
-    model(inputs).sum().backward()
-    gone = weakref.ref(model)
+    model, gone = used_and_in_a_cycle(ShardingStrategy.NO_SHARD)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -93,3 +100,23 @@ def test_a_model_may_be_collected_while_a_graph_is_captured() -> None:
     assert gone() is None
     graph.replay()
     assert torch.equal(doubled, inputs * 2)
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_a_model_may_be_collected_while_another_takes_memory() -> None:
+    """As above, wherever the collector comes in a step."""
+    torch.cuda.set_device(0)
+    other = wrapped(ShardingStrategy.FULL_SHARD, True)
+    begin = torch._C._cuda_beginAllocateCurrentThreadToPool
+    model, gone = used_and_in_a_cycle(ShardingStrategy.FULL_SHARD)
+    held = [model]
+    del model
+
+    def begin_and_collect(*args: Any) -> None:
+        begin(*args)
+        held.clear()
+        gc.collect()
+
+    with mock.patch.object(torch._C, "_cuda_beginAllocateCurrentThreadToPool", begin_and_collect):
+        other(batch(0)).sum().backward()
+    assert not held and gone() is None

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -447,6 +448,19 @@ void end_pool(int device, pool_id pool) {
     auto found = std::find(begun.rbegin(), begun.rend(), pool);
     if (found != begun.rend()) {
         begun.erase(std::next(found).base());
+    }
+}
+
+void no_pool_may_be_entered() {
+    bool is_entered = any_capture();
+    for (const std::vector<pool_id> &begun : pools_of_thread) {
+        is_entered = is_entered || !begun.empty();
+    }
+    if (is_entered) {
+        fputs(
+            "a pool ends while another is entered, or a graph captured: torch's allocator ends the process\n",
+            stderr);
+        abort();
     }
 }
 

@@ -148,6 +148,7 @@ struct mem_pool {
         keep_pool(id);
     }
     ~mem_pool() {
+        no_pool_may_be_entered();
         release_pool(id);
     }
     mem_pool(const mem_pool &) = delete;
