@@ -11,17 +11,14 @@ model that leaves the device idle: a forward and backward of it is what the host
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +62,7 @@ def copying_group() -> type:
     return CopyingGroup
 
 
-def measure(row: Row, lock: str) -> dict[str, Any]:
+def measure(row: Row) -> dict[str, Any]:
     """Times in ms and memory in MiB of one row."""
     import torch
     import torch.distributed as dist
@@ -74,8 +71,6 @@ def measure(row: Row, lock: str) -> dict[str, Any]:
     from benchmarks import common
     from benchmarks.timeline_models import build
 
-    turn = Path(lock).open("w")
-    fcntl.flock(turn, fcntl.LOCK_EX)  # others may import meanwhile
     torch.manual_seed(0)
     torch.cuda.set_device(0)
     is_narrow = row.model == "narrow"
@@ -139,20 +134,14 @@ def kernels(step: Callable[[], None]) -> list[tuple[str, int, float]]:
     return [(name[:120], launches[name], time / 1e3) for name, time in times.most_common(MOST_KERNELS)]
 
 
-def in_own_process(row: Row, lock: str) -> dict[str, Any]:
+def in_own_process(row: Row) -> dict[str, Any]:
     """The row and what was measured, or only the row where it failed."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.cuda_steps", "--row", json.dumps(vars(row))]
-    done = subprocess.run([*command, "--lock", lock], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"{row} failed", file=sys.stderr)
         return {"row": vars(row)}
     return {"row": vars(row)} | json.loads(done.stdout.splitlines()[-1])
-
-
-def measure_all(all_rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """In the rows' order, one after the other on the device."""
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(2) as threads:
-        yield from threads.map(lambda row: in_own_process(row, lock.name), all_rows)
 
 
 # ---- beside the timeline
@@ -199,10 +188,9 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="what was measured, to stand beside the timeline")
     parser.add_argument("--markdown", type=Path, help="also write the table here")
     parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
-        print(json.dumps(measure(Row(**json.loads(arguments.row)), arguments.lock)), flush=True)
+        print(json.dumps(measure(Row(**json.loads(arguments.row)))), flush=True)
         os._exit(0)  # threads of autograd may still be there
     if arguments.beside:
         text = table(json.loads(arguments.beside.read_text()))
@@ -211,7 +199,7 @@ def main() -> None:
             arguments.markdown.write_text(text + "\n")
         return
     found = []
-    for one in measure_all(rows(arguments.model, arguments.offload)):
+    for one in map(in_own_process, rows(arguments.model, arguments.offload)):
         found.append(one)
         row, numbers = one["row"], {name: one.get(name) for name in ("step_ms", *MEMORY)}
         print(row["model"], row["implementation"], numbers, flush=True)

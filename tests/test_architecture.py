@@ -41,7 +41,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 158,
     "csrc/layout": 559,
     "csrc/kernels": 4_252,
-    "csrc/torch": 3_561,
+    "csrc/torch": 3_575,
     "csrc/collective": 321,
     "csrc/handle": 4_692,
     "csrc/runtime": 5_432,
