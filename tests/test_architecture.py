@@ -41,10 +41,10 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 158,
     "csrc/layout": 559,
     "csrc/kernels": 4_252,
-    "csrc/torch": 3_575,
+    "csrc/torch": 3_574,
     "csrc/collective": 321,
-    "csrc/handle": 4_692,
-    "csrc/runtime": 5_432,
+    "csrc/handle": 4_695,
+    "csrc/runtime": 5_438,
     "csrc/python": 1_655,
     "fsdp_c": 25_397,
 }

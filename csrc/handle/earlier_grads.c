@@ -1,5 +1,5 @@
 /* What `.grad` holds of earlier backwards: set aside as a backward begins, hidden amid it, and forgotten
- * where the user clears it.
+ * where the user clears it; and where the gradient of one parameter lies in that of its unit.
  *
  * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps:
  * sum(p.square().sum() for p in model.parameters()). Where such a term was made before the forward, its

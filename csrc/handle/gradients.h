@@ -78,8 +78,6 @@ void gradients_fini(struct gradients *gradients);
 int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);
 int gradients_lazy_init(struct gradients *gradients); /* after the storage's. 0 or -1 */
 
-void gradients_check(const struct gradients *gradients); /* the invariant, where FSDP_C_CHECK is defined */
-
 /* ---- received: gradients.c ---- */
 
 bool gradients_have_new(const struct gradients *gradients);
@@ -161,6 +159,7 @@ int gradients_follow(struct gradients *gradients);
 
 /* the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds */
 int gradients_set_kind(struct gradients *gradients, enum grad_kind kind);
+void gradients_check(const struct gradients *gradients); /* the invariant, where FSDP_C_CHECK is defined */
 
 /* first pre-backward: move a sharded .grad aside, to accumulate onto */
 int gradients_prepare(struct gradients *gradients);

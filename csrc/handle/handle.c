@@ -160,16 +160,21 @@ void handle_fini(struct handle *handle) {
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->summon.flat_param_owner);
-    return flat_param_visit(&handle->param, visit, arg) || storage_visit(&handle->storage, visit, arg) ||
-           param_views_visit(&handle->param_views, visit, arg) ||
-           gradients_visit(&handle->gradients, visit, arg);
+    int result = flat_param_visit(&handle->param, visit, arg); /* its own value, as the collector has it */
+    if (!result)
+        result = storage_visit(&handle->storage, visit, arg);
+    if (!result)
+        result = param_views_visit(&handle->param_views, visit, arg);
+    return result ? result : gradients_visit(&handle->gradients, visit, arg);
 }
 
 void handle_check(const struct handle *handle) {
     INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
     INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
-    INVARIANT(handle->writeback.storage == &handle->storage &&
-              handle->writeback.param_views == &handle->param_views);
+    INVARIANT(handle->writeback.param == &handle->param && handle->writeback.storage == &handle->storage &&
+              handle->writeback.param_views == &handle->param_views &&
+              handle->writeback.gradients == &handle->gradients &&
+              handle->writeback.use == &handle->training_state);
     INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
     flat_param_check(&handle->param);
     storage_check(&handle->storage);

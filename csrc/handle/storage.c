@@ -241,7 +241,8 @@ int storage_detach_views(struct storage *storage) {
 
 /* ---- the copy in use ---- */
 
-int storage_make_copy(struct storage *storage, enum precision precision) {
+/* Its tensors are there then, freed. */
+static int make_copy(struct storage *storage, enum precision precision) {
     struct precision_copy *copy = &storage->copies[precision];
     PyObject *left;
     if (copy->views)
@@ -257,7 +258,7 @@ int storage_make_copy(struct storage *storage, enum precision precision) {
 }
 
 int storage_use_copy(struct storage *storage, enum precision precision) {
-    if (storage_make_copy(storage, precision) < 0)
+    if (make_copy(storage, precision) < 0)
         return -1;
     storage->copy = &storage->copies[precision];
     return 0;
@@ -398,7 +399,7 @@ int storage_update_attributes(struct storage *storage) {
     bool two_precisions = storage->param->sharded && compute->low_precision;
     if (!storage->attributes)
         return 0;
-    if (two_precisions && storage_make_copy(storage, PRECISION_FULL) < 0)
+    if (two_precisions && make_copy(storage, PRECISION_FULL) < 0)
         return -1;
     if (storage_put_attribute(storage, "_local_shard", storage->local_shard) < 0 ||
         storage_put_attribute(storage, "_full_param_padded", full_attribute(storage)) < 0 ||

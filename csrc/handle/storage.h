@@ -142,8 +142,6 @@ void storage_check_attributes(const struct storage *storage);
 
 /* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
 
-/* so that its tensors are there, freed. 0 or -1 */
-int storage_make_copy(struct storage *storage, enum precision precision);
 /* while SHARDED: it is in use from now on. 0 or -1 */
 int storage_use_copy(struct storage *storage, enum precision precision);
 /* others, without history, take the place of all. 0 or -1 */

@@ -155,7 +155,8 @@ struct arrival {
     bool again;               /* a part had gradients already */
 };
 
-/* What a backward does with an edge to a flat parameter: see [Note: flat parameters in the graph]. */
+/* What a backward does with an edge to a flat parameter: see [Note: flat parameters in the graph]
+ * in backward.c. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 
 /* New reference to the accumulation node of the part with this index, None where it was frozen in the

@@ -194,9 +194,13 @@ static int take(struct unit *part, void *arg) {
 int runtime_take_memory(struct runtime *runtime) {
     struct taken taken = {.pool = &runtime->schedule.pool};
     int result = for_all_held(runtime, take, &taken);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
     for (int64_t i = 0; i < runtime->num_units; i++)
         if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
             result = -1;
+    if (type)
+        PyErr_Restore(type, value, traceback);
     return result < 0 ? -1 : taken.cuts_piece;
 }
 

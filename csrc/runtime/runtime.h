@@ -73,7 +73,7 @@ int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
 void runtime_leave_forward(struct runtime *runtime);
 
-/* Memory for what its steps gather, once. 0 or -1 */
+/* runtime.c: memory for what its steps gather, once. 0 or -1 */
 int runtime_reserve(struct runtime *runtime);
 /* in one piece, before it is taken for each storage; or -1 */
 int64_t runtime_piece_nbytes(const struct runtime *runtime);

@@ -368,7 +368,8 @@ static bool offloads(const struct runtime *runtime) {
     return false;
 }
 
-/* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]. */
+/* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]
+ * in backward.c. */
 static int end_named(struct runtime *runtime) {
     for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_NAMED; i--) {
         PyObject *hook = runtime->units[i]->anchor_hook;

@@ -6,8 +6,8 @@
 
 struct torch_names torch_names;
 
-static PyObject *profiler; /* borrowed; the dict of torch.autograd.profiler */
-static bool is_on;         /* when an outer range was last opened, or would have been */
+static PyObject *profiler_dict; /* borrowed; of torch.autograd.profiler */
+static bool profiler_is_on;     /* when an outer range was last opened, or would have been */
 
 static int find_names(void) {
 #define TORCH_NAME_INTERN(name)                                                                              \
@@ -155,7 +155,7 @@ int torch_names_init(void) {
          find_attribute("requires_grad", &of_requires_grad) < 0 ||
          find_attribute("_version", &of_version) < 0 || ask_how_to_round() < 0 || make_hook_type() < 0))
         return -1;
-    profiler = PyModule_GetDict(torch_names.profiler);
+    profiler_dict = PyModule_GetDict(torch_names.profiler);
     done = true;
     return 0;
 }
@@ -349,12 +349,12 @@ void torch_set_grad_enabled(bool enabled) {
 /* ---- ranges in the profiler ---- */
 
 PyObject *profile_begin(const char *name) {
-    is_on = PyDict_GetItemWithError(profiler, torch_names._is_profiler_enabled) == Py_True;
+    profiler_is_on = PyDict_GetItemWithError(profiler_dict, torch_names._is_profiler_enabled) == Py_True;
     return profile_begin_inner(name);
 }
 
 PyObject *profile_begin_inner(const char *name) {
-    if (!is_on)
+    if (!profiler_is_on)
         return NULL;
     PyObject *range = context_enter(PyObject_CallFunction(torch_names.record_function, "s", name));
     if (!range)

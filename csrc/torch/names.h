@@ -1,5 +1,5 @@
 /* The Python side of torch: what the runtime calls of it, by interned attribute names and bound functions,
- * found once per process, and, as hooks, what it calls of the runtime. Every call is one line here, so that
+ * found once per process, and, as hooks, what it calls of the runtime. Each call has a function here, so that
  * the layers above read as verbs. */
 #ifndef FSDP_TORCH_NAMES_H
 #define FSDP_TORCH_NAMES_H

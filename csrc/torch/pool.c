@@ -20,18 +20,16 @@ static int find_functions(struct pool *pool) {
 
 /* torch's allocator ends the process where a pool ends while another is entered on its device, as one is while
  * a graph is captured. What is collected then waits here, until a pool is left, made or ends elsewhere. What
- * other threads capture is not seen. */
+ * other threads capture, and pools that a script enters itself, are not seen. */
 static PyObject *kept_pools;
 static int num_entered;
 
 static bool must_keep(void) {
-    if (num_entered)
-        return true;
     OWNED *ask = ref_find("torch.cuda", "is_current_stream_capturing");
     OWNED *answer = ask ? PyObject_CallNoArgs(ask) : NULL;
     if (!answer)
         PyErr_Clear();
-    return answer == Py_True;
+    return num_entered || answer == Py_True; /* last: other threads may have run meanwhile */
 }
 
 static void give_back_kept(void) {
@@ -127,7 +125,8 @@ int pool_leave(struct pool *pool) {
     pool->entered = false;
     int result = call(pool->leave, pool) < 0 ? -1 : call(pool->release, pool);
     num_entered--;
-    give_back_kept();
+    if (!result)
+        give_back_kept();
     if (type)
         PyErr_Restore(type, value, traceback);
     return result;

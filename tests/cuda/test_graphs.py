@@ -3,8 +3,10 @@ one."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -102,11 +104,9 @@ def test_a_model_may_be_collected_while_a_graph_is_captured() -> None:
     assert torch.equal(doubled, inputs * 2)
 
 
-@on_ranks(2, TIMEOUT_S, label="nccl")
-def test_a_model_may_be_collected_while_another_takes_memory() -> None:
-    """As above, wherever the collector comes in a step."""
-    torch.cuda.set_device(0)
-    other = wrapped(ShardingStrategy.FULL_SHARD, True)
+@contextlib.contextmanager
+def collected_as_a_pool_is_entered() -> Iterator[Any]:
+    """In the body a model that was used is collected where the first pool is entered; its weak reference."""
     begin = torch._C._cuda_beginAllocateCurrentThreadToPool
     model, gone = used_and_in_a_cycle(ShardingStrategy.FULL_SHARD)
     held = [model]
@@ -118,5 +118,31 @@ def test_a_model_may_be_collected_while_another_takes_memory() -> None:
         gc.collect()
 
     with mock.patch.object(torch._C, "_cuda_beginAllocateCurrentThreadToPool", begin_and_collect):
+        yield gone
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_a_model_may_be_collected_while_another_takes_memory() -> None:
+    """As above, wherever the collector comes in a step."""
+    torch.cuda.set_device(0)
+    other = wrapped(ShardingStrategy.FULL_SHARD, True)
+    with collected_as_a_pool_is_entered() as gone:
         other(batch(0)).sum().backward()
-    assert not held and gone() is None
+    assert gone() is None
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_an_error_on_leaving_a_pool_is_told_where_another_pool_waits() -> None:
+    torch.cuda.set_device(0)
+    other = wrapped(ShardingStrategy.FULL_SHARD, True)
+    release = torch._C._cuda_releasePool
+
+    def release_and_raise(*args: Any) -> None:
+        release(*args)
+        raise ValueError("of torch")
+
+    with collected_as_a_pool_is_entered() as gone:
+        with mock.patch.object(torch._C, "_cuda_releasePool", release_and_raise):
+            with pytest.raises(ValueError, match="of torch"):
+                other(batch(0))
+        assert gone() is None

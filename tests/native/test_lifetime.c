@@ -1,4 +1,4 @@
-/* links: runtime/lifetime.c runtime/gather.c runtime/optional.c runtime/order.c handle/handle.c */
+/* links, with stand-ins of its own: runtime/lifetime.c runtime/gather.c runtime/optional.c runtime/order.c handle/handle.c */
 #include <string.h>
 
 #include "harness.h"

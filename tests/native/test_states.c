@@ -1,4 +1,4 @@
-/* links: handle/flat_param.c handle/unshard.c handle/storage.c handle/param_views.c handle/earlier_grads.c
+/* links, with stand-ins of its own: handle/flat_param.c handle/unshard.c handle/storage.c handle/param_views.c handle/earlier_grads.c
           handle/writeback.c handle/handle.c
           runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c */
 #include <signal.h>
@@ -137,6 +137,8 @@ static void begin(void) {
     handle.writeback.storage = &handle.storage;
     handle.writeback.param_views = &handle.param_views;
     handle.writeback.param = &handle.param;
+    handle.writeback.gradients = &handle.gradients;
+    handle.writeback.use = &handle.training_state;
     handle.storage.local_shard = &shard;
     handle.storage.copies[0].full.tensor = &full;
     attributes = (struct entries){.names = {"_local_shard", "_full_param_padded"}, .values = {&shard, &full}};

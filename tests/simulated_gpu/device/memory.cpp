@@ -60,6 +60,7 @@ static double fractions[MOST_DEVICES] = {1, 1, 1, 1, 1, 1, 1, 1};
 static std::vector<memory_change> &changes = *new std::vector<memory_change>;
 static bool is_logging;
 static thread_local std::vector<pool_id> pools_of_thread[MOST_DEVICES];
+static std::atomic<int> num_begun_pools; /* of all threads */
 
 static size_t rounded(size_t nbytes, size_t unit) {
     return (nbytes + unit - 1) / unit * unit;
@@ -441,6 +442,7 @@ void begin_pool(int device, pool_id pool) {
         throw std::runtime_error("beginAllocateToPool: this pool is in use already");
     }
     begun.push_back(pool);
+    num_begun_pools++;
 }
 
 void end_pool(int device, pool_id pool) {
@@ -448,15 +450,12 @@ void end_pool(int device, pool_id pool) {
     auto found = std::find(begun.rbegin(), begun.rend(), pool);
     if (found != begun.rend()) {
         begun.erase(std::next(found).base());
+        num_begun_pools--;
     }
 }
 
 void no_pool_may_be_entered() {
-    bool is_entered = any_capture();
-    for (const std::vector<pool_id> &begun : pools_of_thread) {
-        is_entered = is_entered || !begun.empty();
-    }
-    if (is_entered) {
+    if (any_capture() || num_begun_pools > 0) {
         fputs(
             "a pool ends while another is entered, or a graph captured: torch's allocator ends the process\n",
             stderr);

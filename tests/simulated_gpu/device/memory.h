@@ -54,7 +54,7 @@ DEVICE_API void set_fraction(double fraction, int device); /* of it that may be 
 DEVICE_API pool_id new_pool();
 DEVICE_API void begin_pool(int device, pool_id pool);
 DEVICE_API void end_pool(int device, pool_id pool);
-/* Ends the process if one is, of this thread, or a graph is captured: as torch's allocator, where a pool ends. */
+/* Ends the process if one is, by any thread, or a graph is captured: as torch's allocator, where a pool ends. */
 DEVICE_API void no_pool_may_be_entered();
 DEVICE_API void keep_pool(pool_id pool); /* emptying the cache leaves it, until it is released as often */
 DEVICE_API void release_pool(pool_id pool);
