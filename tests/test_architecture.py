@@ -43,8 +43,8 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 4_252,
     "csrc/torch": 3_574,
     "csrc/collective": 321,
-    "csrc/handle": 4_695,
-    "csrc/runtime": 5_438,
+    "csrc/handle": 4_705,
+    "csrc/runtime": 5_431,
     "csrc/python": 1_655,
     "fsdp_c": 25_397,
 }

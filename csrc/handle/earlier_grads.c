@@ -31,8 +31,7 @@ static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", 
 
 int gradients_set_kind(struct gradients *gradients, enum grad_kind kind) {
     if (!grad_allowed[gradients->kind][kind])
-        return flat_param_error(gradients->param, PyExc_RuntimeError, "illegal transition from %s to %s",
-                                grad_names[gradients->kind], grad_names[kind]);
+        return flat_param_refuse(gradients->param, grad_names[gradients->kind], grad_names[kind], "");
     gradients->kind = kind;
     CHECKED(gradients_check(gradients));
     return 0;

@@ -159,6 +159,11 @@ int flat_param_error(const struct flat_param *param, PyObject *type, const char 
     return -1;
 }
 
+int flat_param_refuse(const struct flat_param *param, const char *from, const char *to, const char *remedy) {
+    return flat_param_error(param, PyExc_RuntimeError, "illegal transition from %s to %s%s", from, to,
+                            remedy);
+}
+
 const char *const training_state_names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
                                                       "SUMMON_FULL_PARAMS"};
 

@@ -95,6 +95,9 @@ void flat_param_check(const struct flat_param *param); /* the invariant, where F
  * what follows are as for PyErr_Format. */
 int flat_param_error(const struct flat_param *param, PyObject *type, const char *format, ...);
 
+/* -1 with RuntimeError: one of its states may not go from one to the other. `remedy` may be empty. */
+int flat_param_refuse(const struct flat_param *param, const char *from, const char *to, const char *remedy);
+
 void flat_param_rename(struct flat_param *param, PyObject *name);
 
 /* For messages: a parameter's name from its unit, or in its module where nobody has named it. New

@@ -107,9 +107,8 @@ static const char *remedy_for(enum training_state from, enum training_state to) 
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
     if (!training_allowed[handle->training_state][state])
-        return flat_param_error(&handle->param, PyExc_RuntimeError, "illegal transition from %s to %s%s",
-                                training_state_names[handle->training_state], training_state_names[state],
-                                remedy_for(handle->training_state, state));
+        return flat_param_refuse(&handle->param, training_state_names[handle->training_state],
+                                 training_state_names[state], remedy_for(handle->training_state, state));
     handle->training_state = state;
     return 0;
 }
@@ -120,13 +119,7 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
 static void zero(struct handle *handle) {
     *handle = (struct handle){
         .storage = {.param = &handle->param, .copy = handle->storage.copies},
-        .param_views = {.param = &handle->param},
-        .gradients = {.param = &handle->param, .storage = &handle->storage},
-        .writeback = {.param = &handle->param,
-                      .storage = &handle->storage,
-                      .param_views = &handle->param_views,
-                      .gradients = &handle->gradients,
-                      .use = &handle->training_state},
+        HANDLE_ABOVE_STORAGE(handle),
     };
 }
 

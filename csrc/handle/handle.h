@@ -41,6 +41,18 @@ struct handle {
     bool optimizer_in_backward; /* some parameter has an optimizer attached */
 };
 
+/* Of an initializer of `handle`: whom the components above its storage know. */
+#define HANDLE_ABOVE_STORAGE(handle)                                                                         \
+    .param_views = {.param = &(handle)->param},                                                              \
+    .gradients = {.param = &(handle)->param, .storage = &(handle)->storage},                                 \
+    .writeback = {                                                                                           \
+        .param = &(handle)->param,                                                                           \
+        .storage = &(handle)->storage,                                                                       \
+        .param_views = &(handle)->param_views,                                                               \
+        .gradients = &(handle)->gradients,                                                                   \
+        .use = &(handle)->training_state,                                                                    \
+    }
+
 int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
 void handle_fini(struct handle *handle);
 int handle_visit(struct handle *handle, visitproc visit, void *arg);

@@ -22,8 +22,7 @@ static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEW
 
 int param_views_set_shown(struct param_views *param_views, enum shown shown) {
     if (!shown_allowed[param_views->shown][shown])
-        return flat_param_error(param_views->param, PyExc_RuntimeError, "illegal transition from %s to %s",
-                                shown_names[param_views->shown], shown_names[shown]);
+        return flat_param_refuse(param_views->param, shown_names[param_views->shown], shown_names[shown], "");
     param_views->shown = shown;
     CHECKED(param_views_check(param_views));
     return 0;

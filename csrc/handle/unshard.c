@@ -18,8 +18,7 @@ static const char *const param_names[PARAM_STATES] = {"SHARDED", "UNSHARDING", "
 
 int storage_set_state(struct storage *storage, enum param_state state) {
     if (!param_allowed[storage->param_state][state])
-        return flat_param_error(storage->param, PyExc_RuntimeError, "illegal transition from %s to %s",
-                                param_names[storage->param_state], param_names[state]);
+        return flat_param_refuse(storage->param, param_names[storage->param_state], param_names[state], "");
     storage->param_state = state;
     CHECKED(storage_check(storage));
     return 0;

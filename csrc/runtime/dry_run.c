@@ -105,13 +105,7 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                                 .secondary_source = actor->is->node_nbytes ? run->tensor : NULL,
                                 .is_local = !sharded && actor->is->nbytes == 0,
                                 .reduce_kind = DTYPE_OTHER_1}}},
-        .param_views = {.param = &handle->param},
-        .gradients = {.param = &handle->param, .storage = &handle->storage},
-        .writeback = {.param = &handle->param,
-                      .storage = &handle->storage,
-                      .param_views = &handle->param_views,
-                      .gradients = &handle->gradients,
-                      .use = &handle->training_state},
+        HANDLE_ABOVE_STORAGE(handle),
     };
     storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL,
                   actor->is->is_segment);

@@ -151,8 +151,7 @@ static const char *const reduction_names[REDUCTION_STATES] = {"REDUCTION_NONE", 
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state,
                            const struct flat_param *param) {
     if (!reduction_allowed[schedule->reduction][state])
-        return flat_param_error(param, PyExc_RuntimeError, "illegal transition from %s to %s",
-                                reduction_names[schedule->reduction], reduction_names[state]);
+        return flat_param_refuse(param, reduction_names[schedule->reduction], reduction_names[state], "");
     schedule->reduction = state;
     CHECKED(schedule_check(schedule));
     return 0;

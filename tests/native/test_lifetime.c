@@ -112,6 +112,12 @@ int flat_param_error(const struct flat_param *param, PyObject *type, const char 
     return unit_error(type, 0, NULL, format);
 }
 
+int flat_param_refuse(const struct flat_param *param, const char *from, const char *to, const char *remedy) {
+    (void)from;
+    (void)to;
+    return flat_param_error(param, NULL, remedy);
+}
+
 void profile_end(PyObject *range) {
     CHECK(!range);
 }
