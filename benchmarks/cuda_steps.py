@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.model_shapes import MODELS, Model
-from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, Row, in_processes, train
+from benchmarks.timeline_row import ALONE, IMPLEMENTATIONS, Row, in_processes, peaks_MiB, train
 
 WORLD, WARM_UP, REPEATS = 8, 4, 5
 MACHINE = "h100_copies"
@@ -98,9 +98,7 @@ def measure(row: Row) -> dict[str, Any]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     found: dict[str, Any] = {"step_ms": 1e3 * seconds(step, torch.cuda.synchronize, 20 if is_narrow else 3)}
-    found["requested_MiB"] = torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**20
-    found["allocated_MiB"] = torch.cuda.max_memory_allocated() / 2**20
-    found["reserved_MiB"] = torch.cuda.max_memory_reserved() / 2**20
+    found |= zip(MEMORY, peaks_MiB(), strict=True)
     if not is_narrow:
         found["kernels"] = kernels(step)
     return found | {"on": torch.cuda.get_device_name(), "torch": torch.__version__}

@@ -241,6 +241,15 @@ def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
     return sorted(blocks, key=lambda each: -each[0] * each[1])
 
 
+def peaks_MiB() -> tuple[float, float, float]:
+    """Requested, allocated, reserved."""
+    import torch
+
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return requested / 2**20, allocated / 2**20, reserved / 2**20
+
+
 def result_of(
     row: Row, taken: Any, shared: Any, late: float, memory: Any, parameters: int, most: int
 ) -> Result:
@@ -268,9 +277,7 @@ def result_of(
         (shared.compute - taken.compute) / 1e3,
         optimizer / 1e3,
         ends / 1e3,
-        torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**20,
-        torch.cuda.max_memory_allocated() / 2**20,
-        torch.cuda.max_memory_reserved() / 2**20,
+        *peaks_MiB(),
         torch.cuda.memory_allocated() / 2**20,
         parameters,
         shared.stalls()[:most],
