@@ -10,7 +10,6 @@ those that were given: a FullyShardedDataParallel, a FlatParamHandle.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from os import PathLike
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, final
 
@@ -46,14 +45,15 @@ SET_DIRECTLY: int  # in its dicts
 SET_BY_SETATTR: int  # by delattr and setattr, in every forward
 SET_BYPASSING: int  # in its dicts, in __dict__ always
 
-# enter_recorder_phase(): what a rank does outside of its units
-RECORDER_SAVE: int
-RECORDER_LOAD: int
-RECORDER_STATE_DICT: int
-RECORDER_LOAD_STATE_DICT: int
-RECORDER_OPTIM_STATE_DICT: int
-RECORDER_SUMMON: int
-RECORDER_WRAP: int
+PHASES: tuple[str, ...]  # one phrase a phase; the name of a unit follows those of a step
+# phases outside of units, for enter_phase()
+PROGRESS_SAVE: int
+PROGRESS_LOAD: int
+PROGRESS_STATE_DICT: int
+PROGRESS_LOAD_STATE_DICT: int
+PROGRESS_OPTIM_STATE_DICT: int
+PROGRESS_SUMMON: int
+PROGRESS_WRAP: int
 
 @final
 class FlatLayout:
@@ -276,7 +276,7 @@ class Unit:
     runtime: Runtime | None
     is_root: bool | None  # None before lazy init
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
-    recorder_index: int  # writable; of the unit's name in the flight recorder, -1 where it has none
+    name_index: int  # writable; what add_unit_name() returned, -1 where the unit has no name
     sync_gradients: bool  # writable: no_sync() sets it
     brings_zeros: bool  # writable: gradients that come count as zeros
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
@@ -410,8 +410,8 @@ def bind_callbacks(
     ``check_backward`` at its end, where the Runtime is unchecked.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has
-    raised, after or while being enqueued, or what it reads and writes has found no memory; ``phase`` is the
-    flight recorder's.
+    raised, after or while being enqueued, or what it reads and writes has found no memory; ``phase`` is an
+    index of PHASES.
     """
 
 def replace(name: str, function: Callable[..., Any] | None, /) -> None:
@@ -436,41 +436,20 @@ def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], obj
     per parameter) with each contribution, None before its reduction, which all ranks of its groups reach.
     None: nobody."""
 
-def open_flight_recorder(path: str | None, rank: int, world_size: int, /) -> None:
-    """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
+def print_progress_on_signal(rank: int, /) -> bool:
+    """Print step, phase and unit to stderr on SIGUSR1. False if the process handles that signal already."""
 
-    On SIGUSR1 the same goes to stderr, unless that signal is handled already. A forked child leaves the file
-    alone. OSError, and no file, where it cannot be made or the disk has no room for all of it. None: in this
-    process's memory, and the signal is left alone.
-    """
+def add_unit_name(name: str, /) -> int:
+    """The index under which phases name the unit, or -1 where the table of names is full."""
 
-def read_flight_recorder(
-    path: str | PathLike[str] | None, /
-) -> tuple[int, int, int, int, int, str, bool, str, int, bool]:
-    """(rank, world size, process, step, phase, unit, failed, host, events, saving) of a rank's file, or with
-    None of what is in memory; see tools.rank_entries.Entry.
+def enter_phase(phase: int, /) -> int:
+    """Enter a phase outside of any unit. Returns the place that was left, for ``leave_phase``."""
 
-    Where the rank is between steps after a collective has failed, phase and unit are those of the failure.
-    OSError where the file cannot be read, ValueError for another kind of file or a rank that cannot be.
-    """
+def leave_phase(place: int, /) -> None:
+    """Return to the place that was left by ``enter_phase``."""
 
-def close_flight_recorder() -> None:
-    """Write no more; the file stays."""
-
-def add_recorder_name(name: str, /) -> int:
-    """The index of a further unit, -1 where no flight record is open or it is full."""
-
-def enter_recorder_phase(phase: int, /) -> int:
-    """Be in a phase outside of any unit; what it returns is for ``leave_recorder_phase``."""
-
-def leave_recorder_phase(place: int, /) -> None:
-    """Be back where ``enter_recorder_phase`` was called."""
-
-def note_recorder_failure() -> None:
-    """A collective failed where this rank is now: kept in the flight record until the next step ends."""
-
-def set_recorder_saving(saving: bool, /) -> None:
-    """Whether a thread beside the training is saving a checkpoint, whatever the phase is."""
+def describe_progress() -> str:
+    """Step, phase and unit of this rank: "step 3: waits in the all-gather of layers.0"."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
     """Why torch's operators stand for fsdp_c's kernels on devices of this type, or None, as for "cpu"."""

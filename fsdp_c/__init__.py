@@ -43,11 +43,9 @@ from fsdp_c.interop import install as install
 from fsdp_c.interop import is_installed as is_installed
 from fsdp_c.interop import uninstall as uninstall
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
-from fsdp_c.sharding import flat_param
 from fsdp_c.sharding.flat_param import FlatParameter as FlatParameter
 from fsdp_c.sharding.optional import optional as optional
 from fsdp_c.state.full_params import iter_full_params as iter_full_params
-from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import plan as plan
 from fsdp_c.tools.summary import summary as summary
 from fsdp_c.training.forward_methods import register_forward_method as register_forward_method
@@ -83,8 +81,6 @@ _ALIASES = {  # second names of modules, which libraries, pickles and programs u
     "_init_utils": _init_utils,
     "_runtime_utils": _runtime_utils,
     "_traversal_utils": _traversal_utils,
-    "flat_param": flat_param,
-    "ledger": flight_recorder,
     **{name: upstream.helpers(name) for name in _HELPERS},
 }
 globals().update(_ALIASES)

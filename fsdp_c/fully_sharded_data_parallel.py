@@ -67,7 +67,7 @@ from fsdp_c.sharding.traversal import (
 from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
 from fsdp_c.state import optim_state_dict as optim_states
 from fsdp_c.state import state_dict as state_dicts
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors, phases
 from fsdp_c.tools.summary import describe_unit, log_units
 from fsdp_c.training import (
     grad_clipping,
@@ -196,7 +196,7 @@ class FullyShardedDataParallel(ShardedModule):
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
         if not construction.is_built_by_policy():
-            with flight_recorder.phase(_C.RECORDER_WRAP):
+            with phases.enter(_C.PROGRESS_WRAP):
                 if sync_module_states:
                     both = [group for group in (groups.shard, groups.replicate) if group is not None]
                     agreement.agree_to_sync(unit_name(module), both, device)
@@ -422,7 +422,7 @@ class FullyShardedDataParallel(ShardedModule):
             if module._handle is not None:
                 module._handle.name = unit_name(module._fsdp_wrapped_module, clean_path(path))
                 module._handle.optimizer_in_backward = module._handle._has_optim_in_backward
-        flight_recorder.keep(modules)
+        phases.name_units(modules)
         runtime = _C.Runtime([module._unit for module in members])
         runtime.set_optional(optional_units(modules))
         self._exec_order_data.bind(self, runtime)
@@ -437,7 +437,7 @@ class FullyShardedDataParallel(ShardedModule):
             if module._debug_level == dist.DebugLevel.INFO:
                 module._names_from_root = _param_names(path, module)
             if module._handle is not None:
-                with flight_recorder.told_of_memory(module._handle):
+                with collective_errors.of_first_gather(module._handle):
                     module._handle.init_flat_param_attributes()
         log_units(self)
 
@@ -723,7 +723,7 @@ class FullyShardedDataParallel(ShardedModule):
         SHARDED state dicts are copies, that of a LOCAL one is a view of the shard unless it is moved. Raises
         AssertionError inside a forward or backward.
         """
-        with flight_recorder.phase(_C.RECORDER_STATE_DICT), state_dicts.saving(self):
+        with phases.enter(_C.PROGRESS_STATE_DICT), state_dicts.saving(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
@@ -733,7 +733,7 @@ class FullyShardedDataParallel(ShardedModule):
         unit open.
         """
         with (
-            flight_recorder.phase(_C.RECORDER_LOAD_STATE_DICT),
+            phases.enter(_C.PROGRESS_LOAD_STATE_DICT),
             state_dicts.held(self),
             state_dicts.closing_units(),
         ):
@@ -914,5 +914,5 @@ _C.bind_callbacks(
     warn_of_units_left_out=misuse_checks.warn_of_units_left_out,
     check_backward=misuse_checks.check_backward,
     explain_error=sharded_errors.explain_in_forward,
-    explain_failed_collective=flight_recorder.explain,
+    explain_failed_collective=collective_errors.explain,
 )

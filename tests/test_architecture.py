@@ -31,7 +31,6 @@ PYTHON_LAYERS = (  # packages, and modules beside them
         "host_cost",
         "optim",
         "sharded_grad_scaler",
-        "where",
         "wrap",
     ),
     ("interop",),
@@ -431,8 +430,8 @@ def python_layer_violations(root: Path) -> list[str]:
 def trace_violations(root: Path) -> list[str]:
     """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own
     phases."""
-    itself = re.compile(r"runtime/(trace|flight_recorder)\.[ch]|torch/names\.[ch]|python/module\.c")
-    opening = re.compile(r"\b(profile_(?:begin\w*|end)|flight_recorder_(?:enter|leave|end_step))\(")
+    itself = re.compile(r"runtime/(trace|progress)\.[ch]|torch/names\.[ch]|python/module\.c")
+    opening = re.compile(r"\b(profile_(?:begin\w*|end)|progress_(?:enter|leave|end_step))\(")
     return [
         f"{name} calls {function}()"
         for name, text in c_files(root).items()
@@ -641,7 +640,7 @@ PLANTED = [
         'int f(void) { return !PyImport_ImportModule("fsdp_c.training.tree"); }',
     ),
     (trace_violations, "csrc/runtime/other.c", 'void *f(void) { return profile_begin("forward"); }'),
-    (trace_violations, "csrc/handle/other.c", "void f(void) { flight_recorder_enter(0, 1); }"),
+    (trace_violations, "csrc/handle/other.c", "void f(void) { progress_enter(0, 1); }"),
     (budget_violations, "csrc/collective/collective.h", "\n" * (BUDGET["csrc/collective"] + 1)),
     (budget_violations, "csrc/handle/long.c", "\n" * (LONGEST_FILE + 1)),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),

@@ -82,79 +82,52 @@ static PyObject *watch_gradients(PyObject *self, PyObject *function) {
     Py_RETURN_NONE;
 }
 
-/* New reference, or NULL for the record in memory. 0 or -1. */
-static int recorder_path(PyObject *file, PyObject **path) {
-    return file == Py_None || PyUnicode_FSConverter(file, path) ? 0 : -1;
-}
+/* ---- progress ---- */
 
-static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
-    PyObject *file;
-    OWNED *path = NULL;
-    long long rank, world_size;
-    if (!PyArg_ParseTuple(args, "OLL", &file, &rank, &world_size) || recorder_path(file, &path) < 0)
-        return NULL;
-    if (flight_recorder_open(path ? PyBytes_AsString(path) : NULL, rank, world_size) < 0)
-        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, file);
-    Py_RETURN_NONE;
-}
-
-static PyObject *decoded(const char *text) {
-    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-}
-
-static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
-    OWNED *path = NULL;
-    if (recorder_path(argument, &path) < 0)
-        return NULL;
-    struct recorder_page page = {.rank = 0};
-    char name[RECORDER_NAME_NBYTES];
-    int result = flight_recorder_read(path ? PyBytes_AsString(path) : NULL, &page, name);
+static PyObject *print_progress_on_signal(PyObject *self, PyObject *rank) {
+    int64_t number = PyLong_AsLongLong(rank);
+    int result = number == -1 && PyErr_Occurred() ? -1 : progress_print_on_signal(number);
     if (result < 0)
-        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
-    if (result > 0)
-        return PyErr_Format(PyExc_ValueError, "%S is no flight record, or a damaged one", argument);
-    return Py_BuildValue("(LLLKKNNNKN)", (long long)page.rank, (long long)page.world_size,
-                         (long long)page.pid, (unsigned long long)page.step,
-                         (unsigned long long)(flight_recorder_place(&page) >> 32), decoded(name),
-                         PyBool_FromLong(page.failed != 0), decoded(page.host),
-                         (unsigned long long)page.events, PyBool_FromLong(page.saving != 0));
+        return PyErr_Occurred() ? NULL : PyErr_SetFromErrno(PyExc_OSError);
+    return PyBool_FromLong(result);
 }
 
-static PyObject *close_flight_recorder(PyObject *self, PyObject *unused) {
-    flight_recorder_close();
-    Py_RETURN_NONE;
-}
-
-static PyObject *add_recorder_name(PyObject *self, PyObject *args) {
+static PyObject *add_unit_name(PyObject *self, PyObject *args) {
     const char *name;
-    return PyArg_ParseTuple(args, "s", &name) ? PyLong_FromLong(flight_recorder_add_name(name)) : NULL;
+    return PyArg_ParseTuple(args, "s", &name) ? PyLong_FromLong(progress_add_unit(name)) : NULL;
 }
 
-static PyObject *enter_recorder_phase(PyObject *self, PyObject *args) {
+static PyObject *enter_phase(PyObject *self, PyObject *args) {
     int phase;
     if (!PyArg_ParseTuple(args, "i", &phase))
         return NULL;
-    if (phase < 0 || phase >= RECORDER_PHASES)
-        return PyErr_Format(PyExc_ValueError, "%d is no phase of the flight recorder", phase);
-    return PyLong_FromUnsignedLongLong(flight_recorder_enter(-1, (enum recorder_phase)phase));
+    if (phase < 0 || phase >= PROGRESS_PHASES)
+        return PyErr_Format(PyExc_ValueError, "%d is not the number of a phase", phase);
+    return PyLong_FromUnsignedLongLong(progress_enter(-1, (enum progress_phase)phase));
 }
 
-static PyObject *leave_recorder_phase(PyObject *self, PyObject *args) {
+static PyObject *leave_phase(PyObject *self, PyObject *args) {
     unsigned long long place;
     if (!PyArg_ParseTuple(args, "K", &place))
         return NULL;
-    flight_recorder_leave(place);
+    progress_leave(place);
     Py_RETURN_NONE;
 }
 
-static PyObject *note_recorder_failure(PyObject *self, PyObject *unused) {
-    flight_recorder_note_failure();
-    Py_RETURN_NONE;
+static PyObject *describe_progress(PyObject *self, PyObject *unused) {
+    char text[PROGRESS_TEXT_NBYTES];
+    progress_describe(text);
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *set_recorder_saving(PyObject *self, PyObject *saving) {
-    flight_recorder_set_saving(saving == Py_True);
-    Py_RETURN_NONE;
+static int add_phases(PyObject *module) {
+    OWNED *phases = PyTuple_New(PROGRESS_PHASES);
+    for (int i = 0; phases && i < PROGRESS_PHASES; i++) {
+        PyObject *text = PyUnicode_FromString(progress_phases[i]);
+        if (!text || PyTuple_SetItem(phases, i, text) < 0)
+            return -1;
+    }
+    return phases ? PyModule_AddObjectRef(module, "PHASES", phases) : -1;
 }
 
 static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
@@ -251,14 +224,11 @@ static PyMethodDef functions[] = {
     {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
     {"bind_operator_kernels", bind_operator_kernels, METH_O, NULL},
     {"watch_gradients", watch_gradients, METH_O, NULL},
-    {"open_flight_recorder", open_flight_recorder, METH_VARARGS, NULL},
-    {"read_flight_recorder", read_flight_recorder, METH_O, NULL},
-    {"close_flight_recorder", close_flight_recorder, METH_NOARGS, NULL},
-    {"add_recorder_name", add_recorder_name, METH_VARARGS, NULL},
-    {"enter_recorder_phase", enter_recorder_phase, METH_VARARGS, NULL},
-    {"leave_recorder_phase", leave_recorder_phase, METH_VARARGS, NULL},
-    {"note_recorder_failure", note_recorder_failure, METH_NOARGS, NULL},
-    {"set_recorder_saving", set_recorder_saving, METH_O, NULL},
+    {"print_progress_on_signal", print_progress_on_signal, METH_O, NULL},
+    {"add_unit_name", add_unit_name, METH_VARARGS, NULL},
+    {"enter_phase", enter_phase, METH_VARARGS, NULL},
+    {"leave_phase", leave_phase, METH_VARARGS, NULL},
+    {"describe_progress", describe_progress, METH_NOARGS, NULL},
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},
@@ -316,13 +286,13 @@ static int add_constants(PyObject *module) {
         {"SET_DIRECTLY", SETTING_DIRECT},
         {"SET_BY_SETATTR", SETTING_BY_SETATTR},
         {"SET_BYPASSING", SETTING_BYPASS},
-        SAME(RECORDER_SAVE),
-        SAME(RECORDER_LOAD),
-        SAME(RECORDER_STATE_DICT),
-        SAME(RECORDER_LOAD_STATE_DICT),
-        SAME(RECORDER_OPTIM_STATE_DICT),
-        SAME(RECORDER_SUMMON),
-        SAME(RECORDER_WRAP)
+        SAME(PROGRESS_SAVE),
+        SAME(PROGRESS_LOAD),
+        SAME(PROGRESS_STATE_DICT),
+        SAME(PROGRESS_LOAD_STATE_DICT),
+        SAME(PROGRESS_OPTIM_STATE_DICT),
+        SAME(PROGRESS_SUMMON),
+        SAME(PROGRESS_WRAP)
 #undef SAME
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
@@ -338,7 +308,7 @@ static int module_exec(PyObject *module) {
     operations_init(&operations);
     if (handle_ops_init() < 0 || collective_init() < 0 || node_init() < 0)
         return -1;
-    return add_types(module) < 0 ? -1 : add_constants(module);
+    return add_types(module) < 0 || add_phases(module) < 0 ? -1 : add_constants(module);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};

@@ -128,7 +128,7 @@ int unit_pre_backward(void *target) {
     bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
     if (unit->ran_pre_backward && !done)
         return stream_follow(&unit->runtime->schedule.streams);
-    TRACE(TRACED_PRE_BACKWARD, unit->recorder_index);
+    TRACE(TRACED_PRE_BACKWARD, unit->name_index);
     return pre_backward(unit);
 }
 
@@ -257,7 +257,7 @@ int unit_post_backward(void *target) {
         return -1;
     if (unit->handle && has_new(unit)) {
         bool enabled = torch_grad_enabled();
-        TRACE(TRACED_POST_BACKWARD, unit->recorder_index);
+        TRACE(TRACED_POST_BACKWARD, unit->name_index);
         torch_set_grad_enabled(false);
         int result = post_backward_of_new(unit);
         torch_set_grad_enabled(enabled);

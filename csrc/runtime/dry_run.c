@@ -127,7 +127,7 @@ static int init_actor(struct dry_run *run, int64_t index) {
         .forward_prefetch = is->forward_prefetch,
         .is_root = index == 0,
         .sync_gradients = true,
-        .recorder_index = -1,
+        .name_index = -1,
     };
     order_place_init(&actor->unit.place, index);
     run->units[index] = &actor->unit;

@@ -59,7 +59,7 @@ static bool casts_inputs(const struct unit *unit) {
 /* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root
  * moves them, also one whose parameters all belong to inner units. */
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->recorder_index);
+    TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->name_index);
     const struct handle *mover = unit->is_root ? unit_handle_or_first(unit) : NULL;
     bool cast = casts_inputs(unit);
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
@@ -264,7 +264,7 @@ static int validate_order(struct unit *unit) {
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    TRACE(TRACED_PRE_FORWARD, unit->recorder_index);
+    TRACE(TRACED_PRE_FORWARD, unit->name_index);
     if (unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
         unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||
         unit->runtime->operations->register_post_backward_hook(unit) < 0)
@@ -275,7 +275,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
 static int root_pre_forward(struct unit *unit) {
     if (!unit->is_root)
         return 0;
-    TRACE(TRACED_ROOT_PRE_FORWARD, unit->recorder_index);
+    TRACE(TRACED_ROOT_PRE_FORWARD, unit->name_index);
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
     if (!module || (unit->full_precision_in_eval && /* buffers follow the mode as well (D-021) */
                     callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0))
@@ -287,7 +287,7 @@ static int root_pre_forward(struct unit *unit) {
 
 /* *output are replaced only where the registration of hooks is. */
 static int post_forward(struct unit *unit, PyObject **output) {
-    TRACE(TRACED_POST_FORWARD, unit->recorder_index);
+    TRACE(TRACED_POST_FORWARD, unit->name_index);
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
     if (unit->runtime->operations->register_pre_backward_hooks(unit, output) < 0 ||
         unit_reshard_after_forward(unit) < 0)
@@ -398,6 +398,6 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     if (begin_forward(unit) < 0)
         return NULL;
     unit->recomputed = unit->runtime->callback_queued;
-    TRACE(TRACED_FORWARD, unit->recorder_index);
+    TRACE(TRACED_FORWARD, unit->name_index);
     return run_forward(unit, wrapped, args, kwargs);
 }

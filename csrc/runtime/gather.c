@@ -7,11 +7,11 @@
 
 /* ---- failure ---- */
 
-/* A collective failed: its error says of which unit and phase and, where the flight recorder is on, where the
- * other ranks are. Where it was only being enqueued, that goes for the backend's own errors. Returns -1. */
+/* Add rank, unit and phase to the error of a collective. While it is being enqueued only errors of the backend
+ * are a collective's. Returns -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     PyObject *type, *value, *traceback;
-    TRACE(part, unit->recorder_index);
+    TRACE(part, unit->name_index);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (ref_done(PyObject_CallFunction(
@@ -187,7 +187,7 @@ int unit_wait_gathered(struct unit *unit) {
 }
 
 int unit_gather_and_wait(struct unit *unit) {
-    TRACE(gather_of(unit), unit->recorder_index);
+    TRACE(gather_of(unit), unit->name_index);
     return unit_gather(unit) < 0 ? -1 : unit_wait_gathered(unit);
 }
 

@@ -81,7 +81,7 @@ static int prefetch_next(struct unit *unit, enum training_state state) {
     static const enum traced parts[USE_STATES] = {[USE_FORWARD] = TRACED_PRE_FORWARD_PREFETCH,
                                                   [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
                                                   [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
-    TRACE(parts[state], unit->recorder_index);
+    TRACE(parts[state], unit->name_index);
     return unit->runtime->operations->prefetch(unit, state);
 }
 
@@ -221,7 +221,7 @@ int unit_reshard_only(void *target) {
     struct unit *unit = target;
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
-    TRACE(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
+    TRACE(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->name_index);
     if (unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
     return unit->runtime->operations->post_backward_reshard(unit);

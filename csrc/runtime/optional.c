@@ -44,7 +44,7 @@ void optional_set_owes(struct unit *part, bool owes) {
 /* ---- gathered with the unit around them ---- */
 
 static int gather(struct unit *unit, enum traced part) {
-    TRACE(part, unit->recorder_index);
+    TRACE(part, unit->name_index);
     return unit_gather(unit);
 }
 

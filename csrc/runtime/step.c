@@ -242,7 +242,7 @@ int runtime_finish_reduction(struct runtime *runtime) {
     if (!unit)
         return 0;
     {
-        TRACE(TRACED_REDUCTION, unit->recorder_index);
+        TRACE(TRACED_REDUCTION, unit->name_index);
         if (schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients) < 0)
             return unit_explain_failure(unit, TRACED_REDUCTION, true);
     }

@@ -1,5 +1,5 @@
 /* What others see of a step: ranges in torch's profiler, under the names that users grep traces for (D-130),
- * and where this rank is, in the flight recorder. All of them are listed here, and nothing else in this
+ * and where this rank is (progress.h). All of them are listed here, and nothing else in this
  * folder opens one. Inline, as the part is a constant nearly everywhere: what it has not costs nothing.
  *
  * Invariant: what was begun last ends first, also after an exception, which stays as it is. */
@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "runtime/flight_recorder.h"
+#include "runtime/progress.h"
 #include "torch/names.h"
 
 enum traced {
@@ -43,17 +43,17 @@ struct trace {
 
 static const struct traced_part {
     const char *range; /* NULL: none */
-    enum recorder_phase phase;
+    enum progress_phase phase;
     bool asks;    /* whether a profiler is on; else that is as in the range around it */
     bool goes_on; /* the phase does, until the next one begins */
 } traced_parts[TRACED_PARTS] = {
-    [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", RECORDER_FORWARD, .asks = true},
+    [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", PROGRESS_FORWARD, .asks = true},
     [TRACED_ROOT_PRE_FORWARD] = {"FullyShardedDataParallel._root_pre_forward"},
     [TRACED_PRE_FORWARD] = {"FullyShardedDataParallel._pre_forward"},
     [TRACED_PRE_FORWARD_PREFETCH] = {"FullyShardedDataParallel._pre_forward_prefetch"},
     [TRACED_TO_KWARGS] = {"FullyShardedDataParallel._to_kwargs"},
     [TRACED_POST_FORWARD] = {"FullyShardedDataParallel._post_forward", .asks = true},
-    [TRACED_PRE_BACKWARD] = {"FullyShardedDataParallel._pre_backward_hook", RECORDER_BACKWARD, .asks = true,
+    [TRACED_PRE_BACKWARD] = {"FullyShardedDataParallel._pre_backward_hook", PROGRESS_BACKWARD, .asks = true,
                              .goes_on = true},
     [TRACED_PRE_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._pre_backward_prefetch"},
     [TRACED_POST_BACKWARD] = {"FullyShardedDataParallel._post_backward_hook", .asks = true},
@@ -61,29 +61,29 @@ static const struct traced_part {
     [TRACED_POST_BACKWARD_RESHARD_ONLY] = {"FullyShardedDataParallel._post_backward_hook_reshard_only",
                                            .asks = true},
     [TRACED_RATE_LIMITER] = {"FullyShardedDataParallel.rate_limiter"},
-    [TRACED_FORWARD_GATHER] = {.phase = RECORDER_FORWARD_GATHER},
-    [TRACED_BACKWARD_GATHER] = {.phase = RECORDER_BACKWARD_GATHER},
-    [TRACED_SUM] = {.phase = RECORDER_BACKWARD},
-    [TRACED_REDUCTION] = {.phase = RECORDER_REDUCE},
+    [TRACED_FORWARD_GATHER] = {.phase = PROGRESS_FORWARD_GATHER},
+    [TRACED_BACKWARD_GATHER] = {.phase = PROGRESS_BACKWARD_GATHER},
+    [TRACED_SUM] = {.phase = PROGRESS_BACKWARD},
+    [TRACED_REDUCTION] = {.phase = PROGRESS_REDUCE},
 };
 
 /* Also where a cleanup calls it, which the compiler would not do by itself. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* `unit`: its index in the flight recorder, or -1. */
+/* `unit`: its index in the table of progress.c, or -1. */
 static ALWAYS_INLINE struct trace trace_begin(enum traced part, int32_t unit) {
     const struct traced_part *traced = &traced_parts[part];
     struct trace trace = {.part = part};
     if (traced->range)
         trace.range = traced->asks ? profile_begin(traced->range) : profile_begin_inner(traced->range);
     if (traced->phase)
-        trace.place = flight_recorder_enter(unit, traced->phase);
+        trace.place = progress_enter(unit, traced->phase);
     return trace;
 }
 
 static ALWAYS_INLINE void trace_end(struct trace *trace) {
     if (traced_parts[trace->part].phase && !traced_parts[trace->part].goes_on)
-        flight_recorder_leave(trace->place);
+        progress_leave(trace->place);
     profile_end(trace->range);
 }
 
@@ -92,12 +92,12 @@ static ALWAYS_INLINE void trace_end(struct trace *trace) {
 
 /* A backward has ended. */
 static inline void trace_end_step(void) {
-    flight_recorder_end_step();
+    progress_end_step();
 }
 
 /* After an exception: whatever was begun is over. */
 static inline void trace_abandon(void) {
-    flight_recorder_leave(0);
+    progress_leave(0);
 }
 
 #endif

@@ -75,7 +75,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->full_precision_in_eval = spec->full_precision_in_eval;
     unit->segments = Py_NewRef(spec->segments);
     unit->sync_gradients = unit->may_nest = true;
-    unit->recorder_index = -1;
+    unit->name_index = -1;
     order_place_init(&unit->place, 0);
     /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
      * collector does not look: it is cut when the module goes, for the whole tree when that is the root */

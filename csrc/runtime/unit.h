@@ -86,7 +86,7 @@ struct unit {
     bool had_gradient;              /* one has come to its outputs in some backward */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
-    int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
+    int32_t name_index;             /* index of the unit's name in progress.c, -1: none */
     struct order_place place;       /* in the order of units */
     bool prefetched;                /* of a part: and not used yet */
     struct gather_mark gather;      /* its last all-gather */

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_process_
 
 from fsdp_c import _C
 from fsdp_c.checkpoint.pieces import memory
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import phases
 
 T = TypeVar("T")
 
@@ -41,13 +41,11 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name=f"fsdp_c {what}", daemon=False)
 
     def _run(self) -> None:
-        _C.set_recorder_saving(True)
         try:
             self._work()
         except BaseException as error:
             self._error = error
         finally:
-            _C.set_recorder_saving(False)
             del self._work  # with all that it holds
 
     def wait(self, timeout: float | None = None) -> None:
@@ -56,7 +54,7 @@ class BackgroundSave:
         Raises what ``save`` without ``background`` raises, or TimeoutError if that takes more than
         ``timeout`` seconds.
         """
-        with flight_recorder.phase(_C.RECORDER_SAVE):
+        with phases.enter(_C.PROGRESS_SAVE):
             self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self._what} is not over after {timeout:g} s")

@@ -64,7 +64,7 @@ from fsdp_c.checkpoint.writing import Writer
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.common import tell
 from fsdp_c.state.parameter_average import ParameterAverage
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors, phases
 
 T = TypeVar("T")
 Averages = Mapping[str, ParameterAverage]
@@ -105,7 +105,7 @@ def save(
 ) -> BackgroundSave: ...
 
 
-@flight_recorder.phase(_C.RECORDER_SAVE)
+@phases.enter(_C.PROGRESS_SAVE)
 def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -196,14 +196,14 @@ def _write(
                     remove_older(target, keep)
 
             try:
-                with flight_recorder.explained(what, of_step=ranks.gloo is None):
+                with collective_errors.explained(what):
                     own = ranks.dcp.reduce_scatter("plan", writer.plan, writer.divided)
                     ranks.dcp.all_reduce("write", lambda: writer.write(own), finish)
             except CheckpointException as failure:
                 raise _error(what, {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
 
 
-@flight_recorder.phase(_C.RECORDER_LOAD)
+@phases.enter(_C.PROGRESS_LOAD)
 def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -282,7 +282,7 @@ class _Ranks:
             told = tell(result)
         except Exception as caught:
             error = caught
-        with flight_recorder.explained(what, of_step=self.gloo is None):
+        with collective_errors.explained(what):
             everything = self._exchange((error and (type(error).__name__, _text(error)), told))
         errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
         kinds = [failed[0] if failed else None for failed, _ in everything]

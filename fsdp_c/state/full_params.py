@@ -21,7 +21,7 @@ from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.redistribution import start_gather
 from fsdp_c.state.sharded_values import dims_from_memory, memory_shapes
 from fsdp_c.state.state_dict_saving import local_shard
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
 
 __all__ = ["iter_full_params"]
@@ -96,7 +96,7 @@ def iter_full_params(
 
     def start(ahead: int) -> None:
         while len(started) < ahead and (bucket := next(waiting, None)) is not None:
-            with flight_recorder.gathering(*(handle_of(piece.module) for piece in bucket)):
+            with collective_errors.gathering(*(handle_of(piece.module) for piece in bucket)):
                 started.append(asked.start(bucket, memory))
 
     try:
@@ -269,13 +269,13 @@ class _Asked(NamedTuple):
         works: list[dist.Work] = []
         if handle.layout.sharded:
             handles = [handle_of(piece.module) for piece in bucket]
-            with flight_recorder.explained("gathering parameters"), flight_recorder.gathering(*handles):
+            with collective_errors.explained("gathering parameters"), collective_errors.gathering(*handles):
                 works = start_gather(shards, ranges, wholes, module.process_group, receivers)
         elif gets:
             wholes[0].copy_(shards[0][slice(*ranges[0])])
 
         def wait() -> list[tuple[str, Tensor]]:
-            with flight_recorder.explained("gathering parameters"):
+            with collective_errors.explained("gathering parameters"):
                 for work in works:
                     work.wait()
                 shards.clear()  # a send does not keep what it reads

@@ -36,6 +36,7 @@ from fsdp_c.state.sharded_values import (
 )
 from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard, wholes_of_shards
 from fsdp_c.state.whole_state import WholeState, full_values, sharded_value
+from fsdp_c.tools import collective_errors
 
 
 class SaveOptions(NamedTuple):
@@ -130,7 +131,8 @@ def _agree(
         for known, state in local.items()
         if known.module is not None and holds_elements(known)
     }
-    told = common.tell(_told(params, managed, own), group)
+    with collective_errors.explained("gathering optimizer states"):
+        told = common.tell(_told(params, managed, own), group)
     if any(one.errors for one in told):
         raise ValueError("\n".join(error for one in told for error in one.errors))
     held = [one.held for one in told]

@@ -24,7 +24,7 @@ from fsdp_c.state.optim_params import (
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.state_dict import settings_of
 from fsdp_c.state.whole_parameters import WholeParameters
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import phases
 
 Group = dist.ProcessGroup | None
 
@@ -64,7 +64,7 @@ def _save(
         )
     is_named = isinstance(next(iter(osd["state"]), None), str)  # empty state is not
     keys = params.keys(optim, optim_input, osd["state"] if is_named else None)
-    with flight_recorder.phase(_C.RECORDER_OPTIM_STATE_DICT), common.collector_paused():
+    with phases.enter(_C.PROGRESS_OPTIM_STATE_DICT), common.collector_paused():
         return save_optim_state(params, keys, osd, options)
 
 

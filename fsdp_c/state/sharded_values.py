@@ -42,7 +42,7 @@ from fsdp_c.state.redistribution import (
     redistribute,
     shard_partition,
 )
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors
 
 
 class ParamLayout(NamedTuple):
@@ -158,7 +158,7 @@ def rows_of_shards(
     result: dict[ShardedModule, list[Tensor]] = {}
     for group, members in by_group(modules):
         items = [(module, layout, piece) for module in members for layout, piece in layouts_of(module)]
-        with flight_recorder.gathering(*map(handle_of, members)):
+        with collective_errors.gathering(*map(handle_of, members)):
             chunks = _rows_of_one_group(items, group, members[0].compute_device, offloads)
         for module in members:
             result[module] = []

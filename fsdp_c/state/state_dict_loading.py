@@ -50,7 +50,7 @@ from fsdp_c.state.sharded_values import (
     whole_of_rows,
 )
 from fsdp_c.state.state_dict_saving import is_shown, local_shard, shard_pieces
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str)
     """
     with contextlib.ExitStack() as stack:
         if not is_summoned(module):
-            with flight_recorder.gathering(handle_of(module)):
+            with collective_errors.gathering(handle_of(module)):
                 handle_of(module).summon_enter(True)
             stack.callback(handle_of(module).summon_exit)
         shown = [

@@ -36,7 +36,7 @@ from fsdp_c.state.sharded_values import (
     rows_of_shards,
     sharded_values,
 )
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors
 
 FULL_BATCH_NBYTES = 8 * 2**20
 
@@ -81,7 +81,7 @@ def is_dropped(module: ShardedModule) -> bool:
 @contextlib.contextmanager
 def summoned(module: ShardedModule) -> Iterator[None]:
     """With the unit's parameters gathered on the modules: the way of those that are DTensors. Collective."""
-    with flight_recorder.gathering(handle_of(module)):
+    with collective_errors.gathering(handle_of(module)):
         handle_of(module).summon_enter(False)
     try:
         yield
@@ -141,7 +141,7 @@ def wholes_of_shards(
     """Of each shard the parameters, whole; nothing on ranks that get nothing. Collective over ``group``."""
     space = Space()
     for batch in _batches(shards):
-        with flight_recorder.gathering(*(handle_of(module) for module, _ in batch)):
+        with collective_errors.gathering(*(handle_of(module) for module, _ in batch)):
             wholes = iter(_wholes(batch, group, rank0_only, space))
             for module, _ in batch:
                 made = []

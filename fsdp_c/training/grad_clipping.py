@@ -17,7 +17,7 @@ from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import FlatParamHandle, Stepper
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors
 
 # by the tensor parallel groups they are sharded over
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]
@@ -279,7 +279,7 @@ def _reduced_norm(norm: Tensor, groups: Sequence[dist.ProcessGroup], norm_type: 
 
 
 def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    with flight_recorder.explained("clipping gradients"):
+    with collective_errors.explained("clipping gradients"):
         dist.all_reduce(norm, op=op, group=group)
 
 

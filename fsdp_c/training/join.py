@@ -16,7 +16,7 @@ from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, whole_units_of
 from fsdp_c.sharding.traversal import other_params
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors
 
 __all__ = ["join"]
 
@@ -80,7 +80,7 @@ class join(Generic[T]):  # noqa: N801  # the name that torch has for it
         is_first: bool,
     ) -> None:
         counts = torch.tensor([int(has_data), 1], device=root.compute_device)
-        with flight_recorder.explained("counting the ranks that have a batch"):
+        with collective_errors.explained("counting the ranks that have a batch"):
             for group in groups:
                 dist.all_reduce(counts, group=group)
         self.has_data = has_data

@@ -24,7 +24,7 @@ from fsdp_c.sharding.sharded_module import (
     units_of,
 )
 from fsdp_c.sharding.wrap import unit_name
-from fsdp_c.tools import flight_recorder
+from fsdp_c.tools import collective_errors, phases
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def summon_full_params(
     for fsdp_module in fsdp_modules:
         _check_arguments(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(flight_recorder.phase(_C.RECORDER_SUMMON))
+        stack.enter_context(phases.enter(_C.PROGRESS_SUMMON))
         for fsdp_module in fsdp_modules:
             stack.enter_context(common.bound_runtime(fsdp_module))
         for fsdp_module in fsdp_modules:
@@ -178,14 +178,14 @@ def _summon_unit(
         yield
         return
     with contextlib.ExitStack() as stack:
-        with flight_recorder.gathering(handle):
+        with collective_errors.gathering(handle):
             handle.summon_enter(writeback)
         if with_grads:
             # after summon_exit, as gradients follow parameters
             stack.callback(handle.summon_grads_exit, writeback)
         stack.callback(handle.summon_exit)
         if with_grads:
-            with flight_recorder.gathering(handle):
+            with collective_errors.gathering(handle):
                 handle.summon_grads()
         if rank0_only and fsdp_module.rank != 0:
             handle.summon_hide()
@@ -219,7 +219,7 @@ def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
     # The gathered parameters were freed: gather again, inside a summon of its own, to write the edits into
     # them.
     handle.summon_exit()
-    with flight_recorder.gathering(handle):
+    with collective_errors.gathering(handle):
         handle.summon_enter(True)
     with torch.no_grad():
         for param, copy in shown:

@@ -26,7 +26,6 @@ from torch import nn
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, writing
-from fsdp_c.tools import flight_recorder
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import both_views, device, on_ranks
 
@@ -401,28 +400,6 @@ def test_an_end_waits_for_the_save_or_leaves_the_old_checkpoint(tmp_path: Path, 
     checkpoint.save(model, None, tmp_path / "ckpt")
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".ckpt")]
     assert len(list((tmp_path / "ckpt").iterdir())) == 2
-
-
-@on_ranks(2)
-def test_the_flight_record_says_that_a_save_is_under_way_beside_the_phase(rank):
-    folder = folder_of_ranks()
-    model, optimizer = made()
-    with (
-        mock.patch.dict(os.environ, {flight_recorder.VARIABLE: str(folder / "records")}),
-        held_back() as may_write,
-    ):
-        try:
-            handle = checkpoint.save(model, optimizer, folder / "ckpt", background=True)
-            dist.barrier()  # the other rank makes its file as it begins to save
-            (own,) = [one for one in flight_recorder.read(folder / "records") if one.rank == rank]
-            assert own.saving and own.phase == 0
-            text = "is between steps (step 0, saving a checkpoint in the background)"
-            assert text in flight_recorder.describe([own])
-            may_write.set()
-            handle.wait(60)
-            assert not any(one.saving for one in flight_recorder.read(folder / "records") if one.rank == rank)
-        finally:
-            flight_recorder.close()
 
 
 @on_ranks(2)

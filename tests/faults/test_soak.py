@@ -3,11 +3,9 @@ steps)."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from unittest import mock
 
-from fsdp_c.tools import flight_recorder
 from tests.faults import soak
 from tests.ranks import on_ranks
 from tests.storage import settled_nbytes
@@ -18,15 +16,12 @@ OFTEN = {"exception": 0.3, "evaluation": 0.1, "state dict": 0.05, "save": 0.1, "
 
 @on_ranks(2, label="faults")
 def test_a_run_with_random_faults_has_the_losses_of_one_without(rank: int, tmp_path: Path) -> None:
-    flight_recorder.close()
-    flight_recorder._end_thread()  # which has a connection of its own, once this rank has not moved for a while
     settled_nbytes()
     before = soak.measured()
     outs = [tmp_path / "undisturbed", tmp_path / "disturbed"]
     for out in outs:
         out.mkdir(exist_ok=True)
-        no_watch = mock.patch.dict(os.environ, {flight_recorder.WATCH_VARIABLE: "0"})
-        with mock.patch.dict(soak.EVENTS, OFTEN), no_watch:
+        with mock.patch.dict(soak.EVENTS, OFTEN):
             soak.Run(out, STEPS, 0, [], 0, disturbed=out is outs[1]).train()
     if rank == 0:
         assert soak.differences(*outs, STEPS) == []

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
-from fsdp_c.tools import flight_recorder
 from tests.faults import faulty_lm
 from tests.faults.faulty_lm import LAYERS, ROOT, TIMEOUT, train_lm
 from tests.ranks import pool
@@ -77,7 +76,6 @@ def launch(action: str, phase: str, folder: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new rank may find the address of one that is gone
-        flight_recorder.VARIABLE: str(folder / "records"),
     }
     command = [sys.executable, *launcher, *script, *flags]
     with (folder / "output").open("w") as output:

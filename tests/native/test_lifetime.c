@@ -94,7 +94,7 @@ const struct operations operations_own = {.gather = gather,
 /* ---- what is of no matter here ---- */
 
 PyObject *PyExc_RuntimeError;
-struct recorder_page *flight_recorder;
+struct progress progress;
 struct callbacks callbacks;
 struct torch_names torch_names;
 PyObject _Py_NoneStruct;
@@ -206,7 +206,7 @@ static void build(enum sharding_strategy strategy, enum backward_prefetch backwa
                                  .forward_prefetch = forward_prefetch,
                                  .is_root = i == 0,
                                  .sync_gradients = true,
-                                 .recorder_index = -1};
+                                 .name_index = -1};
         order_place_init(&units[i].place, i);
         pointers[i] = &units[i];
     }

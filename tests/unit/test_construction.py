@@ -19,7 +19,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.api import TrainingState
-from fsdp_c.flat_param import HandleShardingStrategy
+from fsdp_c.sharding.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.collectives import fake_ranks

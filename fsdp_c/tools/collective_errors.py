@@ -1,0 +1,87 @@
+"""Errors of collectives, and of memory that runs out in them: rank, unit, phase and remedy are added in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from fsdp_c import _C
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.tools import phases
+
+_TAKES_LESS = (
+    "Smaller units (auto_wrap_policy=), a smaller batch and cpu_offload=CPUOffload(offload_params=True) take "
+    "less; fsdp_c.plan() says what a step of the model takes."
+)
+_GATHERS_LESS = (
+    "offload_to_cpu=True with rank0_only=True keeps what was gathered off the device; "
+    "fsdp_c.iter_full_params() and fsdp_c.checkpoint.save() never hold the whole model."
+)
+_RAN_OUT = "memory ran out while this rank"
+_FORWARD_GATHER = _C.PHASES.index("waits in the all-gather of ")
+
+
+def explain(error: BaseException, phase: int, step: int, handle: FlatParamHandle, enqueued: bool) -> None:
+    """Add rank, step, phase and unit to the error of a unit's collective. The runtime in C calls it.
+
+    Applies to RuntimeError, as backends raise it; while the collective is being enqueued only to errors that
+    nobody else raises, and to memory that has run out, since user code may raise there.
+    """
+    if isinstance(error, RuntimeError if enqueued else dist.DistError) or _is_of_memory(error):
+        _explain(error, f", step {step}", _C.PHASES[phase] + handle.name)
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. Without a caching allocator torch raises a plain RuntimeError, as backends do."""
+    is_text = isinstance(error, RuntimeError) and "out of memory" in str(error)
+    return is_text or isinstance(error, torch.OutOfMemoryError)
+
+
+@contextlib.contextmanager
+def gathering(*handles: FlatParamHandle) -> Iterator[None]:
+    """For a body that gathers units outside of a step: explain that memory ran out."""
+    try:
+        with phases.waiting():
+            yield
+    except RuntimeError as error:
+        if _is_of_memory(error):
+            others = len(handles) - 1
+            more = f" and {others} unit{'s' * (others > 1)} after it" if others else ""
+            _explain(error, "", f"gathers {handles[0].name}{more}", remedy=_GATHERS_LESS)
+        raise
+
+
+@contextlib.contextmanager
+def of_first_gather(handle: FlatParamHandle) -> Iterator[None]:
+    """For a body that allocates the memory of a unit's first gather: explain that memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_of_memory(error):
+            explain(error, _FORWARD_GATHER, 0, handle, False)
+        raise
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """For a body that only calls collectives, outside of units: add what they were for to RuntimeErrors."""
+    try:
+        with phases.waiting():
+            yield
+    except RuntimeError as error:
+        if dist.is_initialized():
+            _explain(error, "", f"is {doing}")
+        raise
+
+
+def _explain(error: BaseException, step: str, doing: str, remedy: str = _TAKES_LESS) -> None:
+    if len(error.args) != 1 or _RAN_OUT in str(error):
+        return
+    if _is_of_memory(error):
+        told = f"{_RAN_OUT} {doing}. {remedy}"
+    else:
+        told = f"a collective failed or timed out while this rank {doing}."
+    error.args = (f"{error}\nrank {dist.get_rank()}{step}: {told}",)
