@@ -11,7 +11,7 @@ those that were given: a FullyShardedDataParallel, a FlatParamHandle.
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -338,40 +338,6 @@ class Runtime:
         everything is as before the step. Amid a backward of another thread it waits 50 ms in vain."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
-
-# what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may
-# take; memory that is taken in one piece and given back at once, of which that of units is cut; an all-gather
-# of what the ranks of a node keep; what a rank does keep for it, and lets go of
-DRY_RUN_GATHER: int
-DRY_RUN_TAKE: int
-DRY_RUN_GIVE_BACK: int
-DRY_RUN_GROW: int
-DRY_RUN_GATHER_IN_NODE: int
-DRY_RUN_KEEP: int
-DRY_RUN_FORGET: int
-
-# (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0
-# under NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it
-# has parameters, any of them is trained, and, where that is given, it is a segment, and optional; bytes of
-# what its reduction reads, and that a rank keeps for a backward that gathers within the node)
-_DryRunUnit: TypeAlias = tuple[int, ...]
-
-def dry_run(
-    units: tuple[_DryRunUnit, ...],  # of one tree, an outer unit before its inner ones
-    sync_gradients: tuple[bool, ...],  # one step for each; False for one under no_sync()
-    *,
-    backward_prefetch_limit: int,
-    forward_prefetch_limit: int,
-    has_streams: bool,  # computes on a GPU
-    inputs_require_grad: bool,
-) -> list[list[tuple[int, int, int]]]:
-    """What the runtime would do in these steps, without tensors or device: (what, the unit's index, bytes).
-
-    One list for what is reserved before the first step, then three for each step: its forward, its backward,
-    its end. Each unit runs once, computes with its own parameters, then runs the units inside, and returns
-    what the last of them returned; nothing is recomputed. An all-gather that takes no memory goes into that
-    which was held back for its unit. ValueError where units are not in that order.
-    """
 
 def bind_callbacks(
     *,

@@ -8,6 +8,7 @@ FSDP1.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,19 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _WORDS = 1 << 22
 _LOW = 0xFFFFFFFF
+logger = logging.getLogger("fsdp_c")
+
+
+@functools.cache
+def warn_if_used(device_type: str) -> None:
+    """Log, once in a process, that torch's operators run in place of fsdp_c's kernels on such devices."""
+    if why := _C.why_no_kernels(device_type):
+        logger.warning(
+            "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work for "
+            "the host. %s",
+            device_type,
+            why,
+        )
 
 
 def pack(

@@ -33,7 +33,6 @@ from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.optim import FlatAdamW
 from fsdp_c.sharding.construction import groups_of_nodes
 from fsdp_c.tools import environment
-from fsdp_c.tools.summary import plan, summary
 from fsdp_c.wrap import ModuleWrapPolicy
 
 STEPS = 20
@@ -266,24 +265,7 @@ class _Report:
             times, host, peak = self._measure(model)
             memory = "" if peak is None else f", peak {peak / 2**20:.1f} MiB"
             rows.append(f"{name} {times:.2f} ms a step, {host:.2f} ms of them until the host is free{memory}")
-            if implementation is FullyShardedDataParallel:
-                rows[-1] += (
-                    f" (told by plan(): {self._planned(model) / 2**20:.1f} MiB of parameters unsharded)"
-                )
         return "\n  ".join(["", *rows])
-
-    def _planned(self, model: nn.Module) -> int:
-        """What ``plan`` says without ranks of a step's peak, which ``summary`` must say of the model."""
-        told = summary(model).peak_allocated_nbytes
-        planned = plan(
-            self._net(),
-            world_size=dist.get_world_size(),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_type=self.device.type,
-        ).peak_allocated_nbytes
-        if planned != told:
-            raise AssertionError(f"plan() says {planned} bytes unsharded at the peak, summary() {told}")
-        return planned
 
     def _measure(self, model: nn.Module) -> tuple[float, float, int | None]:
         on_device = None if self.device.type == "cpu" else torch.get_device_module(self.device)

@@ -28,7 +28,6 @@ PYTHON_LAYERS = (  # packages, and modules beside them
         "api",
         "debug",
         "fully_sharded_data_parallel",
-        "host_cost",
         "optim",
         "sharded_grad_scaler",
         "wrap",

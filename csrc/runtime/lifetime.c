@@ -1,5 +1,5 @@
-/* When the unsharded parameters of a unit come and go in a step. Whoever brings a unit into its forward or
- * backward calls these, and so does a dry run (dry_run.h), which has neither tensors nor modules. */
+/* When the unsharded parameters of a unit come and go in a step. The hooks of forward and backward
+ * call these functions. */
 #include "runtime/runtime.h"
 
 #include "runtime/operations.h"

@@ -169,7 +169,8 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     return most;
 }
 
-int64_t runtime_piece_nbytes(const struct runtime *runtime) {
+/* Bytes of the piece from which all of a step is cut, or -1. */
+static int64_t piece_nbytes(const struct runtime *runtime) {
     int64_t held = 0, input = last_input_nbytes(runtime);
     if (input < 0)
         return -1;
@@ -191,7 +192,8 @@ static int take(struct unit *part, void *arg) {
     return 0;
 }
 
-int runtime_take_memory(struct runtime *runtime) {
+/* Allocate and free the storage of each unit once: 1 if the piece provides some of it, 0 or -1. */
+static int take_memory(struct runtime *runtime) {
     struct taken taken = {.pool = &runtime->schedule.pool};
     int result = for_all_held(runtime, take, &taken);
     PyObject *type, *value, *traceback;
@@ -211,10 +213,10 @@ int runtime_reserve(struct runtime *runtime) {
         return 0;
     if (schedule_begin_reserve(schedule) < 0)
         return -1;
-    int64_t nbytes = runtime_piece_nbytes(runtime);
-    int cuts_piece = nbytes < 0 || pool_grow(pool, nbytes) < 0 ? -1 : runtime_take_memory(runtime);
+    int64_t nbytes = piece_nbytes(runtime);
+    int cuts_piece = nbytes < 0 || pool_grow(pool, nbytes) < 0 ? -1 : take_memory(runtime);
     /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
-    if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || runtime_take_memory(runtime) < 0))
+    if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || take_memory(runtime) < 0))
         cuts_piece = -1;
     return schedule_end_reserve(schedule, cuts_piece < 0 ? -1 : 0);
 }

@@ -33,7 +33,7 @@ struct runtime {
     PyObject *unit_objects; /* owned; tuple */
     struct unit **units;    /* owned array of borrowed pointers; units[0] is the root */
     int64_t num_units;
-    const struct operations *operations; /* borrowed; a dry run has one of its own */
+    const struct operations *operations; /* borrowed */
     struct order order;
     bool callback_queued;
     int64_t num_forwards; /* that have begun while no other was on its way, nor a backward */
@@ -75,10 +75,6 @@ void runtime_leave_forward(struct runtime *runtime);
 
 /* runtime.c: memory for what its steps gather, once. 0 or -1 */
 int runtime_reserve(struct runtime *runtime);
-/* in one piece, before it is taken for each storage; or -1 */
-int64_t runtime_piece_nbytes(const struct runtime *runtime);
-/* for each, and give it back: 1 where some is of the piece, 0 or -1 */
-int runtime_take_memory(struct runtime *runtime);
 /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
 int runtime_reshard_units(struct runtime *runtime);
 

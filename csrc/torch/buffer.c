@@ -47,10 +47,6 @@ int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject 
     return 0;
 }
 
-void buffer_init_without_memory(struct buffer *buffer, PyObject *tensor, PyObject *resize, int64_t nbytes) {
-    *buffer = (struct buffer){.tensor = Py_NewRef(tensor), .resize = Py_NewRef(resize), .nbytes = nbytes};
-}
-
 void buffer_fini(struct buffer *buffer) {
     if (buffer->allocated)
         count(buffer, -buffer->nbytes);

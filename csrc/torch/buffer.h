@@ -29,9 +29,6 @@ struct buffer {
 /* Create the tensor with its storage allocated, so that views of it can be made; buffer_free follows.
  * `counted` buffers enter the live and peak byte counts: those that hold unsharded parameters. 0 or -1. */
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted);
-/* For a dry run: it takes no memory, is not counted, and `resize` is called in the place of its storage's.
- * `tensor` is any. */
-void buffer_init_without_memory(struct buffer *buffer, PyObject *tensor, PyObject *resize, int64_t nbytes);
 void buffer_fini(struct buffer *buffer);
 
 int buffer_alloc(struct buffer *buffer); /* a no-op when allocated; contents undefined otherwise. 0 or -1 */

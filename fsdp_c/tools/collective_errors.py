@@ -14,7 +14,7 @@ from fsdp_c.tools import phases
 
 _TAKES_LESS = (
     "Smaller units (auto_wrap_policy=), a smaller batch and cpu_offload=CPUOffload(offload_params=True) take "
-    "less; fsdp_c.plan() says what a step of the model takes."
+    "less; fsdp_c.summary(model) estimates what a step takes."
 )
 _GATHERS_LESS = (
     "offload_to_cpu=True with rank0_only=True keeps what was gathered off the device; "

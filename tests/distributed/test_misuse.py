@@ -470,7 +470,6 @@ def test_frequencies_that_are_rounded_are_told(rank: int) -> None:
     precision = MixedPrecision(buffer_dtype=torch.bfloat16)
     model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)
     for _ in range(2):
-        assert "['0.inv_freq'] are frequencies, which buffer_dtype rounds" in str(fsdp_c.summary(model).hint)
         with (
             contextlib.nullcontext()
             if model._unit.runtime
@@ -499,4 +498,3 @@ def test_frequencies_that_stay_exact_are_no_mistake(precision: MixedPrecision) -
     with mode("error"):
         model(torch.ones(1, WIDTH)).sum().backward()
     assert model.module[0].inv_freq.dtype is torch.float32
-    assert "frequencies" not in str(fsdp_c.summary(model).hint)

@@ -1,13 +1,10 @@
-"""What ``plan`` says without ranks is what ranks then have, gather, reduce and hold: sizes, collectives and
-peak."""
+"""Ranks hold, gather and reduce what ``summary`` tells."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_c import _C, optional, plan, summary
+from fsdp_c import _C, optional, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.distributed.test_collective_calls import calls
 from tests.models import WIDTH, Block, Net
@@ -54,17 +51,9 @@ def frozen_in_the_middle() -> nn.Module:
     return net
 
 
-def frozen_at_the_start() -> nn.Module:
-    stages = Stages()
-    for index in (0, 1):
-        stages[index].requires_grad_(False)
-    return stages
-
-
-def frozen_behind_a_stage() -> nn.Module:
-    stages = Stages()
-    stages[2].requires_grad_(False)
-    return stages
+class UnequalBlocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Block(extra=True), Block(tied=True), Block(), Block(extra=True))
 
 
 def optional_blocks() -> nn.Module:
@@ -85,10 +74,9 @@ def optional_stages() -> nn.Module:
 UNITS = ModuleWrapPolicy({Block, Stage, nn.Sequential})
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: Net(4),
+    "unequal blocks": UnequalBlocks,
     "stages": Stages,
     "frozen in the middle": frozen_in_the_middle,
-    "frozen at the start": frozen_at_the_start,
-    "frozen behind a stage": frozen_behind_a_stage,
     "optional blocks": optional_blocks,
     "optional stages": optional_stages,
 }
@@ -99,12 +87,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"forward_prefetch": True, "backward_prefetch": None, "use_orig_params": True, "mixed_precision": BF16},
     {"auto_wrap_policy": None, "use_orig_params": True},
 ]
-
-
-def planned(build: Callable[[], nn.Module], world_size: int, strategy: str, settings: dict[str, Any]) -> Any:
-    with torch.device("meta"):
-        module = build()
-    return plan(module, world_size=world_size, strategy=ShardingStrategy[strategy], **settings)
 
 
 def wrap(build: Callable[[], nn.Module], strategy: str, settings: dict[str, Any]) -> FSDP:
@@ -119,7 +101,7 @@ def step(model: FSDP) -> None:
 
 
 def measured_peak(model: FSDP, held_before: int) -> int:
-    """Of a step like all others: the first has nothing to follow."""
+    """Of the second step: the first has no order to prefetch by."""
     step(model)
     _C.peak_unsharded_nbytes(reset=True)
     step(model)
@@ -130,48 +112,40 @@ MEASURED = [
     *((name, "FULL_SHARD") for name in MODELS),
     ("stages", "SHARD_GRAD_OP"),
     ("stages", "NO_SHARD"),
+    ("unequal blocks", "SHARD_GRAD_OP"),
+    ("blocks", "NO_SHARD"),
     ("optional blocks", "SHARD_GRAD_OP"),
 ]
 
 
 @pytest.mark.parametrize(("name", "strategy"), MEASURED)
 @on_ranks(2)
-def test_ranks_have_and_hold_what_was_planned(world_size: int, name: str, strategy: str) -> None:
+def test_the_estimated_peak_is_near_what_a_step_holds(name: str, strategy: str) -> None:
     build, held_before = MODELS[name], settled_nbytes()
     for settings in SETTINGS:
         settings = {"auto_wrap_policy": UNITS} | settings
         if "frozen" in name and not settings.get("use_orig_params") and not settings["auto_wrap_policy"]:
             continue
-        expected = planned(build, world_size, strategy, settings)
         model = wrap(build, strategy, settings)
-        assert summary(model) == expected, settings
-        assert measured_peak(model, held_before) == expected.peak_unsharded_nbytes, settings
+        told, held = summary(model), measured_peak(model, held_before)
+        error = 0.2 if isinstance(model.module, Stages) else 0.1
+        assert abs(told.peak_unsharded_nbytes - held) <= error * held, (settings, held, str(told))
         flat_params = [unit._flat_param for unit in FSDP.fsdp_modules(model) if unit._has_params]
-        assert sum(flat_param.nbytes for flat_param in flat_params) == expected.sharded_nbytes
+        assert sum(flat_param.nbytes for flat_param in flat_params) == told.sharded_nbytes
 
 
 @all_strategies
 @on_ranks(2)
-def test_a_step_sends_what_was_planned(world_size: int, strategy: str) -> None:
+def test_a_step_sends_what_the_summary_tells(strategy: str) -> None:
     settings = {"auto_wrap_policy": UNITS, "mixed_precision": BF16, "use_orig_params": True}
-    expected = planned(Stages, world_size, strategy, settings)
     model = wrap(Stages, strategy, settings)
+    told = summary(model)
     step(model)
     with calls() as seen:
         step(model)
     gathered, scattered, reduced = (
         [numel for kind, numel in seen if kind == one] for one in ("AG", "RS", "AR")
     )
-    assert (len(gathered), 2 * sum(gathered)) == (sum(expected.all_gathers), expected.all_gather_nbytes)
-    assert 4 * sum(scattered) == sum(unit.reduce_scatter_nbytes for unit in expected.units)
-    assert 4 * sum(reduced) == sum(unit.all_reduce_nbytes for unit in expected.units)
-
-
-@on_ranks(2)
-def test_summary_says_why_torchs_operators_run() -> None:
-    model = FSDP(Net(), device_id=device())
-    sentence = f"on {device().type} torch's operators compute what fsdp_c's kernels would"
-    for value in ("", "torch"):
-        with mock.patch.dict(os.environ, {"FSDP_C_KERNELS": value}):
-            text = " ".join(str(summary(model)).split())
-        assert (sentence in text) == ("FSDP_C_KERNELS=torch" in text) == (value == "torch"), text
+    assert {2 * numel for numel in gathered} == {unit.all_gather_nbytes for unit in told.units} - {0}
+    assert 4 * sum(scattered) == sum(unit.reduce_scatter_nbytes for unit in told.units)
+    assert 4 * sum(reduced) == sum(unit.all_reduce_nbytes for unit in told.units)

@@ -163,7 +163,7 @@ def test_memory_that_runs_out_is_told_with_rank_unit_and_remedy(rank: int) -> No
         assert re.match(
             f"rank {rank}, step 1: memory ran out while this rank waits in the {doing}", second
         ), second
-        assert "fsdp_c.plan()" in second and "collective failed" not in second
+        assert "fsdp_c.summary(model)" in second and "collective failed" not in second
 
 
 @pytest.mark.parametrize("name", GATHERED)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_c.tools import summary
+from fsdp_c import operator_kernels
 from tests import simulated_gpu
 from tests.models import WIDTH
 from tests.simulated_gpu import races
@@ -118,7 +118,7 @@ def test_a_gpu_that_the_kernels_have_no_code_for_runs_operators_of_torch(
     step(expected)
     torch.manual_seed(5)
     kernels.simulated_gpu_without_code(0)
-    summary._warn_of_operators.cache_clear()
+    operator_kernels.warn_if_used.cache_clear()
     try:
         with races.none_found():
             step(trainer)

@@ -175,13 +175,12 @@ model = wrap(nn.Linear(1024, 1024, device="cuda"))
 
 
 def test_the_pool_has_room_for_the_root_s_reduction() -> None:
-    """Of one layer in bf16 it reads twice what is gathered. What plan tells is gathered."""
+    """Of one layer in bf16 the reduction reads twice the bytes that are gathered."""
     run(
         ONE_LAYER
         + """
 forward_backward()
 assert [in_pool for _, in_pool in inputs()] == [True]
-assert __import__("fsdp_c").summary(model).peak_allocated_nbytes == full // 2
 """
     )
 

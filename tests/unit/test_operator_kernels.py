@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_c import _C, operator_kernels
 from fsdp_c.optim import FlatAdamW
-from fsdp_c.tools import environment, summary
+from fsdp_c.tools import environment
 from tests.unit.test_kernels import DTYPES, PAIRS, assert_same_bits, strided_tensors, values
 
 OPS = torch.ops.fsdp_c
@@ -144,11 +144,11 @@ def test_masters_to_their_own_rounding(both: Any) -> None:
 
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FSDP_C_KERNELS", "torch")
-    summary._warn_of_operators.cache_clear()
+    operator_kernels.warn_if_used.cache_clear()
     with caplog.at_level(logging.WARNING, "fsdp_c"):
         for _ in range(2):
-            summary._warn_of_operators("cpu")
-    summary._warn_of_operators.cache_clear()
+            operator_kernels.warn_if_used("cpu")
+    operator_kernels.warn_if_used.cache_clear()
     assert caplog.text.count("FSDP_C_KERNELS=torch is in the environment") == 1
     assert "CPU kernels:   not in use, torch's operators are: FSDP_C_KERNELS=torch" in environment.report()
 
