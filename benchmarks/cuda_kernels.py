@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c.optim import FlatAdamW
+import fsdp_c  # noqa: F401  (registers the operators)
 
 MEBIBYTE = 1 << 20
 SIZES = [4, 16, 64, 256]
@@ -25,19 +25,6 @@ REPEATS = 10
 MOST_COPIES = 32  # a stream takes about a thousand launches before the host waits
 HEAD_START = 1_000_000  # cycles of the device for the host to enqueue one call
 MOST_CYCLES = 2_000_000_000
-STOCHASTIC, EIGHT_BITS = {"rounding": "stochastic"}, {"state_dtype": torch.uint8}
-OPTIMIZERS: dict[
-    str, tuple[torch.dtype, float, dict[str, Any], bool]
-] = {  # bytes of state, options, whether torch has it
-    "fp32": (torch.float32, 8, {}, True),
-    "bf16": (torch.bfloat16, 4, {}, True),
-    "bf16, fp32 state": (torch.bfloat16, 8, {"state_dtype": torch.float32}, False),
-    "bf16 with masters": (torch.bfloat16, 10, {"master_dtype": torch.float32}, False),
-    "bf16 stochastic": (torch.bfloat16, 4, STOCHASTIC, False),
-    "fp32, 8-bit state": (torch.float32, 2 + 8 / 256, EIGHT_BITS, False),
-    "bf16, 8-bit state": (torch.bfloat16, 2 + 8 / 256, EIGHT_BITS, False),
-    "bf16 stochastic, 8-bit state": (torch.bfloat16, 2 + 8 / 256, STOCHASTIC | EIGHT_BITS, False),
-}
 ops = torch.ops.fsdp_c
 
 
@@ -90,17 +77,7 @@ def cases(numel: int, device: str) -> list[Case]:
         Case("cast bf16 -> fp32", lambda: ops.cast_divide(bf16, 1.0, torch.float32), bf16.float, 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
         Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
-        *(adamw(name, fp32.to(dtype), *options) for name, (dtype, *options) in OPTIMIZERS.items()),
     ]
-
-
-def adamw(name: str, grad: Tensor, state_nbytes: float, options: dict[str, Any], torch_has_it: bool) -> Case:
-    """A step that reads gradients, and reads and writes parameters and ``state_nbytes`` of each element."""
-    param = torch.nn.Parameter(torch.randn_like(grad))
-    param.grad = grad
-    theirs = torch.optim.AdamW([param], fused=True).step if torch_has_it else None
-    nbytes = int(grad.numel() * (3 * grad.element_size() + 2 * state_nbytes))
-    return Case(f"AdamW {name}", FlatAdamW([param], **options).step, theirs, nbytes)
 
 
 def call(bodies: list[Callable[[], Any]]) -> None:
@@ -114,7 +91,7 @@ def seconds(bodies: list[Callable[[], Any]]) -> float:
 
     They are enqueued while the device sleeps, so that what the host takes for a call is not in it.
     """
-    call(bodies)  # loads kernels, makes states
+    call(bodies)  # loads kernels
     best, cycles, done = float("inf"), HEAD_START * len(bodies), 0
     while done < REPEATS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

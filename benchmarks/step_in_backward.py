@@ -44,13 +44,13 @@ def build(width: int, layers: int) -> Any:
 def body(rank: int, told: Any, width: int, layers: int, tokens: int, rounds: int) -> None:
     import torch.distributed as dist
 
-    from fsdp_c.optim import FlatAdamW, step_in_backward
+    from fsdp_c.optim import step_in_backward
 
     torch.set_num_threads(1)
     models = [build(width, layers) for _ in range(2)]
     optimizers = [
-        FlatAdamW(models[0].parameters(), lr=1e-4),
-        step_in_backward(models[1], partial(FlatAdamW, lr=1e-4)),
+        torch.optim.AdamW(models[0].parameters(), lr=1e-4, fused=True),
+        step_in_backward(models[1], partial(torch.optim.AdamW, lr=1e-4, fused=True)),
     ]
     x = torch.randn(tokens, width)
     times: list[list[float]] = [[], []]

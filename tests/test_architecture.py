@@ -36,15 +36,15 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("__init__", "__main__", "cli", "selftest"),
 )
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
-    "csrc/base": 158,
+    "csrc/base": 156,
     "csrc/layout": 559,
-    "csrc/kernels": 4_252,
-    "csrc/torch": 3_574,
+    "csrc/kernels": 2_765,
+    "csrc/torch": 3_339,
     "csrc/collective": 321,
     "csrc/handle": 4_705,
     "csrc/runtime": 5_431,
     "csrc/python": 1_655,
-    "fsdp_c": 25_397,
+    "fsdp_c": 24_815,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

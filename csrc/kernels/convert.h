@@ -132,19 +132,13 @@ static inline float16 float16_from_bfloat16(bfloat16 value) {
 #define double_from_float16(value)    ((double)float_from_float16(value))
 #define bfloat16_from_double(value)   bfloat16_from_float((float)(value))
 
-/* The arithmetic of each type: what it is computed in, loaded to and stored from. */
-typedef float float_arith;
-typedef double double_arith;
-typedef float bfloat16_arith;
-typedef float float16_arith;
-#define float_load(value)   (value)
-#define double_load(value)  (value)
-#define bfloat16_load       float_from_bfloat16
-#define float16_load        float_from_float16
-#define float_store(value)  (value)
-#define double_store(value) (value)
-#define bfloat16_store      bfloat16_from_float
-#define float16_store       float16_from_float
+/* fp32, which all of these are computed in: loaded to it and stored from it. */
+#define float_load(value)  (value)
+#define bfloat16_load      float_from_bfloat16
+#define float16_load       float_from_float16
+#define float_store(value) (value)
+#define bfloat16_store     bfloat16_from_float
+#define float16_store      float16_from_float
 
 #endif
 #endif

@@ -59,7 +59,6 @@ pack_kernel cuda_pack;
 pack_add_kernel cuda_pack_add;
 elementwise_kernel cuda_cast_divide, cuda_accumulate;
 checksums_kernel cuda_checksums;
-adamw_kernel cuda_adamw;
 }
 
 #endif

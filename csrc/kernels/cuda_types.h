@@ -67,14 +67,6 @@ template <typename Body> enum status with_type(enum dtype dtype, Body body) {
     return (unsigned)dtype < DTYPE_COUNT ? with_known_type(dtype, body) : STATUS_UNSUPPORTED;
 }
 
-/* One number of any dtype, on the device. */
-__device__ inline double read_number(const void *number, enum dtype dtype) {
-    return with_known_type(dtype, [&](auto type) {
-        using T = decltype(type);
-        return (double)element<T>::load(*(const T *)number);
-    });
-}
-
 template <typename Body> enum status with_types(enum dtype first, enum dtype second, Body body) {
     return with_type(first, [&](auto a) { return with_type(second, [&](auto b) { return body(a, b); }); });
 }

@@ -108,37 +108,6 @@ typedef enum status checksums_kernel(uint64_t *checksums, const struct byte_rang
                                      const struct kernel_stream *stream);
 extern checksums_kernel kernel_checksums;
 
-/* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without
- * amsgrad the data of the last is NULL. `step` counts those taken before, and is counted up: one number of
- * the operands' device. Of an average in 8 bits the dtype is DTYPE_OTHER_1. */
-enum adam_operand { ADAM_PARAM, ADAM_GRAD, ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ };
-struct adam_tensor {
-    struct tensor_view operands[ADAM_MAX_EXP_AVG_SQ + 1];
-    int64_t numel;
-    float *step;
-    int16_t *master_low; /* of bf16 parameters: [Note: masters] in adam.h; or NULL */
-    bool is_stochastic;  /* what is stored in bf16: [Note: stochastic rounding] in adam.h */
-    uint64_t stream;     /* then: of the numbers drawn */
-    int64_t first_index; /* of the first element, in the whole of which the tensor is a part */
-    /* of averages in 8 bits, one for each of adam_num_blocks(): [Note: states in 8 bits]; or NULL */
-    float *scales[ADAM_MAX_EXP_AVG_SQ + 1];
-};
-struct adamw_options {
-    double lr;
-    double beta1;
-    double beta2;
-    double eps;
-    double weight_decay;
-    bool maximize;
-    const void *lr_memory; /* of the operands' device, holds the learning rate instead of `lr`; or NULL */
-    enum dtype lr_dtype;
-};
-
-/* One step of AdamW, in fp64 for fp64 parameters and in fp32 for all others: adam.c gives the formula. */
-typedef enum status adamw_kernel(const struct adam_tensor *tensors, int64_t num_tensors,
-                                 const struct adamw_options *options, const struct kernel_stream *stream);
-extern adamw_kernel kernel_adamw;
-
 static inline bool dtype_is_known(enum dtype dtype) {
     return (unsigned)dtype < DTYPE_COUNT;
 }

@@ -1,12 +1,11 @@
 /* The loops behind the kernels, compiled once per instruction set: single threads over contiguous elements.
  *
- * Invariant: every version gives the same bits. No product and sum is fused but where a loop asks for it, and
- * sums that are not exact have an order of their own. loops_default.c, loops_avx2.c and loops_avx512.c hold
- * one version each. */
+ * Invariant: every version gives the same bits. No product and sum is fused. loops_default.c, loops_avx2.c and
+ * loops_avx512.c hold one version each. */
 #ifndef FSDP_KERNELS_LOOPS_H
 #define FSDP_KERNELS_LOOPS_H
 
-#include "kernels/adam.h"
+#include "kernels/kernels.h"
 
 /* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are
  * equal. */
@@ -28,25 +27,6 @@ struct loops {
                                                   double divisor);
     void (*add_multiplied[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
                                                      double factor);
-
-    /* By enum adam_operand, all of one dtype; the last NULL without amsgrad. */
-    void (*adamw[DTYPE_COUNT])(void *const operands[], int64_t numel, const struct adam_numbers *numbers);
-
-    /* [Note: masters]: fp32 from bf16 and low halves, and back */
-    void (*join_masters)(void *masters, const void *params, const int16_t *lows, int64_t numel);
-    void (*split_masters)(void *params, int16_t *lows, const void *masters, int64_t numel);
-
-    /* [Note: stochastic rounding], of the element at `first_index` and the next ones, whose indices have one
-     * upper half: an operand's bf16 from fp32; and a step of which all is bf16 */
-    void (*draw_bfloat16)(void *output, const void *input, int numel, int64_t first_index, uint64_t key,
-                          int operand);
-    void (*adamw_drawn)(void *const operands[], int64_t numel, const struct adam_numbers *numbers,
-                        int64_t first_index, uint64_t key);
-
-    /* A step over a whole block of [Note: states in 8 bits], by the dtype of parameters and gradients: fp32
-     * and bf16 alone */
-    void (*adamw_coded[DTYPE_COUNT])(void *const operands[], float *const scales[],
-                                     const struct adam_numbers *numbers);
 
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };

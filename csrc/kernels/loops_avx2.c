@@ -4,7 +4,6 @@
 
 #ifdef LOOPS_X86_64
 #include <immintrin.h>
-#include <math.h>
 #include <string.h>
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
@@ -39,38 +38,7 @@ static inline __m256i round_to_bfloat16(__m256 values) {
     return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
 }
 
-static inline __m256 floats_larger(__m256 a, __m256 b) {
-    __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-    return _mm256_blendv_ps(_mm256_max_ps(a, b), a, is_nan); /* the second, where one is NaN */
-}
-
 #include "kernels/loops_x86.h"
-
-static inline float_bits bits_load_codes(const uint8_t *codes) {
-    return (float_bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)codes));
-}
-
-static inline void bits_store_codes(uint8_t *codes, float_bits bits) {
-    __m128i halves =
-        _mm_packus_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
-    _mm_storel_epi64((__m128i *)(void *)codes, _mm_packus_epi16(halves, halves));
-}
-
-/* Eight numbers, and of each index those that its last three bits choose. */
-typedef floats table;
-static inline table table_of(const float *numbers) {
-    return _mm256_loadu_ps(numbers);
-}
-
-static inline floats table_pick(table numbers, float_bits index) {
-    return _mm256_permutevar8x32_ps(numbers, (__m256i)index);
-}
-
-/* The bits of a number, or those that all NaNs have. */
-static inline float_bits floats_kept(floats values) {
-    __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
-    return (float_bits)_mm256_blendv_ps(values, (__m256)_mm256_set1_epi32(0x7fc00000), is_nan);
-}
 
 #define LOOPS_TABLE loops_avx2
 #define LOOPS_NAME  "avx2"

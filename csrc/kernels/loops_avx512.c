@@ -4,7 +4,6 @@
 
 #ifdef LOOPS_X86_64
 #include <immintrin.h>
-#include <math.h>
 #include <string.h>
 #ifdef __clang__
 #pragma clang attribute push(                                                                                \
@@ -39,37 +38,7 @@ static inline __m512i round_to_bfloat16(__m512 values) {
     return _mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), is_number, bits, half);
 }
 
-static inline __m512 floats_larger(__m512 a, __m512 b) {
-    __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    return _mm512_mask_mov_ps(_mm512_max_ps(a, b), is_nan, a); /* the second, where one is NaN */
-}
-
 #include "kernels/loops_x86.h"
-
-static inline float_bits bits_load_codes(const uint8_t *codes) {
-    return (float_bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)codes));
-}
-
-static inline void bits_store_codes(uint8_t *codes, float_bits bits) {
-    _mm_storeu_si128((__m128i *)(void *)codes, _mm512_cvtepi32_epi8((__m512i)bits));
-}
-
-/* Eight numbers, and of each index those that its last three bits choose. */
-typedef floats table;
-static inline table table_of(const float *numbers) {
-    return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(numbers))));
-}
-
-static inline floats table_pick(table numbers, float_bits index) {
-    return _mm512_permutexvar_ps((__m512i)index, numbers);
-}
-
-/* The bits of a number, or those that all NaNs have. */
-static inline float_bits floats_kept(floats values) {
-    __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    return (float_bits)_mm512_mask_mov_epi32(_mm512_castps_si512(values), is_nan,
-                                             _mm512_set1_epi32(0x7fc00000));
-}
 
 #define LOOPS_TABLE loops_avx512
 #define LOOPS_NAME  "avx512"

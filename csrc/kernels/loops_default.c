@@ -2,7 +2,6 @@
 #include "kernels/checksum.h"
 #include "kernels/loops.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "kernels/convert.h"
@@ -10,11 +9,7 @@
 enum { FLOATS = 4, WORDS = 2 };
 typedef float floats __attribute__((vector_size(16)));
 typedef uint32_t float_bits __attribute__((vector_size(16)));
-typedef int32_t float_ints __attribute__((vector_size(16)));
 typedef uint16_t half_bits __attribute__((vector_size(8)));
-typedef uint8_t byte_bits __attribute__((vector_size(4)));
-typedef double doubles __attribute__((vector_size(32)));
-typedef uint64_t double_bits __attribute__((vector_size(32)));
 typedef uint64_t words __attribute__((vector_size(16)));
 
 /* ---- the conversions of convert.h, on vectors ---- */
@@ -32,30 +27,6 @@ static inline float_bits bits_load(const void *halves) {
 static inline void bits_store_halves(void *halves, float_bits bits) {
     half_bits narrow = __builtin_convertvector(bits, half_bits);
     memcpy(halves, &narrow, sizeof narrow);
-}
-
-static inline float_bits bits_load_codes(const uint8_t *codes) {
-    byte_bits bits;
-    memcpy(&bits, codes, sizeof bits);
-    return __builtin_convertvector(bits, float_bits);
-}
-
-static inline void bits_store_codes(uint8_t *codes, float_bits bits) {
-    byte_bits narrow = __builtin_convertvector(bits, byte_bits);
-    memcpy(codes, &narrow, sizeof narrow);
-}
-
-static inline float_bits bits_larger(float_bits a, float_bits b) {
-    return select_bits((float_bits)(a > b), a, b);
-}
-
-static inline float_bits bits_smaller(float_bits a, float_bits b) {
-    return select_bits((float_bits)(a < b), a, b);
-}
-
-/* The bits of a number, or those that all NaNs have. */
-static inline float_bits floats_kept(floats values) {
-    return select_bits((float_bits)(values != values), (float_bits){0} + 0x7fc00000u, (float_bits)values);
 }
 
 static inline float_bits bfloat16_bits(floats values) {
@@ -92,15 +63,6 @@ static inline floats floats_of(float value) {
     return (floats){value, value, value, value};
 }
 
-/* Eight numbers, and of each index those that its last three bits choose. */
-typedef const float *table;
-#define table_of(numbers) (numbers)
-
-static inline floats table_pick(table numbers, float_bits index) {
-    index &= 7u;
-    return (floats){numbers[index[0]], numbers[index[1]], numbers[index[2]], numbers[index[3]]};
-}
-
 static inline floats floats_load_float(const float *input) {
     floats values;
     memcpy(&values, input, sizeof values);
@@ -133,38 +95,6 @@ static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
 
 static inline void floats_store_float16(float16 *output, floats values) {
     bits_store_halves(output, float16_bits(values));
-}
-
-/* sum + a * b, rounded once. The product is exact in fp64; the sum is rounded there to odd, which no second
- * rounding notices: of the two numbers around it, where it is none, the one whose last bit is set. */
-static inline floats floats_fused(floats sum, floats a, floats b) {
-#ifdef __FP_FAST_FMAF
-    for (int lane = 0; lane < FLOATS; lane++)
-        sum[lane] = fmaf(a[lane], b[lane], sum[lane]);
-    return sum;
-#else
-    doubles product = __builtin_convertvector(a, doubles) * __builtin_convertvector(b, doubles);
-    doubles addend = __builtin_convertvector(sum, doubles);
-    doubles total = product + addend;
-    doubles part = total - product;
-    doubles error = (product - (total - part)) + (addend - part);
-    double_bits bits = (double_bits)total;
-    double_bits is_inexact = (double_bits)(error > 0) | (double_bits)(error < 0);
-    double_bits is_even = (bits & 1u) - 1u;
-    double_bits away = (double_bits)((error > 0) == (total > 0)); /* from zero: -1 if so */
-    bits -= (away + away + 1u) & is_inexact & is_even;
-    return __builtin_convertvector((doubles)bits, floats);
-#endif
-}
-
-static inline floats floats_root(floats values) {
-    for (int lane = 0; lane < FLOATS; lane++)
-        values[lane] = sqrtf(values[lane]);
-    return values;
-}
-
-static inline floats floats_larger(floats a, floats b) {
-    return (floats)select_bits((float_bits)(a > b) | (float_bits)(a != a), (float_bits)a, (float_bits)b);
 }
 
 static inline words words_of(uint64_t value) {

@@ -4,7 +4,6 @@
  * which gives the intrinsic of a name, and what the two instruction sets have each in its own way. */
 typedef vector_floats floats;
 typedef uint32_t float_bits __attribute__((vector_size(4 * FLOATS)));
-typedef int32_t float_ints __attribute__((vector_size(4 * FLOATS)));
 typedef uint64_t words __attribute__((vector_size(8 * WORDS)));
 
 enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
@@ -23,14 +22,6 @@ static inline floats floats_load_bfloat16(const bfloat16 *input) {
 
 static inline floats floats_load_float16(const float16 *input) {
     return OF_WIDTH(cvtph_ps)(halves_load(input));
-}
-
-static inline float_bits bits_larger(float_bits a, float_bits b) {
-    return (float_bits)OF_WIDTH(max_epu32)((vector_bits)a, (vector_bits)b);
-}
-
-static inline float_bits bits_smaller(float_bits a, float_bits b) {
-    return (float_bits)OF_WIDTH(min_epu32)((vector_bits)a, (vector_bits)b);
 }
 
 static inline void bits_store_halves(void *halves, float_bits bits) {
@@ -55,15 +46,6 @@ static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
 
 static inline void floats_store_float16(float16 *output, floats values) {
     halves_store(output, OF_WIDTH(cvtps_ph)(values, NEAREST));
-}
-
-/* sum + a * b, rounded once. */
-static inline floats floats_fused(floats sum, floats a, floats b) {
-    return OF_WIDTH(fmadd_ps)(a, b, sum);
-}
-
-static inline floats floats_root(floats values) {
-    return OF_WIDTH(sqrt_ps)(values);
 }
 
 static inline words words_of(uint64_t value) {

@@ -14,7 +14,6 @@ const struct kernel_table cpu_kernels = {
     .cast_divide = kernel_cast_divide,
     .accumulate = kernel_accumulate,
     .checksums = kernel_checksums,
-    .adamw = kernel_adamw,
     .device_error = device_error,
 };
 

@@ -8,7 +8,7 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 10 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 11 }; /* a library of another version is not loaded */
 
 struct kernel_table {
     int32_t version;
@@ -17,7 +17,6 @@ struct kernel_table {
     elementwise_kernel *cast_divide, *accumulate;
     /* Numbers lie in the device's memory: the host waits for none. */
     checksums_kernel *checksums;
-    adamw_kernel *adamw;
     const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
     /* Of CUDA's alone. NULL: this device can run them. The text is the thread's own. */
     const char *(*why_not_on)(int32_t device_index);

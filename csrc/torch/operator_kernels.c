@@ -1,6 +1,5 @@
 #include "torch/kernel_library.h"
 
-#include "kernels/adam.h"
 #include "kernels/checksum.h"
 #include "kernels/pack.h"
 #include "torch/ref.h"
@@ -41,10 +40,6 @@ static PyObject *over_flat(const void *data, enum dtype dtype, int64_t numel,
                            const struct kernel_stream *stream) {
     return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype, .ndim = 1, .sizes = &numel},
                 stream);
-}
-
-static PyObject *over_number(const void *data, enum dtype dtype, const struct kernel_stream *stream) {
-    return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype}, stream);
 }
 
 /* ---- gradients into a flat tensor ---- */
@@ -175,60 +170,6 @@ static enum status checksums(uint64_t *checksums, const struct byte_range *range
     return finish(lock, "checksums", arguments);
 }
 
-/* A tuple of the operands, a master's low halves, the scales of averages, None for what there is not; the
- * number of steps; of stochastic rounding the stream, or None; the first index. */
-static PyObject *adam_operands(const struct adam_tensor *tensor, const struct kernel_stream *stream) {
-    PyObject *operands = PyList_New(0);
-    int result = operands ? 0 : -1;
-    for (int i = 0; !result && i < ADAM_OPERANDS; i++) {
-        const struct tensor_view *view = &tensor->operands[i];
-        result = ref_append(operands, adam_has_operand(tensor, i)
-                                          ? over_flat(view->data, view->dtype, tensor->numel, stream)
-                                          : Py_NewRef(Py_None));
-    }
-    if (!result)
-        result = ref_append(
-            operands, tensor->master_low ? over_flat(tensor->master_low, DTYPE_OTHER_2, tensor->numel, stream)
-                                         : Py_NewRef(Py_None));
-    int64_t num_blocks = adam_num_blocks(tensor->first_index, tensor->numel);
-    for (int i = ADAM_EXP_AVG; !result && i < ADAM_OPERANDS; i++)
-        result = ref_append(operands, tensor->scales[i]
-                                          ? over_flat(tensor->scales[i], DTYPE_FLOAT32, num_blocks, stream)
-                                          : Py_NewRef(Py_None));
-    if (!result)
-        result = ref_append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
-    if (!result)
-        result = ref_append(operands, tensor->is_stochastic ? PyLong_FromLongLong((long long)tensor->stream)
-                                                            : Py_NewRef(Py_None));
-    if (!result)
-        result = ref_append(operands, PyLong_FromLongLong((long long)tensor->first_index));
-    PyObject *tuple = result ? NULL : PyList_AsTuple(operands);
-    Py_XDECREF(operands);
-    return tuple;
-}
-
-static enum status adamw(const struct adam_tensor *tensors, int64_t num_tensors,
-                         const struct adamw_options *options, const struct kernel_stream *stream) {
-    enum status status = adam_check(tensors, num_tensors, options);
-    if (status != STATUS_OK)
-        return status;
-    PyGILState_STATE lock = PyGILState_Ensure();
-    PyObject *list = PyList_New(0);
-    int result = list ? 0 : -1;
-    for (int64_t i = 0; !result && i < num_tensors; i++)
-        result = ref_append(list, adam_operands(&tensors[i], stream));
-    PyObject *lr = result               ? NULL
-                   : options->lr_memory ? over_number(options->lr_memory, options->lr_dtype, stream)
-                                        : PyFloat_FromDouble(options->lr);
-    PyObject *arguments =
-        lr ? Py_BuildValue("(OOddddO)", list, lr, options->beta1, options->beta2, options->eps,
-                           options->weight_decay, options->maximize ? Py_True : Py_False)
-           : NULL;
-    Py_XDECREF(list);
-    Py_XDECREF(lr);
-    return finish(lock, "adamw", arguments);
-}
-
 static const char *device_error(void) {
     return error_text;
 }
@@ -240,6 +181,5 @@ const struct kernel_table operator_kernels = {
     .cast_divide = cast_divide,
     .accumulate = accumulate,
     .checksums = checksums,
-    .adamw = adamw,
     .device_error = device_error,
 };

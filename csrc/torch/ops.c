@@ -18,12 +18,7 @@
     X(accumulate_shard, op_accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \
     X(join_ranges, op_join_ranges,                                                                                \
       "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")   \
-    X(checksums, op_checksums, "(Tensor[] tensors) -> Tensor")                                                    \
-    X(adamw_, op_adamw,                                                                                           \
-      "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "                \
-      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] master_lows, Tensor(f!)[] scales, Tensor(g!)[] steps, "      \
-      "Tensor[] lr_tensors, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize, "                 \
-      "int[] streams, int[] first_indices) -> ()")
+    X(checksums, op_checksums, "(Tensor[] tensors) -> Tensor")
 /* clang-format on */
 
 #define DEFINE_ON(function, op, body, ...)                                                                   \
@@ -155,14 +150,6 @@ void op_call_pack(struct op_call *call, const struct op_operand *output, const s
                                                         sources, (int64_t)count, divisor,
                                                         tensor_kernel_stream(&output->view)));
     }
-}
-
-float *op_call_read_number(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                           const char *argument) {
-    op_call_read(call, operand, tensor, argument);
-    OP_CHECK(operand->view.dtype == DTYPE_FLOAT32 && operand->numel == 1, "%s: %s must be one float32",
-             call->name, argument);
-    return operand->view.data;
 }
 
 void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total,

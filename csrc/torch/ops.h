@@ -65,9 +65,6 @@ void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTen
 
 int32_t op_call_read_dtype(struct op_call *call, StableIValue slot);
 double op_call_read_divisor(struct op_call *call, StableIValue slot);
-/* One float32 that a kernel reads or writes. */
-float *op_call_read_number(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                           const char *argument);
 void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total,
                          const char *what);
 
@@ -88,6 +85,5 @@ void op_accumulate_shard(StableIValue *stack, struct op_call *call);
 /* op_lists.c */
 void op_join_ranges(StableIValue *stack, struct op_call *call);
 void op_checksums(StableIValue *stack, struct op_call *call);
-void op_adamw(StableIValue *stack, struct op_call *call);
 
 #endif

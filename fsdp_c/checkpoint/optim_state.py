@@ -75,13 +75,13 @@ def _params_of(
 def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
     """{"state": {fqn: {...}}, "param_groups": [...]}; tensors sharded as parameters are as ``RangeTensor``.
 
-    The memory is the optimizer's own, but for averages in 8 bits; see ``model_state``. Collective for
+    The memory is the optimizer's own; see ``model_state``. Collective for
     WholeParameters alone: a rank has entries of what it holds. Raises ValueError for state that is not a
     parameter's own: LBFGS's, and in other optimizers over shards what is of another shape or nested.
     """
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
-    sharded_state = getattr(optimizer, "sharded_state", None)  # of our optimizers
+    sharded_state = getattr(optimizer, "sharded_state", None)  # WholeParameters'
     held = sharded_state() if sharded_state else optimizer.state
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
@@ -362,10 +362,7 @@ class OptimTarget:
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
             return present
         stays = name == "step" and not self._is_fused(param)
-        # what comes in float32 and is kept in 8 bits: the device need not hold all of it first
-        encodes = getattr(self.optimizer, "encodes", None)  # FlatAdamW's
-        is_coded = encodes is not None and encodes(self._group_of.get(param, {}), name)
-        device = torch.device("cpu") if stays or is_coded else param.device
+        device = torch.device("cpu") if stays else param.device
         if tuple(param.shape) == shape:
             return torch.zeros_like(
                 param, dtype=dtype, device=device, memory_format=torch.preserve_format
@@ -448,11 +445,8 @@ class OptimTarget:
         for param, _ in (each for group in self.groups for each in group):
             self.optimizer.state.pop(param, None)
         self.optimizer.state.update(state)
-        kept = getattr(self.optimizer, "kept_options", ())
         for group, saved in groups:
-            group.update({name: copy.deepcopy(value) for name, value in saved.items() if name not in kept})
-        if keep_loaded := getattr(self.optimizer, "keep_loaded", None):
-            keep_loaded()
+            group.update(copy.deepcopy(saved))
 
     def _value(self, key: str) -> Any:
         """What was read."""

@@ -128,7 +128,6 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _padded_unsharded_size: torch.Size  # from lazy initialisation on, where the parameters are sharded
     _sharded_size: torch.Size
     _shard_numel_padded: int
-    _first_index: int  # of what this rank holds, in the whole
     _post_backward_called: bool
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> "FlatParameter":
@@ -820,8 +819,5 @@ def _describe(
     flat_param._is_grad_none_mask = [False] * num_params if use_orig_params else None
     flat_param._post_backward_called = False
     flat_param._fsdp_flattened = True
-    flat_param._first_index = layout.shard_start
-    for param, range_ in zip(found.params if use_orig_params else (), layout.shard_ranges(), strict=False):
-        # marks on the user's own parameter; the second, that it is this rank's part from there on
-        param._fsdp_flattened = True  # type: ignore[attr-defined]
-        param._first_index = range_[3]  # type: ignore[attr-defined]
+    for param in found.params if use_orig_params else ():
+        param._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark on the user's own parameter

@@ -357,8 +357,7 @@ class WholeParameters(Optimizer):
     def _state_of(self, whole: _Whole) -> ParamState:
         """The optimizer's own, as it is saved; empty on other ranks than the owner."""
         inner = self._inner_of[whole.held]
-        saved = getattr(inner, "saved_state", inner.state.__getitem__)  # FlatAdamW's
-        return saved(whole.held) if whole.held in inner.state else {}
+        return inner.state[whole.held] if whole.held in inner.state else {}
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""

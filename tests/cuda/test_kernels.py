@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-from fsdp_c.optim import FlatAdamW
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 7, 8, 1023, 65_537, 1 << 20]
@@ -153,92 +149,6 @@ def test_checksums_are_those_of_the_cpu_at_any_length_and_address() -> None:
     with without_waiting():
         sums = ops.checksums(ranges * 7)  # more than a launch takes
     assert torch.equal(sums.cpu(), ops.checksums([one.cpu() for one in ranges] * 7))
-
-
-# Of torch's fused AdamW, which rounds in another order; of ours on the CPU, where only powers of the betas
-# differ.
-ADAMW_RTOL = {torch.float32: (1e-4, 1e-6), torch.float64: (1e-6, 1e-13)}
-ADAMW_RTOL |= {torch.bfloat16: (2e-2, 1e-2), torch.float16: (4e-3, 2e-3)}
-
-
-@each_dtype
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"betas": (0.3, 0.9)}], ids=str)
-def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(
-    dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    weights = [numbers(numel, dtype, numel) for numel in NUMELS]
-
-    def steps(make: Any, device: str) -> list[Tensor]:
-        params = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
-        optimizer = make(params, lr=0.01, **options)
-        for step in range(10):
-            for param, numel in zip(params, NUMELS, strict=True):
-                param.grad = numbers(numel, dtype, 100 * step + numel % 97).to(device)
-            optimizer.step()
-        return [param.detach().cpu() for param in params]
-
-    ours = steps(FlatAdamW, "cuda")
-    for expected, rtol in zip(
-        (steps(partial(torch.optim.AdamW, fused=True), "cuda"), steps(FlatAdamW, "cpu")),
-        ADAMW_RTOL[dtype],
-        strict=True,
-    ):
-        for actual, one in zip(ours, expected, strict=True):
-            torch.testing.assert_close(actual, one, rtol=rtol, atol=rtol / 10)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"master_dtype": torch.float32, "amsgrad": True},
-        {"rounding": "stochastic", "lr": 0.0},
-        {"master_dtype": torch.float32, "state_dtype": torch.uint8},
-    ],
-    ids=str,
-)
-def test_flat_adamw_keeps_what_bfloat16_lacks_as_on_the_cpu(options: dict[str, Any]) -> None:
-    weights = [numbers(numel, torch.bfloat16, numel) for numel in NUMELS]
-
-    def state_of(device: str) -> list[Tensor]:
-        params = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
-        optimizer = FlatAdamW(params, **({"lr": 0.01} | options))
-        for step in range(10):
-            for param, numel in zip(params, NUMELS, strict=True):
-                param.grad = numbers(numel, torch.bfloat16, 100 * step + numel % 97).to(device)
-            optimizer.step()
-        tensors = [optimizer.master(param) for param in params]
-        tensors += [optimizer.state[param]["exp_avg_sq"] for param in params]
-        return [tensor.cpu() for tensor in tensors]
-
-    for actual, one in zip(state_of("cuda"), state_of("cpu"), strict=True):
-        torch.testing.assert_close(actual, one, rtol=1e-6, atol=1e-7)
-
-
-def test_flat_adamw_waits_for_nothing_and_counts_on_in_a_graph() -> None:
-    """With a rate on the device that changes between replays; as many steps without a graph end in the same
-    bits."""
-    gradient, weight = numbers(1023, torch.float32, 1), numbers(1023, torch.float32)
-
-    def make(rate: Tensor) -> tuple[torch.nn.Parameter, FlatAdamW]:
-        param = torch.nn.Parameter(weight.clone())
-        param.grad = gradient.clone()
-        return param, FlatAdamW([param], lr=rate)
-
-    rates = (torch.tensor(0.01, device="cuda"), torch.tensor(0.01, device="cuda"))
-    (captured, capturing), (expected, eager) = map(make, rates)
-    with without_waiting():
-        for optimizer in (capturing, eager):
-            optimizer.step()  # makes the state
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        capturing.step()
-    for rate in (0.01, 0.002, 0.03):
-        rates[0].fill_(rate)
-        rates[1].fill_(rate)
-        graph.replay()
-        eager.step()
-    assert same(captured.detach(), expected.detach())
-    assert capturing.state[captured]["step"].item() == 4.0
 
 
 def test_a_launch_goes_to_the_current_stream() -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.optim import FlatAdamW
 from tests.models import Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import assert_same, batch, sharded
@@ -165,23 +164,6 @@ def test_sync_module_states_and_no_device_work_with_offload(rank: int) -> None: 
     torch.manual_seed(0)
     plain = Net()
     assert torch.equal(model(batch(0, 0)), plain(batch(0, 0)))
-
-
-@both_views
-@on_ranks(2)
-def test_flat_adamw_trains_offloaded_shards_as_torchs_fused_adamw(rank: int, use_orig_params: bool) -> None:
-    """Shards of a few elements, which torch's vectors leave over: not bitwise here."""
-    trained = []
-    for kind, arguments in ((FlatAdamW, {}), (torch.optim.AdamW, {"fused": True})):
-        model = build(True, use_orig_params=use_orig_params)
-        optimizer = kind(model.parameters(), lr=1e-2, **arguments)
-        for step in range(STEPS):
-            backward(model, step, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(params(model))
-    for name, expected in trained[1].items():
-        torch.testing.assert_close(trained[0][name], expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("writeback", [True, False])

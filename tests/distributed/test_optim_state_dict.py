@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +26,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp_c.optim import FlatAdamW
+from fsdp_c import checkpoint
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.models import WIDTH, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import both_views, device, on_ranks
-from tests.training import train
+from tests.training import batch, train
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
@@ -41,7 +42,6 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True, amsgrad=True),
-    "flat adamw": lambda params: FlatAdamW(params, lr=1e-2, amsgrad=True),
     "sgd with momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
@@ -702,3 +702,62 @@ def test_sharded_state_that_one_rank_lacks_or_cannot_load_is_refused_everywhere(
             state["state"]["inp.weight"]["exp_avg"].local_shards()[0].tensor = torch.zeros(1)
         with pytest.raises(AssertionError, match="inp.weight: rank 1 of 2 expects rows of"):
             to_load(model, optimizer, state, SHARDED)
+
+
+class Masters(torch.optim.Optimizer):
+    """SGD over float32 masters of bfloat16 parameters, with a count of steps up in int16."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[param]
+            if not state:
+                state["master"] = param.detach().float()
+                state["count"] = torch.zeros_like(param, dtype=torch.int16)
+            state["master"].sub_(1e-3 * param.grad.float())
+            state["count"] += param.grad < 0
+            param.copy_(state["master"])
+
+
+def masters(use_orig_params: bool, seed: int) -> tuple[Any, Masters]:
+    model = wrap(net(seed).bfloat16(), use_orig_params)
+    return model, Masters(model.parameters(), {"lr": 1e-3})
+
+
+def train_in_bfloat16(model: Any, optimizer: Masters, seed: int) -> None:
+    for index in range(2):
+        model(batch(seed, index, torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["full", "sharded", "checkpoint"])
+@both_views
+@on_ranks(2)
+def test_state_of_another_dtype_than_the_parameters_goes_on_to_the_bit(
+    rank: int, use_orig_params: bool, how: str, tmp_path: Path
+) -> None:
+    model, optimizer = masters(use_orig_params, 0)
+    again, resumed = masters(use_orig_params, 1)
+    train_in_bfloat16(model, optimizer, rank)
+    if how == "checkpoint":
+        checkpoint.save(model, optimizer, tmp_path / "saved")
+        checkpoint.load(again, resumed, tmp_path / "saved")
+    else:
+        kind = FULL if how == "full" else SHARDED
+        cls = type(model)
+        with cls.state_dict_type(model, kind), cls.state_dict_type(again, kind):
+            again.load_state_dict(model.state_dict())
+        loaded = to_load(again, resumed, saved(model, optimizer, kind), kind)
+        params = list(again.parameters())
+        for index, state in loaded["state"].items():
+            resumed.state[params[index]] = state  # torch's load_state_dict() casts to the parameters' dtype
+    for one, other, seed in ((model, optimizer, 2), (again, resumed, 2)):
+        train_in_bfloat16(one, other, seed + rank)
+    expected = saved(model, optimizer)
+    for state in expected["state"].values():
+        assert {name: value.dtype for name, value in state.items()} == {
+            "master": torch.float32,
+            "count": torch.int16,
+        }
+    assert_same_osd(expected, saved(again, resumed))

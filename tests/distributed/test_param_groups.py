@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import CPUOffload, ShardingStrategy, StateDictType, checkpoint
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.optim import FlatAdamW, param_groups
+from fsdp_c.optim import param_groups
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
+
+fused_adamw = partial(torch.optim.AdamW, fused=True)
 
 
 def decay_matrices(name: str, shape: torch.Size) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(
     ("rule", "use_orig_params"), [(decay_matrices, True), (by_depth, True), (by_depth, False)]
 )
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, FlatAdamW])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, fused_adamw])
 @on_ranks(2)
 def test_groups_train_as_those_of_the_model_before_wrapping(
     rule: Any, use_orig_params: bool, kind: Any
@@ -87,7 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, FlatAdamW])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, fused_adamw])
 @on_ranks(2)
 def test_a_rule_may_divide_flat_parameters(kind: Any, options: str) -> None:
     torch.manual_seed(5)
@@ -118,7 +121,7 @@ def test_state_of_divided_flat_parameters_is_saved_by_original_names_and_goes_on
     options = {"sharding_strategy": ShardingStrategy[strategy]}
     kind = StateDictType.SHARDED_STATE_DICT if sharded else StateDictType.FULL_STATE_DICT
     model = wrapped(plain, **options)
-    optimizer = optimizer_of(FlatAdamW, model)
+    optimizer = optimizer_of(fused_adamw, model)
     trained(model, optimizer)
     expected = torch.optim.AdamW(plain_groups(plain, decay_matrices), lr=0.1)
     trained(plain, expected)
@@ -136,7 +139,7 @@ def test_state_of_divided_flat_parameters_is_saved_by_original_names_and_goes_on
     trained(plain, expected)
     for how in ("state dict", "checkpoint", "original parameters"):
         again = wrapped(Net(), **options, use_orig_params=how == "original parameters")
-        resumed = optimizer_of(FlatAdamW, again)
+        resumed = optimizer_of(fused_adamw, again)
         if how == "checkpoint":
             checkpoint.load(again, resumed, tmp_path / "saved")
         else:

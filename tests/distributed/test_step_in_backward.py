@@ -25,7 +25,6 @@ from tests.training import wrap
 WIDTH = 640  # shards above 1 MiB
 LAYERS = 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "FlatAdamW": partial(optim.FlatAdamW, lr=0.01),
     "AdamW": partial(torch.optim.AdamW, lr=0.01, fused=False),
     "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True),
@@ -127,19 +126,7 @@ def test_bits_are_those_of_a_step_after_the_backward(
 @both_views
 @on_ranks(2)
 def test_bits_under_settings(rank: int, use_orig_params: bool, setting: str) -> None:
-    pairs = both(OPTIMIZERS["FlatAdamW"], use_orig_params=use_orig_params, **SETTINGS[setting])
-    train_alike(pairs, rank)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"master_dtype": torch.float32}, {"rounding": "stochastic"}, {"state_dtype": torch.uint8}],
-    ids=str,
-)
-@on_ranks(2)
-def test_masters_and_draws_of_bfloat16(rank: int, options: dict[str, Any]) -> None:
-    make = partial(optim.FlatAdamW, lr=0.01, **options)
-    pairs = both(make, dtype=torch.bfloat16)
+    pairs = both(OPTIMIZERS["fused"], use_orig_params=use_orig_params, **SETTINGS[setting])
     train_alike(pairs, rank)
 
 
@@ -203,7 +190,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_steps_twice(
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_no_sync_accumulates_and_the_backward_that_reduces_steps(rank: int, strategy: str) -> None:
-    pairs = both(OPTIMIZERS["FlatAdamW"], strategy=strategy)
+    pairs = both(OPTIMIZERS["fused"], strategy=strategy)
     for model, optimizer in pairs:
         for step in range(2):
             with model.no_sync():
@@ -230,7 +217,7 @@ def test_groups_schedules_and_what_belongs_to_no_unit(rank: int) -> None:
         model = FSDP(net, ignored_modules=[ignored], **options)
         model.module.layers[1].requires_grad_(False)
         groups = optim.param_groups(model, lambda name, shape: {"weight_decay": 0.1 * len(shape)})
-        optimizer: torch.optim.Optimizer = optim.FlatAdamW(groups, lr=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01, fused=True)
         if inside:
             optimizer = optim.step_in_backward(model, optimizer)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -251,11 +238,11 @@ def test_groups_schedules_and_what_belongs_to_no_unit(rank: int) -> None:
 @on_ranks(2)
 def test_state_is_saved_and_loaded_as_ever(rank: int) -> None:
     first = wrapped()
-    optimizer = optim.step_in_backward(first, OPTIMIZERS["FlatAdamW"])
+    optimizer = optim.step_in_backward(first, OPTIMIZERS["fused"])
     train(first, optimizer, rank, range(2))
     whole, state = first.state_dict(), FSDP.optim_state_dict(first, optimizer)
     second = wrapped(use_orig_params=False)
-    other = optim.step_in_backward(second, OPTIMIZERS["FlatAdamW"])
+    other = optim.step_in_backward(second, OPTIMIZERS["fused"])
     second.load_state_dict(whole)
     other.load_state_dict(FSDP.optim_state_dict_to_load(second, other, state))
     assert train(first, optimizer, rank, range(2, 4)) == train(second, other, rank, range(2, 4))

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, StateDictType, checkpoint, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.optim import FlatAdamW, WholeParameters
+from fsdp_c.optim import WholeParameters
 from fsdp_c.state import whole_parameters
 from fsdp_c.state.whole_parameters import BUCKET_NBYTES
 from tests.distributed.test_hybrid import groups
@@ -114,7 +114,6 @@ FACTORIES: dict[str, Callable[[Named], Any]] = {
     "adafactor": lambda named: torch.optim.Adafactor([param for _, param in named], lr=0.01),
     "adamw": lambda named: torch.optim.AdamW([param for _, param in named], lr=0.01),
     "factored": lambda named: Factored([param for _, param in named], lr=0.01),
-    "8 bits": lambda named: FlatAdamW([param for _, param in named], lr=0.01, state_dtype=torch.uint8),
 }
 
 
@@ -406,8 +405,7 @@ def test_a_group_counts_steps_and_not_buckets() -> None:
 def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Module) -> None:
     names = {param: name for name, param in plain.named_parameters()}
     for one in expected:
-        as_saved = one.sharded_state() if isinstance(one, FlatAdamW) else one.state
-        for param, state in as_saved.items():
+        for param, state in one.state.items():
             assert set(saved[names[param]]) == set(state)
             for key, value in state.items():
                 ours, spec = tree_flatten(saved[names[param]][key])
@@ -418,7 +416,7 @@ def same_state(saved: dict[str, Any], expected: list[Optimizer], plain: nn.Modul
                     assert torch.equal(left, right.cpu()) if is_tensor else left == right, (names[param], key)
 
 
-@pytest.mark.parametrize("kind", ["muon", "sgd", "adamw", "adafactor", "factored", "8 bits"])
+@pytest.mark.parametrize("kind", ["muon", "sgd", "adamw", "adafactor", "factored"])
 @both_views
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @on_ranks(2)

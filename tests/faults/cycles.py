@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from fsdp_c import _C, StateDictType, optim
+from fsdp_c import _C, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.collectives import init_fake_group
 
@@ -172,7 +172,7 @@ def steps() -> Callable[[], Any]:
 
 def optimizer() -> Callable[[], Any]:
     model = unit(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    adam = optim.FlatAdamW(model.parameters(), lr=1e-3)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def cycle() -> None:
         model(torch.ones(2, 3)).float().sum().backward()

@@ -360,121 +360,6 @@ TEST(test_checksums_equal_the_cpus_at_any_length_and_address) {
     }
 }
 
-/* ---- AdamW ---- */
-
-/* Tensors of one step, on the CPU and on the GPU, with operands of drawn dtypes and addresses. */
-struct adam_case {
-    std::vector<memory *> cpus, gpus;
-    std::vector<struct adam_tensor> on_the_cpu, on_the_gpu;
-    std::vector<float> cpu_steps, gpu_steps;
-
-    adam_case(int count, bool amsgrad) : cpu_steps((size_t)count), gpu_steps((size_t)count) {
-        for (int i = 0; i < count; i++) {
-            struct adam_tensor cpu = {}, gpu = {};
-            enum dtype param = (enum dtype)random_below(&random_state, DTYPE_COUNT);
-            bool is_long = i == 7 || i == 8, has_codes = i == 8 || random_below(&random_state, 3) == 0;
-            bool is_aligned = i == 8 || random_below(&random_state, 2),
-                 is_mixed = random_below(&random_state, 3) == 0;
-            cpu.numel = gpu.numel = is_long ? 5000 : random_below(&random_state, 100);
-            cpu_steps[(size_t)i] = gpu_steps[(size_t)i] = (float)random_below(&random_state, 50);
-            cpu.step = &cpu_steps[(size_t)i];
-            gpu.step = &gpu_steps[(size_t)i];
-            cpu.first_index = ((int64_t)1 << 32) - random_below(&random_state, 600) * (is_aligned ? 8 : 7);
-            gpu.first_index = cpu.first_index;
-            for (int of = 0; of <= (amsgrad ? ADAM_MAX_EXP_AVG_SQ : ADAM_EXP_AVG_SQ); of++) {
-                enum dtype dtype = is_mixed ? (enum dtype)random_below(&random_state, DTYPE_COUNT) : param;
-                add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype,
-                    is_aligned ? 0 : random_below(&random_state, 7), cpu.numel);
-            }
-            if (param != DTYPE_FLOAT64 && has_codes) {
-                add_codes(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
-            }
-            if (param == DTYPE_BFLOAT16 && random_below(&random_state, 2)) {
-                add_master(&cpu, &gpu, is_aligned ? 0 : random_below(&random_state, 7));
-            }
-            cpu.is_stochastic = !cpu.master_low && param != DTYPE_FLOAT64 && random_below(&random_state, 2);
-            cpu.stream = (uint64_t)random_below(&random_state, 1 << 30) << 20;
-            gpu.is_stochastic = cpu.is_stochastic;
-            gpu.stream = cpu.stream;
-            on_the_cpu.push_back(cpu);
-            on_the_gpu.push_back(gpu);
-        }
-    }
-    void add_master(struct adam_tensor *cpu, struct adam_tensor *gpu, int64_t shift) {
-        cpus.push_back(new memory(DTYPE_FLOAT16, cpu->numel));
-        gpus.push_back(new memory(DTYPE_FLOAT16, cpu->numel, shift));
-        fill_numbers(cpus.back(), DTYPE_FLOAT16, cpu->numel);
-        gpus.back()->set(*cpus.back());
-        cpu->master_low = (int16_t *)(void *)cpus.back()->data;
-        gpu->master_low = (int16_t *)(void *)gpus.back()->data;
-    }
-    void add(struct adam_tensor *cpu, struct adam_tensor *gpu, int of, enum dtype dtype, int64_t shift,
-             int64_t numel) {
-        cpus.push_back(new memory(dtype, numel));
-        gpus.push_back(new memory(dtype, numel, shift));
-        fill_numbers(cpus.back(), dtype, numel); /* codes stay random */
-        for (int64_t i = 0; of >= ADAM_EXP_AVG_SQ && dtype != DTYPE_OTHER_1 && i < numel; i++) {
-            cpus.back()->data[(i + 1) * dtype_nbytes(dtype) - 1] &= 0x7f; /* squares are none below zero */
-        }
-        gpus.back()->set(*cpus.back());
-        cpu->operands[of].data = cpus.back()->data;
-        gpu->operands[of].data = gpus.back()->data;
-        cpu->operands[of].dtype = gpu->operands[of].dtype = dtype;
-    }
-    /* Averages in 8 bits, whatever they were. */
-    void add_codes(struct adam_tensor *cpu, struct adam_tensor *gpu, int64_t shift) {
-        int64_t num_blocks = cpu->numel > 0 ? (cpu->first_index % 256 + cpu->numel + 255) / 256 : 0;
-        for (int of = ADAM_EXP_AVG; of <= ADAM_MAX_EXP_AVG_SQ && cpu->operands[of].data; of++) {
-            add(cpu, gpu, of, DTYPE_FLOAT32, 0, num_blocks);
-            cpu->scales[of] = (float *)cpu->operands[of].data;
-            gpu->scales[of] = (float *)gpu->operands[of].data;
-            add(cpu, gpu, of, DTYPE_OTHER_1, shift, cpu->numel);
-        }
-    }
-    ~adam_case() {
-        for (size_t i = 0; i < cpus.size(); i++) {
-            delete cpus[i];
-            delete gpus[i];
-        }
-    }
-    bool is_equal() const {
-        bool equal = cpu_steps == gpu_steps;
-        for (size_t i = 0; i < cpus.size(); i++) {
-            equal = equal && gpus[i]->equals(*cpus[i]);
-        }
-        return equal;
-    }
-};
-
-TEST(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address) {
-    const double lrs[] = {0.1, 0.03};
-    struct adamw_options options = {0.1, 0.9, 0.999, 1e-8, 0.1, false, nullptr, DTYPE_FLOAT32};
-    for (int kind = 0; kind < 8; kind++) {
-        adam_case tensors(kind == 0 ? 300 : 20, kind % 2);
-        int64_t count = (int64_t)tensors.on_the_cpu.size();
-        options.maximize = kind == 2;
-        options.beta1 = kind == 3 ? 0.3 : 0.9;
-        options.lr_memory = kind >= 4 ? &lrs[1] : nullptr; /* instead of the number */
-        options.lr_dtype = DTYPE_FLOAT64;
-        for (int step = 0; step < 2; step++) {
-            CHECK_EQUAL(kernel_adamw(tensors.on_the_cpu.data(), count, &options, &on_cpu), STATUS_OK);
-            CHECK_EQUAL(table->adamw(tensors.on_the_gpu.data(), count, &options, &on_gpu), STATUS_OK);
-        }
-        CHECK(tensors.is_equal());
-    }
-}
-
-TEST(test_adamw_refuses_what_the_cpu_refuses) {
-    adam_case tensors(3, false);
-    struct adamw_options options = {0.1, 0.9, 0.999, 1e-8, 0.1, false, nullptr, DTYPE_FLOAT32};
-    tensors.on_the_gpu[1].operands[ADAM_GRAD].dtype = DTYPE_OTHER;
-    CHECK_EQUAL(table->adamw(tensors.on_the_gpu.data(), 3, &options, &on_gpu), STATUS_UNSUPPORTED);
-    tensors.on_the_gpu[1] = tensors.on_the_gpu[0];
-    tensors.on_the_gpu[1].step = nullptr;
-    CHECK_EQUAL(table->adamw(tensors.on_the_gpu.data(), 3, &options, &on_gpu), STATUS_INVALID);
-    CHECK(tensors.is_equal());
-}
-
 /* ---- launches ---- */
 
 TEST(test_nothing_to_do_is_no_launch) {
@@ -486,7 +371,6 @@ TEST(test_nothing_to_do_is_no_launch) {
     CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu),
                 STATUS_OK);
     CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
-    CHECK_EQUAL(table->adamw(nullptr, 0, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(emulated_launches, 0);
 }
 

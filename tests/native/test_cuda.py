@@ -56,14 +56,6 @@ def sanitizers(folder: Path) -> list[str]:
 
 
 STRUCTURES = {  # of tests/real_cuda, which make test-cuda-build alone runs
-    "adam.cu": {
-        "tensor_view": launches.TensorView,
-        "kernel_stream": launches.KernelStream,
-        "adam_tensor": launches.AdamTensor,
-        "adamw_options": launches.AdamOptions,
-        "adam_item": launches.AdamItem,
-        "adam_table": launches.AdamTable,
-    },
     "checksum.cu": {
         "byte_range": launches.ByteRange,
         "checksum_item": launches.ChecksumItem,
@@ -140,7 +132,7 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
 
 OPERATORS = (
     "flatten unflatten shard pack_gradients cast_divide accumulate_shard norms clip_ unscale_ checksums "
-    "adamw_ unshard reshard segment_views"
+    "unshard reshard segment_views"
 )
 
 

@@ -1,6 +1,5 @@
-/* links: kernels/adam.c kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c
+/* links: kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c
    kernels/loops_avx2.c kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
-#include <math.h>
 #include <string.h>
 
 #include "harness.h"
@@ -232,92 +231,6 @@ TEST(test_kernels_accept_nothing_to_do) {
     CHECK_EQUAL(kernel_cast_divide(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_accumulate(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
-    CHECK_EQUAL(kernel_adamw(NULL, 0, NULL, &cutting), STATUS_OK);
-}
-
-/* With beta1 of 0, lr of 1 and no decay a step moves by the gradient's sign, whatever the dtypes. */
-TEST(test_adamw_steps_operands_of_any_dtype) {
-    for (int kind = 0; kind < DTYPE_COUNT * DTYPE_COUNT; kind++) {
-        enum { NUMEL = 2500 };
-        enum dtype dtype = (enum dtype)(kind / DTYPE_COUNT);
-        enum dtype state = (enum dtype)(kind % DTYPE_COUNT);
-        double *memory = calloc(4 * NUMEL, sizeof *memory);
-        double grad = kind % 2 ? 0.5 : -0.5;
-        float step = 0;
-        struct adam_tensor tensor = {.numel = NUMEL, .step = &step};
-        const struct adamw_options options = {.lr = 1, .beta2 = 0.5};
-        for (int i = 0; i <= ADAM_EXP_AVG_SQ; i++) {
-            tensor.operands[i].data = memory + i * NUMEL;
-            tensor.operands[i].dtype = i < ADAM_EXP_AVG ? dtype : state;
-        }
-        for (int i = 0; i < NUMEL; i++) {
-            char *grads = tensor.operands[ADAM_GRAD].data;
-            kernel_cast_divide(grads + i * dtype_nbytes(dtype), dtype, &grad, DTYPE_FLOAT64, 1, 1.0, NULL);
-        }
-        CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, &cutting), STATUS_OK);
-        CHECK(step == 1);
-        kernel_cast_divide(memory + NUMEL, DTYPE_FLOAT64, memory, dtype, dtype == DTYPE_FLOAT64 ? 0 : NUMEL,
-                           1.0, NULL);
-        const double *params = dtype == DTYPE_FLOAT64 ? memory : memory + NUMEL;
-        for (int i = 0; i < NUMEL; i++) {
-            CHECK(fabs(params[i] + copysign(1.0, grad)) < 1e-2);
-        }
-        free(memory);
-    }
-}
-
-/* Wherever threads meet in a tensor, and wherever its first block begins. */
-TEST(test_adamw_divides_no_block_of_averages_in_8_bits) {
-    enum { NUMEL = 40000, MOST_BLOCKS = NUMEL / 256 + 2, RUNS = 2 };
-    static float params[RUNS][NUMEL], grads[NUMEL], scales[RUNS][2][MOST_BLOCKS];
-    static uint8_t codes[RUNS][2][NUMEL];
-    for (int i = 0; i < NUMEL; i++) {
-        grads[i] = (float)(random_below(&random_state, 2001) - 1000) / 77.0f;
-    }
-    for (int64_t first = 0; first < 600; first += 137) {
-        for (int run = 0; run < RUNS; run++) {
-            float step = 0;
-            struct adam_tensor tensor = {.numel = NUMEL - first, .step = &step, .first_index = first};
-            const struct adamw_options options = {.lr = 1, .beta1 = 0.9, .beta2 = 0.9, .eps = 1};
-            memset(params[run], 0, sizeof params[run]);
-            memset(scales[run], 0, sizeof scales[run]);
-            memset(codes[run], 0, sizeof codes[run]);
-            tensor.operands[ADAM_PARAM].data = params[run];
-            tensor.operands[ADAM_GRAD].data = grads;
-            for (int i = 0; i < 2; i++) {
-                tensor.operands[ADAM_EXP_AVG + i].data = codes[run][i];
-                tensor.operands[ADAM_EXP_AVG + i].dtype = DTYPE_OTHER_1;
-                tensor.scales[ADAM_EXP_AVG + i] = scales[run][i];
-            }
-            for (int i = 0; i < 3; i++) {
-                CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, run ? &cutting : NULL), STATUS_OK);
-            }
-        }
-        CHECK(codes[0][0][1] != 0 && scales[0][1][0] > 0);
-        CHECK_EQUAL(memcmp(params[0], params[1], sizeof params[0]), 0);
-        CHECK_EQUAL(memcmp(scales[0], scales[1], sizeof scales[0]), 0);
-        CHECK_EQUAL(memcmp(codes[0], codes[1], sizeof codes[0]), 0);
-    }
-}
-
-TEST(test_adamw_refuses_what_is_no_count_and_unknown_dtypes) {
-    float memory[4] = {1, 1, 1, 1}, step = NAN;
-    struct adam_tensor tensor = {.numel = 1, .step = &step};
-    const struct adamw_options options = {.lr = 1};
-    for (int i = 0; i <= ADAM_EXP_AVG_SQ; i++) {
-        tensor.operands[i].data = memory + i;
-    }
-    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_INVALID);
-    step = 0;
-    tensor.operands[ADAM_EXP_AVG].dtype = DTYPE_OTHER;
-    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
-    tensor.operands[ADAM_EXP_AVG].dtype = tensor.operands[ADAM_EXP_AVG_SQ].dtype = DTYPE_OTHER_1;
-    tensor.scales[ADAM_EXP_AVG] = memory; /* alone */
-    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
-    tensor.scales[ADAM_EXP_AVG_SQ] = memory;
-    tensor.operands[ADAM_PARAM].dtype = DTYPE_FLOAT64;
-    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
-    CHECK(memory[0] == 1.0f);
 }
 
 static uint64_t checksum_of(const void *data, int64_t nbytes, const struct kernel_stream *stream) {

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-I32, I64, U8, U64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint8, ctypes.c_uint64, ctypes.c_void_p
+I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 TABLE_NBYTES, MOST_NDIM = 4096 - 128, 64
 KERNELS = Path(__file__).resolve().parents[2] / "csrc/kernels"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, None, torch.uint8]  # as in enum dtype
-CUDA, NUM_OPERANDS = 2, 5
+CUDA = 2
 
 
 def structure(name: str, **fields: Any) -> Any:
@@ -47,25 +47,6 @@ KernelStream = structure(
 )
 PackSource = structure("PackSource", view=TensorView, numel=I64, offset=I64, output_strides=POINTER)
 ByteRange = structure("ByteRange", data=POINTER, nbytes=I64)
-AdamTensor = structure(
-    "AdamTensor",
-    operands=TensorView * NUM_OPERANDS,
-    numel=I64,
-    step=POINTER,
-    master_low=POINTER,
-    is_stochastic=ctypes.c_bool,
-    stream=U64,
-    first_index=I64,
-    scales=POINTER * NUM_OPERANDS,
-)
-AdamOptions = structure(
-    "AdamOptions",
-    **dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), ctypes.c_double),
-    maximize=ctypes.c_bool,
-    lr_memory=POINTER,
-    lr_dtype=I32,
-)
-
 # ---- what kernels take: the .cu files
 
 Segment = structure("Segment", output=POINTER, input=POINTER, numel=I64, zeros=I64, first_chunk=I64)
@@ -86,25 +67,7 @@ ChecksumItem = structure("ChecksumItem", data=POINTER, nbytes=I64, first_chunk=I
 CHECKSUM_ITEMS = TABLE_NBYTES // ctypes.sizeof(ChecksumItem) - 2
 ChecksumItems = ChecksumItem * CHECKSUM_ITEMS
 ChecksumTable = structure("ChecksumTable", sums=POINTER, num_chunks=I64, count=I32, items=ChecksumItems)
-AdamItem = structure(
-    "AdamItem",
-    operands=POINTER * NUM_OPERANDS,
-    step=POINTER,
-    master_low=POINTER,
-    stream=U64,
-    first_index=I64,
-    scales=POINTER * NUM_OPERANDS,
-    numel=I64,
-    first_chunk=I64,
-    dtypes=U8 * NUM_OPERANDS,
-    nbytes=U8 * NUM_OPERANDS,
-    aligned=ctypes.c_bool,
-)
-ADAM_ITEMS = (TABLE_NBYTES - ctypes.sizeof(AdamOptions)) // ctypes.sizeof(AdamItem) - 1
-AdamItems = AdamItem * ADAM_ITEMS
-AdamTable = structure("AdamTable", options=AdamOptions, num_chunks=I64, count=I32, items=AdamItems)
-TABLES = {"elementwise": SegmentTable, "strided": Strided, "transposed": Strided, "step_tensors": AdamTable}
-TABLES |= {"count_steps": AdamTable}
+TABLES = {"elementwise": SegmentTable, "strided": Strided, "transposed": Strided}
 TABLES |= dict.fromkeys(("start_sums", "add_chunks", "finish_sums"), ChecksumTable)
 
 # ---- launches

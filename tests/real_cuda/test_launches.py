@@ -9,7 +9,6 @@ import ctypes
 import re
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +19,13 @@ from tests.real_cuda import launches
 from tests.real_cuda.launches import (
     I64,
     KERNELS,
-    AdamOptions,
-    AdamTensor,
     ByteRange,
     Launch,
-    TensorView,
     array,
     at,
     dtype,
     launchers,
     source,
-    view,
     watched,
 )
 
@@ -230,90 +225,6 @@ def test_checksums_launch_three_kernels() -> None:
     of_block = range((chunks % MOST_BLOCKS - 1) % MOST_BLOCKS, chunks, MOST_BLOCKS)
     pieces = [(memory[8 * 4096 * chunk : 8 * 4096 * (chunk + 1)].cpu(), 4096 * chunk) for chunk in of_block]
     assert sums.tolist() == [5, nbytes + sum(_sum_of_words(*piece) for piece in pieces)]
-
-
-def test_adamw_launches_a_step_and_a_count_for_each_arithmetic() -> None:
-    options = AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.01, False, None, 0)
-    large = [reserve(kind) for kind in (F32, BF16, F32, F32)]
-    small = [torch.tensor([3.0, 4.0], dtype=each.dtype, device="cuda") for each in large]
-    wide = [reserve(F64, 24) for _ in range(5)]
-    steps = torch.zeros(3, device="cuda")
-    for operand in large:
-        put(operand, 0, BIG - 1)
-
-    def tensor(operands: list[Tensor], step: int) -> Any:
-        views = [view(each) for each in [*operands, None][:5]]
-        return AdamTensor(array(TensorView, *views), operands[0].numel(), at(steps[step]))
-
-    launchers()["adamw"](array(AdamTensor, tensor(small, 0)), I64(1), ctypes.byref(options))
-    with watched() as seen:
-        both = array(AdamTensor, tensor(wide, 1), tensor(large, 2))
-        launchers()["adamw"](both, I64(2), ctypes.byref(options))
-    assert [launch.kernel for launch in seen] == ["step_tensors", "count_steps"] * 2
-    for launch, operands, step, chunks in ((seen[0], large, 2, -(-BIG // 8192)), (seen[2], wide, 1, 1)):
-        expect(launch, "step_tensors", chunks)
-        (item,) = launch.table.items[: launch.table.count]
-        pointers = [each.data_ptr() for each in operands] + [None] * (5 - len(operands))
-        assert list(item.operands) == pointers
-        assert (item.step, item.numel) == (steps[step].data_ptr(), operands[0].numel())
-        assert list(item.nbytes)[: len(operands)] == [each.element_size() for each in operands]
-        assert (item.first_chunk, item.aligned, launch.table.num_chunks) == (0, True, chunks)
-        assert bytes(launch.table.options) == bytes(options)
-    for launch, step in ((seen[1], 2), (seen[3], 1)):
-        expect(launch, "count_steps", 1)
-        assert launch.table.items[0].step == steps[step].data_ptr()
-    run_chunks(seen[0], 0, (BIG - 1) // 8192)
-    run_chunks(seen[1], 0)
-    assert steps.tolist() == [1.0, 0.0, 1.0]
-    for operand, expected in zip(large, small, strict=True):
-        assert values(operand, 0, BIG - 1) == expected.tolist()
-    assert small[0].tolist() != [3.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_coded"), [(1, False), (2, False), (0, True), (1, True), (2, True)], ids=str
-)
-def test_adamw_launches_masters_draws_and_averages_in_8_bits(kind: int, is_coded: bool) -> None:
-    """Of the last element of a whole past 2^31 what the kernel gives for that element alone."""
-    options = AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.01, False, None, 0)
-    averages = torch.uint8 if is_coded else BF16
-    steps = torch.zeros(2, device="cuda")
-
-    def part(numel: int) -> list[Tensor]:
-        operands = [reserve(kind, numel) for kind in (BF16, BF16, averages, averages)]
-        made = [*operands, reserve(torch.int16, numel), *(reserve(F32, -(-numel // 256)) for _ in range(2))]
-        for value, each in enumerate(made):
-            each[-256:] = 0
-            each[-1] = value + 3
-        return made
-
-    def tensor(made: list[Tensor], step: int, first_index: int) -> Any:
-        *operands, low, average, square = made
-        scales = [None, None, average, square, None] if is_coded else [None] * 5
-        return AdamTensor(
-            array(TensorView, *(view(each) for each in [*operands, None])),
-            operands[0].numel(),
-            at(steps[step]),
-            at(low if kind == 1 else None),
-            kind == 2,
-            77,
-            first_index,
-            array(ctypes.c_void_p, *(at(each) for each in scales)),
-        )
-
-    large, small = part(BIG), part(1)
-    launchers()["adamw"](array(AdamTensor, tensor(small, 0, BIG - 1)), I64(1), ctypes.byref(options))
-    with watched() as seen:
-        launchers()["adamw"](array(AdamTensor, tensor(large, 1, 0)), I64(1), ctypes.byref(options))
-    assert [launch.kernel for launch in seen] == ["step_tensors", "count_steps"]
-    expect(seen[0], "step_tensors", -(-BIG // 8192))
-    assert b"If" + b"L9adam_kind%dELb%dE" % (kind, is_coded) in seen[0].mangled
-    run_chunks(seen[0], (BIG - 1) // 8192)
-    for all_of_it, alone in zip(large, small, strict=True):
-        assert all_of_it[-1].item() == alone[-1].item()
-    assert small[0].item() != 3.0
-    assert (small[4].item() != 7) == (kind == 1)
-    assert (small[5].item() != 8.0) == is_coded
 
 
 # ---- whether all are met, and a violation is found

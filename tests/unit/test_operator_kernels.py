@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fsdp_c import _C, operator_kernels
-from fsdp_c.optim import FlatAdamW
 from fsdp_c.tools import environment
 from tests.unit.test_kernels import DTYPES, PAIRS, assert_same_bits, strided_tensors, values
 
@@ -92,54 +91,6 @@ def test_checksums(both: Any) -> None:
         torch.arange(99, dtype=torch.uint8)
     ]
     assert torch.equal(*both(lambda: OPS.checksums(tensors)))
-
-
-def trained(dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    param = torch.nn.Parameter(torch.linspace(-1, 1, 99).to(dtype))
-    optimizer = FlatAdamW([param], **({"lr": 0.1} | options))
-    for seed in range(4):
-        param.grad = torch.randn(99, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        optimizer.step()
-    return optimizer.master(param) if "master_dtype" in options else param.detach()
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"amsgrad": True}, {"maximize": True, "lr": torch.tensor(0.1)}], ids=str
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_adamw_to_rounding(both: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    torch.testing.assert_close(*both(lambda: trained(dtype, options)))
-
-
-def test_adamw_draws_the_same_numbers(both: Any) -> None:
-    def decayed() -> Tensor:
-        param = torch.nn.Parameter(torch.linspace(-3, 3, 1000).bfloat16())
-        optimizer = FlatAdamW([param], lr=0.1, weight_decay=0.3, rounding="stochastic", seed=5)
-        param.grad, param._first_index = torch.zeros_like(param), (1 << 32) - 400
-        for _ in range(3):
-            optimizer.step()
-        return param.detach()
-
-    assert_same_bits(*both(decayed))
-
-
-def test_averages_in_8_bits_have_the_same_codes(both: Any) -> None:
-    def stepped() -> list[Tensor]:
-        values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-        param = torch.nn.Parameter(torch.zeros(1000))
-        param.grad, param._first_index = values * 10 ** (4 * values.roll(1)), 100
-        optimizer = FlatAdamW([param], betas=(0.0, 0.0), state_dtype=torch.uint8, amsgrad=True)
-        optimizer.step()
-        return [value for name, value in optimizer.state[param].items() if name != "step"]
-
-    ours, theirs = both(stepped)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_same_bits(one, other)
-
-
-def test_masters_to_their_own_rounding(both: Any) -> None:
-    masters = both(lambda: trained(torch.bfloat16, {"master_dtype": torch.float32}))
-    torch.testing.assert_close(*masters, rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,15 +33,6 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "norms": lambda: ([torch.randn(8), torch.randn(3, 3)], 2.0),
     "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
     "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
-    "adamw_": lambda: (
-        [torch.rand(8).bfloat16(), torch.rand(3, 3).bfloat16()],
-        *([torch.rand(8), torch.rand(3, 3).half()] for _ in range(4)),
-        [torch.arange(8).short(), torch.ones(3, 3).short()],
-        [],
-        [torch.ones(()), torch.ones(())],
-        [torch.tensor(0.1)],
-        *(0.1, 0.9, 0.99, 1e-8, 0.1, True, [], []),
-    ),
     "checksums": lambda: ([torch.randn(8), torch.arange(5)],),
 }
 
@@ -112,8 +103,6 @@ def test_shards_are_padded_chunks(numel: int, world_size: int) -> None:
 
 
 F = torch.ones(4)
-ADAMW = 0.1, 0.9, 0.9, 0.0, 0.0, False, [], []
-CODES = torch.zeros(4, dtype=torch.uint8)
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "too little padding": (
         "flatten",
@@ -180,76 +169,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         "found_inf must be one float32",
     ),
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
-    "grad missing": (
-        "adamw_",
-        ([F], [], [F], [F], [], [], [], [F[0]], [], *ADAMW),
-        "1 params, but 0 grads",
-    ),
-    "other grad": (
-        "adamw_",
-        ([F], [torch.ones(5)], [F], [F], [], [], [], [F[0]], [], *ADAMW),
-        r"params\[0\] has 4 elements, grads\[0\] 5",
-    ),
-    "two rates": (
-        "adamw_",
-        ([F], [F], [F], [F], [], [], [], [F[0]], [F], *ADAMW),
-        "lr must have one element, not 4",
-    ),
-    "floating low halves": (
-        "adamw_",
-        ([F.bfloat16()], [F], [F], [F], [], [F.half()], [], [F[0]], [], *ADAMW),
-        "each of master_lows must be contiguous integers of 16 bits",
-    ),
-    "half a low half": (
-        "adamw_",
-        ([F.bfloat16()], [F], [F], [F], [], [F[:2].short()], [], [F[0]], [], *ADAMW),
-        r"master_lows\[0\] must be of 4 elements",
-    ),
-    "masters of float32": (
-        "adamw_",
-        ([F], [F], [F], [F], [], [F.short()], [], [F[0]], [], *ADAMW),
-        r"params\[0\] must be bfloat16, as it has a master",
-    ),
-    "half a draw": (
-        "adamw_",
-        ([F], [F], [F], [F], [], [], [], [F[0]], [], *ADAMW[:6], [1], []),
-        "1 params, but 1 streams and 0 first_indices",
-    ),
-    "masters by chance": (
-        "adamw_",
-        ([F.bfloat16()], [F], [F], [F], [], [F.short()], [], [F[0]], [], *ADAMW[:6], [1], [0]),
-        r"params\[0\] has a master",
-    ),
-    "codes without scales": (
-        "adamw_",
-        ([F], [F], [CODES], [CODES], [], [], [], [F[0]], [], *ADAMW),
-        "exp_avgs must be float32, float64, bfloat16 or float16",
-    ),
-    "scales without codes": (
-        "adamw_",
-        ([F], [F], [F], [F], [], [], [F[:1], F[:1]], [F[0]], [], *ADAMW),
-        "exp_avgs must be contiguous integers of 8 bits",
-    ),
-    "scale missing": (
-        "adamw_",
-        ([F], [F], [CODES], [CODES], [], [], [F[:1]], [F[0]], [], *ADAMW),
-        "1 params, but 1 scales",
-    ),
-    "scale of no block": (
-        "adamw_",
-        ([F], [F], [CODES], [CODES], [], [], [F[:1], F[:1]], [F[0]], [], *ADAMW[:7], [254]),
-        r"scales\[0\] must be float32 and of 2 elements, one for each block of params\[0\]",
-    ),
-    "index below zero": (
-        "adamw_",
-        ([F], [F], [F], [F], [], [], [], [F[0]], [], *ADAMW[:7], [-1]),
-        r"first_indices\[0\] must not be negative",
-    ),
-    "codes of float64": (
-        "adamw_",
-        ([F.double()], [F], [CODES], [CODES], [], [], [F[:1], F[:1]], [F[0]], [], *ADAMW),
-        r"params\[0\] must not be float64, as its averages are in 8 bits",
-    ),
     "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
 }
 

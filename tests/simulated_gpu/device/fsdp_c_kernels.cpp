@@ -61,11 +61,6 @@ template <typename Argument> class kept {
         keep(source.view);
         keep(source.output_strides, source.view.ndim);
     }
-    void keep(struct adam_tensor &tensor) {
-        for (struct tensor_view &view : tensor.operands) {
-            keep(view);
-        }
-    }
     void keep(struct byte_range &) {
     }
     void keep(int64_t &) {
@@ -199,33 +194,6 @@ static enum status checksums(uint64_t *sums, const struct byte_range *ranges, in
     });
 }
 
-static enum status adamw(const struct adam_tensor *tensors, int64_t count,
-                         const struct adamw_options *options, const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c adamw", stream);
-    now.reads(options->lr_memory, options->lr_memory ? dtype_nbytes(options->lr_dtype) : 0);
-    for (int64_t i = 0; i < count; i++) {
-        for (int operand = 0; operand <= ADAM_MAX_EXP_AVG_SQ; operand++) {
-            const struct tensor_view &view = tensors[i].operands[operand];
-            int64_t nbytes = tensors[i].numel * dtype_nbytes(view.dtype);
-            if (operand == ADAM_GRAD) {
-                now.reads(view.data, nbytes);
-            } else {
-                now.changes(view.data, nbytes);
-            }
-        }
-        now.changes(tensors[i].master_low, tensors[i].master_low ? tensors[i].numel * 2 : 0);
-        int64_t before = tensors[i].first_index % 256, blocks = (before + tensors[i].numel + 255) / 256;
-        for (float *scale : tensors[i].scales) {
-            now.changes(scale, scale ? blocks * (int64_t)sizeof(float) : 0);
-        }
-        now.writes(tensors[i].step, sizeof(float));
-    }
-    return now.run(
-        [=, kept_tensors = kept(tensors, count), numbers = *options](const struct kernel_stream *at) {
-            return inner->adamw(kept_tensors.data(), count, &numbers, at);
-        });
-}
-
 static const char *device_error() {
     return inner->device_error();
 }
@@ -243,8 +211,7 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate, checksums, adamw,
-        device_error,         why_not_on,
+        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, checksums, device_error, why_not_on,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;
