@@ -124,8 +124,6 @@ def table(results: list[Result], alone: Result) -> str:
         name += (
             f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
         )
-        steps = each.row.steps_in_backward and each.row.implementation == "fsdp_c"
-        name += ", step in backward" if steps else ""
         times = (each.plain_ms, each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms)
         lines.append(
             f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
@@ -247,9 +245,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(
-        "--step-in-backward", action="store_true", help="fsdp_c's optimizer steps beside the backward"
-    )
-    parser.add_argument(
         "--recompute",
         default="",
         metavar="WHAT",
@@ -314,7 +309,6 @@ def main() -> None:
                     machine,
                     strategy,
                     sequence,
-                    steps_in_backward=given.step_in_backward,
                     **{option: vars(given)[option] for option in OPTIONS},
                 )
                 for name in (ALONE, *given.impl)

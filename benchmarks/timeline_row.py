@@ -41,7 +41,6 @@ class Row:
     offload: bool = False  # parameters, gradients and the optimizer to the CPU
     ahead: int = 1  # units that fsdp_c gathers ahead
     to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
-    steps_in_backward: bool = False  # fsdp_c's
     adapters: bool = False  # are trained on the linear layers of the blocks, and nothing else
     recompute: str = ""  # activations, in backward: full, operators, or of every nth block
     clip: bool = False  # gradients, by their norm
@@ -188,10 +187,6 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
     )
-    if row.steps_in_backward and row.implementation == "fsdp_c":
-        from fsdp_c.optim import step_in_backward
-
-        step_in_backward(model, optimizer)
     tokens = torch.zeros(row.batch, sequence, dtype=torch.long, device="cuda")
     for number in range(4):
         if number == 1:

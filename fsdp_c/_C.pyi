@@ -350,7 +350,6 @@ def bind_callbacks(
     tensors_of: Callable[[object], list[Tensor]],
     cast_buffers_for_mode: Callable[[Any], None],
     step_in_backward: Callable[[Any], None],
-    await_step: Callable[[Any], None],
     is_in_reentrant_checkpoint: Callable[[], bool],
     log_post_backward: Callable[[Any], None],
     warn_of_units_cut_off: Callable[[Any, list[str]], None],
@@ -360,7 +359,7 @@ def bind_callbacks(
     explain_failed_collective: Callable[[BaseException, int, int, Any, bool], None],
 ) -> None:
     """All that C asks of fsdp_c, from now on. ``Any`` is the Unit's module, and the handle of
-    ``step_in_backward``, ``await_step`` and ``explain_failed_collective``.
+    ``step_in_backward`` and ``explain_failed_collective``.
 
     Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime;
     ``convert_inputs`` where inputs are not on the device or not of the dtype, and leaves be what is None;
@@ -370,8 +369,7 @@ def bind_callbacks(
     without gradients; ``explain_error`` with what one has raised.
 
     Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where
-    ``optimizer_in_backward`` is set, on a stream beside the backward's, and ``await_step`` after that, at the
-    backward's end or before the unit is gathered again; ``log_post_backward`` when they have come, where the
+    ``optimizer_in_backward`` is set, on the stream that has reduced them; ``log_post_backward`` when they have come, where the
     handle is ``verbose``. The names of units that no gradient can reach, or to which none has come, are told once.
     ``check_backward`` at its end, where the Runtime is unchecked.
 

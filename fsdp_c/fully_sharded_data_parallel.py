@@ -510,8 +510,7 @@ class FullyShardedDataParallel(ShardedModule):
         calls it. Returns the 0-dim total norm before clipping, in the dtype that the gradients' dtypes
         promote to, on the device that computes, or on the CPU with CPU offload. Warns on a rank without
         gradients and returns it in fp32 or wider there. Raises RuntimeError on an instance that is not the
-        root, or where the optimizer has stepped in the backward; ValueError inside a step, or for a norm that
-        is none.
+        root; ValueError inside a step, or for a norm that is none.
         """
         if not self.check_is_root():  # asked first: initialising an inner unit would make it a root
             raise RuntimeError(
@@ -907,7 +906,6 @@ _C.bind_callbacks(
     tensors_of=tree.tensors_of,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
     step_in_backward=FlatParamHandle.step_in_backward,
-    await_step=FlatParamHandle.await_step,
     is_in_reentrant_checkpoint=misuse_checks.is_in_reentrant_checkpoint,
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_cut_off=misuse_checks.warn_of_units_cut_off,

@@ -1,80 +1,20 @@
-"""Optimizers over shards that need whole parameters, or step in the backward; and averages of parameters."""
+"""Optimizers over shards that need whole parameters, and averages of parameters."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_c.sharding.sharded_module import handle_of, units_of
+from fsdp_c.sharding.sharded_module import handle_of
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.state.whole_parameters import WholeParameters
-from fsdp_c.training.backward_steps import BackwardSteps
 
-__all__ = ["ParameterAverage", "WholeParameters", "param_groups", "step_in_backward"]
-
-# ----------------------------------------------------------------- steps in the backward
-
-
-def step_in_backward(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    *,
-    clip_by_last_norm: bool = False,
-) -> torch.optim.Optimizer:
-    """From now on ``optimizer`` steps each unit of ``model`` amid the backward, as soon as the unit's
-    gradients are reduced, and the gradients are freed.
-
-    ``optimizer`` is one over the wrapped model's parameters, or what makes it of
-    ``list(model.parameters())``; it is returned. Steps run beside the backward: on the CPU, and with
-    ``CPUOffload``, in a thread, on a GPU on a stream. After ``loss.backward()`` all are over, with the bits
-    of ``optimizer.step()`` there. A loop may go on to call ``step()`` and ``zero_grad()``: that steps what
-    belongs to no unit, and nothing else. Schedulers, state dicts and checkpoints take the optimizer as
-    before.
-
-    Each backward that reduces gradients is a step: accumulate under ``no_sync``. ``clip_grad_norm_`` raises,
-    as the total norm is not known in time; with ``clip_by_last_norm`` it returns the norm, and the factor by
-    which it would clip scales the gradients of the next backward (of the first one nothing does). Scaled
-    losses do not go with it, as gradients are stepped with before they are unscaled: ``ShardedGradScaler``
-    raises.
-
-    Not collective. Raises ValueError where no unit has parameters of the optimizer, a unit has another one,
-    or the optimizer needs all parameters at once: a closure, ``WholeParameters``; in the backward where it
-    keeps what it changes for a whole group. What it raises there is raised by the backward, with rank and
-    unit.
-    """
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(list(model.parameters()))
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if isinstance(made, WholeParameters) or (closure is not None and closure.default is closure.empty):
-        raise ValueError(
-            f"{type(made).__name__} steps over all parameters at once: it cannot step unit by unit"
-        )
-    wanted = {param for group in made.param_groups for param in group["params"]}
-    handles = [
-        handle
-        for unit in units_of(model)
-        if (handle := unit._handle) is not None and not wanted.isdisjoint(handle.script_params)
-    ]
-    if not handles:
-        raise ValueError(
-            f"no unit has parameters of the {type(made).__name__}: make it of model.parameters() after wrapping"
-        )
-    for handle in handles:
-        if handle._has_optim_in_backward:
-            raise ValueError(
-                f"unit {handle.name} on rank {handle.rank} has an optimizer that steps in the backward"
-            )
-    stepper = BackwardSteps(made, clip_by_last_norm)
-    for handle in handles:
-        handle.stepper = stepper
-        handle.optimizer_in_backward = True
-    return made
-
+__all__ = ["ParameterAverage", "WholeParameters", "param_groups"]
 
 # ----------------------------------------------------------------- groups of parameters
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
 from fsdp_c.sharding.construction import check_places, check_switches
-from fsdp_c.training.backward_steps import refuse_scaled
 
 __all__ = ["ShardedGradScaler"]
 
@@ -122,7 +121,6 @@ class ShardedGradScaler(GradScaler):
         Every look at gradients in the base class comes through here, so that none misses the other ranks. One
         reduction whatever devices a rank's gradients are on: the ranks need not have the same.
         """
-        refuse_scaled(optimizer)
         for param in _params(optimizer):
             if param.grad is not None and param.grad.is_sparse and param.grad.dtype is torch.float16:
                 # duplicates are added in fp32: in fp16 the sum of scaled values overflows easily

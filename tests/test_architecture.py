@@ -42,9 +42,9 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/torch": 3_339,
     "csrc/collective": 321,
     "csrc/handle": 4_705,
-    "csrc/runtime": 5_431,
+    "csrc/runtime": 5_415,
     "csrc/python": 1_655,
-    "fsdp_c": 24_815,
+    "fsdp_c": 24_542,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

@@ -16,7 +16,6 @@
     X(tensors_of)                 /* (output) -> list of the tensors in it that require a gradient */        \
     X(cast_buffers_for_mode)      /* (module) */                                                             \
     X(step_in_backward)           /* (handle): its optimizers step */                                        \
-    X(await_step)                 /* (handle): they have stepped */                                          \
     X(is_in_reentrant_checkpoint) /* () -> bool */                                                           \
     X(log_post_backward)          /* (module) */                                                             \
     X(warn_of_units_cut_off)      /* (module, names) */                                                      \

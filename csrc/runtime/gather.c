@@ -46,11 +46,7 @@ static bool is_there(const struct unit *unit) {
 int unit_await_step(struct unit *part) {
     bool stepping = part->stepping;
     part->stepping = false;
-    if (!stepping)
-        return 0;
-    return schedule_wait_stepped(&part->runtime->schedule) < 0
-               ? -1
-               : callbacks_tell(callbacks.await_step, part->handle_object, NULL);
+    return stepping ? schedule_wait_reduced(&part->runtime->schedule) : 0;
 }
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes

@@ -16,9 +16,9 @@ int schedule_init(struct schedule *schedule, PyObject *device) {
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     stream_event *events[] = {
-        &schedule->step_begin,  &schedule->input_made, &schedule->received,          &schedule->packed,
-        &schedule->scattered,   &schedule->reduced,    &schedule->all_reduced,       &schedule->joined,
-        &schedule->input_taken, &schedule->stepped,    &schedule->unsharded.last_use};
+        &schedule->step_begin,  &schedule->input_made,        &schedule->received,    &schedule->packed,
+        &schedule->scattered,   &schedule->reduced,           &schedule->all_reduced, &schedule->joined,
+        &schedule->input_taken, &schedule->unsharded.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
@@ -263,11 +263,19 @@ static int release_input(struct schedule *schedule, bool is_hybrid) {
                      : wait_for_reduction(schedule);
 }
 
+/* The stream of the last half of a reduction. */
+static enum stream_role finishes_on(const struct schedule *schedule, const struct gradients *gradients) {
+    bool is_hybrid = streams_are_real(&schedule->streams) && gradients_reduce_twice(gradients);
+    return is_hybrid ? STREAM_ALL_REDUCE : STREAM_POST_BACKWARD;
+}
+
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients) {
     struct streams *streams = &schedule->streams;
-    bool is_hybrid = streams_are_real(streams) && gradients_reduce_twice(gradients);
-    enum stream_role role = is_hybrid ? STREAM_ALL_REDUCE : STREAM_POST_BACKWARD;
+    enum stream_role role = finishes_on(schedule, gradients);
+    bool is_hybrid = role == STREAM_ALL_REDUCE;
     stream_event *end = is_hybrid ? &schedule->all_reduced : &schedule->reduced;
+    if (schedule->stepped_gradient && schedule_wait_reduced(schedule) < 0)
+        return -1; /* before the events are those of this reduction */
     if (is_hybrid && (release_scattered_output(schedule) < 0 ||
                       stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0))
         return -1;
@@ -301,39 +309,25 @@ int schedule_wait_reduced(struct schedule *schedule) {
     if (release_scattered_output(schedule) < 0)
         result = -1;
     schedule->all_reducing = false;
-    return schedule_wait_stepped(schedule) < 0 ? -1 : result;
+    Py_CLEAR(schedule->stepped_gradient);
+    return result;
 }
 
 /* ---- steps in a backward ---- */
 
-int schedule_begin_stepping(struct schedule *schedule, bool after_computation) {
-    struct streams *streams = &schedule->streams;
-    if (schedule_wait_stepped(schedule) < 0 ||
-        (after_computation && (stream_record(streams, STREAM_COMPUTE, &schedule->joined) < 0 ||
-                               stream_wait(streams, STREAM_ALL_REDUCE, schedule->joined) < 0)) ||
-        stream_wait(streams, STREAM_ALL_REDUCE, schedule->reduced) < 0)
-        return -1;
-    return stream_enter(streams, STREAM_ALL_REDUCE);
+int schedule_begin_stepping(struct schedule *schedule, const struct gradients *gradients) {
+    return stream_enter(&schedule->streams, finishes_on(schedule, gradients));
 }
 
-int schedule_end_stepping(struct schedule *schedule, PyObject *gradient, int result) {
-    schedule->stepping = streams_are_real(&schedule->streams);
-    ref_set(&schedule->stepped_gradient, gradient);
-    if (leave(schedule, STREAM_ALL_REDUCE, &schedule->stepped, result) < 0)
-        return -1;
-    return schedule->stepping ? 0 : schedule_wait_stepped(schedule);
-}
-
-/* The gradient may be memory of the stream that reduced it. */
-int schedule_wait_stepped(struct schedule *schedule) {
-    struct streams *streams = &schedule->streams;
-    int result = 0;
-    if (schedule->stepping && (stream_wait(streams, STREAM_COMPUTE, schedule->stepped) < 0 ||
-                               stream_wait(streams, STREAM_POST_BACKWARD, schedule->stepped) < 0))
-        result = -1;
-    schedule->stepping = false;
-    Py_CLEAR(schedule->stepped_gradient);
-    return result;
+int schedule_end_stepping(struct schedule *schedule, const struct gradients *gradients, PyObject *gradient,
+                          int result) {
+    enum stream_role role = finishes_on(schedule, gradients);
+    bool is_hybrid = role == STREAM_ALL_REDUCE;
+    if (streams_are_real(&schedule->streams)) {
+        *(is_hybrid ? &schedule->all_reducing : &schedule->reducing) = true;
+        ref_set(&schedule->stepped_gradient, Py_XNewRef(gradient));
+    }
+    return leave(schedule, role, is_hybrid ? &schedule->all_reduced : &schedule->reduced, result);
 }
 
 /* ---- ends ---- */
@@ -388,7 +382,7 @@ bool schedule_is_flushed(const struct schedule *schedule) {
 void schedule_check(const struct schedule *schedule) {
     INVARIANT(streams_are_real(&schedule->streams) ||
               (!schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
-               !schedule->reducing && !schedule->all_reducing && !schedule->stepping &&
+               !schedule->reducing && !schedule->all_reducing && !schedule->stepped_gradient &&
                !schedule->uploading && !schedule->unsharded.held));
     INVARIANT(schedule->limiter_count >= 0 && schedule->limiter_count <= LIMITER_DEPTH);
     INVARIANT(schedule->limiter_count <= schedule->num_frees);

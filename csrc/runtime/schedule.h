@@ -14,10 +14,7 @@
  * nothing gathered is left in it and it has room, and both streams of the gathers wait for `reduced` (or
  * `scattered`); else of the compute stream, which waits.
  *
- * Optimizers that step in a backward do so beside it:
- *
- *   ALL_REDUCE     |wait reduced| step |stepped|
- *   COMPUTE        ... |wait stepped| at the next unit's step, and at the end, as POST_BACKWARD does
+ * Optimizers that step in a backward do so on the stream of the unit's reduction, which is over after that.
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *
@@ -54,7 +51,7 @@ struct schedule {
     /* owned; what the script enqueued before this step, the optimizer's work included */
     stream_event step_begin;
     /* owned; the last of each */
-    stream_event input_made, received, packed, scattered, reduced, all_reduced, stepped, joined;
+    stream_event input_made, received, packed, scattered, reduced, all_reduced, joined;
     stream_event input_taken;       /* owned; of a last reduction, from the pool */
     struct deferred_free unsharded; /* of gathers */
     bool has_ended;                 /* a backward has ended since the last of them began */
@@ -69,8 +66,8 @@ struct schedule {
     bool all_reducing; /* nor for `all_reduced` */
     /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
     PyObject *scattered_output;
-    bool stepping; /* the compute stream has not waited for `stepped` */
-    /* owned; the gradient that was stepped with up to `stepped`, memory of the compute stream; or NULL */
+    /* owned; the gradient that optimizers step with up to `reduced` or `all_reduced`, memory of the compute
+     * stream; or NULL */
     PyObject *stepped_gradient;
     struct pool pool;
     /* owned; frees that the host has not waited for, oldest at limiter_first */
@@ -127,16 +124,15 @@ void schedule_forget(struct schedule *schedule, struct gather_mark *gather); /* 
 int schedule_pack(struct schedule *schedule, struct gradients *gradients, enum stream_role owner);
 int schedule_reduce(struct schedule *schedule, struct gradients *gradients); /* enqueue what was packed */
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients);
-/* computation waits for all that was finished, and stepped with */
+/* computation waits for all that was finished */
 int schedule_wait_reduced(struct schedule *schedule);
 
-/* ---- a unit's optimizers step beside the backward, on the second stream of reductions: after the unit's
- * own. `gradient` is what they step with, or NULL; stolen by `end`. 0 or -1 ---- */
+/* ---- a unit's optimizers step on the stream that has finished its reduction. `gradient` is what they step
+ * with, or NULL. 0 or -1 ---- */
 
-/* after all that computation was given so far, too? */
-int schedule_begin_stepping(struct schedule *schedule, bool after_computation);
-int schedule_end_stepping(struct schedule *schedule, PyObject *gradient, int result);
-int schedule_wait_stepped(struct schedule *schedule); /* computation waits for the last of them */
+int schedule_begin_stepping(struct schedule *schedule, const struct gradients *gradients);
+int schedule_end_stepping(struct schedule *schedule, const struct gradients *gradients, PyObject *gradient,
+                          int result);
 
 /* ---- ends. 0 or -1 ---- */
 

@@ -218,22 +218,21 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct gradients *gradients = &unit->handle->gradients;
-    int have_late = unit_await_step(unit) < 0 ? -1 : gradients_add_late(gradients, NULL);
-    if (have_late < 0 || (have_late && schedule_wait_reduced(schedule) < 0))
+    int have_late = gradients_add_late(gradients, NULL);
+    if (have_late < 0)
         return -1;
-    PyObject *gradient = Py_XNewRef(gradients->saved_shard);
-    /* what autograd has added was made by computation, and so is the sum */
-    int result = have_late ? gradients_hand_over(gradients) : 0;
-    if (result < 0 || schedule_begin_stepping(schedule, have_late) < 0) {
-        Py_XDECREF(gradient);
-        return -1;
-    }
     unit->stepping = true;
-    if (!have_late)
-        result = gradients_hand_over(gradients);
+    if (have_late) /* autograd has added what computation made */
+        return schedule_wait_reduced(schedule) < 0 || gradients_hand_over(gradients) < 0
+                   ? -1
+                   : callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
+    OWNED *gradient = Py_XNewRef(gradients->saved_shard);
+    if (schedule_begin_stepping(schedule, gradients) < 0)
+        return -1;
+    int result = gradients_hand_over(gradients);
     if (!result)
         result = callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
-    return schedule_end_stepping(schedule, gradient, result);
+    return schedule_end_stepping(schedule, gradients, gradient, result);
 }
 
 int runtime_finish_reduction(struct runtime *runtime) {

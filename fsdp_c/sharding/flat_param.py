@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -62,21 +62,6 @@ class FlatParamShardMetadata(NamedTuple):
     param_contiguities: tuple[bool, ...]
     param_numels: tuple[int, ...]
     param_offsets: tuple[tuple[int, int], ...]
-
-
-class Stepper(Protocol):
-    """Who steps a unit's parameters as soon as its gradients are reduced (fsdp_c.optim.step_in_backward)."""
-
-    clips: bool
-    coefficient: torch.Tensor | None
-
-    def step(self, handle: "FlatParamHandle") -> None: ...
-
-    def wait(self, handle: "FlatParamHandle") -> None: ...
-
-    def take_norms(
-        self, handle: "FlatParamHandle"
-    ) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]: ...
 
 
 class ManagedParam(NamedTuple):
@@ -331,7 +316,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         check_uniform(found.params, found.fqns, use_orig_params, floating=flat_param_name is None)
         extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
         self._fully_sharded_module = fully_sharded_module
-        self.stepper: Stepper | None = None
         self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
         self.uses_sharded_strategy = self._sharding_strategy != HandleShardingStrategy.NO_SHARD
         self._use_orig_params = use_orig_params
@@ -524,10 +508,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     @property
     def _has_optim_in_backward(self) -> bool:
         """True when the user has attached an optimizer to an original parameter
-        (_apply_optimizer_in_backward), or to the unit."""
-        return self.stepper is not None or any(
-            hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ()
-        )
+        (_apply_optimizer_in_backward)."""
+        return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
 
     @_has_optim_in_backward.setter
     def _has_optim_in_backward(self, value: bool) -> None:
@@ -539,9 +521,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
         One that several parameters share steps once: afterwards none of those has a gradient.
         """
-        if self.stepper is not None:
-            self.stepper.step(self)
-            return
         if self._offload_params and self.device.type != "cpu":
             self._device_handle.current_stream(self.device).synchronize()  # for the gradients
         for param in self.flat_param._params or ():
@@ -553,11 +532,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             optimizers[-1].zero_grad(set_to_none=True)
             param.grad = None
         self.collect_user_grads()
-
-    def await_step(self) -> None:
-        """Return when what ``step_in_backward`` began has been done; raises what was raised there."""
-        if self.stepper is not None:
-            self.stepper.wait(self)
 
     @property
     def script_params(self) -> Sequence[nn.Parameter]:

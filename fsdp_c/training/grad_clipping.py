@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may
 
 from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
-from fsdp_c.sharding.flat_param import FlatParamHandle, Stepper
+from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.tools import collective_errors
 
@@ -28,8 +28,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
     """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
 
     What it returns and raises stands at the unit's method of this name. The norm is computed in fp32, in fp64
-    where a unit is. Where the optimizer steps in the backward and clips by the last norm, gradients that it
-    will step with in the next backward are scaled there; RuntimeError where it steps and does not clip.
+    where a unit is.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if not max_norm >= 0:
@@ -41,11 +40,10 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
             f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude"
         )
     sharded_handles, whole_handles = _handles(root)
-    steppers = _steppers([*sharded_handles, *whole_handles], norm_type)
-    if not sharded_handles and not steppers and not any(handle.is_parallel for handle in whole_handles):
+    if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
         return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
     grads, total_norm = _found(root, norm_type)
-    return _clipped(root.rank, grads, max_norm, total_norm, steppers)
+    return _clipped(root.rank, grads, max_norm, total_norm)
 
 
 @torch.no_grad()
@@ -60,10 +58,7 @@ def clip_params_(
     roots = [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
     roots = [root for root in roots if not wanted.isdisjoint(map(id, root.parameters()))]
     handles = [_handles(root) for root in roots]
-    steppers = _steppers([one for own in handles for part in own for one in part], norm_type)
-    if not steppers and not any(
-        sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles
-    ):
+    if not any(sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles):
         return None
     found = [_found(root, norm_type, wanted) for root in roots]
     grads = [grad for own, _ in found for grad in own]
@@ -79,7 +74,7 @@ def clip_params_(
             "cannot be clipped: on some rank a gradient is inf or NaN. Pass error_if_nonfinite=False to "
             "scale by it anyway"
         )
-    return _clipped(roots[0].rank, grads + plain, max_norm, total_norm, steppers)
+    return _clipped(roots[0].rank, grads + plain, max_norm, total_norm)
 
 
 def _found(
@@ -91,8 +86,6 @@ def _found(
     sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
     _add_unmanaged_grads(whole, root, handles, wanted)
     grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
-    for part, owners in ((sharded, sharded_handles), (whole, whole_handles)):
-        _add_norms(part, owners)
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
     dtype = _norm_dtype([handle.flat_param for handle in handles])
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
@@ -101,15 +94,9 @@ def _found(
     return grads, total_norm
 
 
-def _clipped(
-    rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor, steppers: Sequence[Stepper]
-) -> Tensor:
+def _clipped(rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor) -> Tensor:
     coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     scale(grads, coefficient)
-    for stepper in steppers:
-        stepper.coefficient = coefficient
-    if steppers and not grads:
-        return total_norm
     if not grads:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in "
@@ -146,40 +133,8 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
 
 
-def _steppers(handles: Sequence[FlatParamHandle], norm_type: float) -> list[Stepper]:
-    """Who has stepped in the backward. Raises where that does not go with clipping."""
-    for handle in handles:
-        if handle.stepper is not None and not handle.stepper.clips:
-            raise RuntimeError(
-                f"rank {handle.rank}, unit {handle.name}: gradients cannot be clipped by their total norm, as "
-                "the optimizer has stepped in the backward, before that was known. "
-                "fsdp_c.optim.step_in_backward(..., clip_by_last_norm=True) clips by the norm of the step "
-                "before"
-            )
-        if handle.stepper is not None and norm_type != 2.0:
-            raise ValueError(
-                f"an optimizer that steps in the backward knows norms of order 2, not {norm_type}"
-            )
-    return list({id(one.stepper): one.stepper for one in handles if one.stepper is not None}.values())
-
-
-def norms_by_groups(handle: FlatParamHandle) -> GradsByGroups:
-    """Norms of the gradients of one unit, where they stand for them in a total norm."""
-    dtype = _norm_dtype([handle.flat_param])
-    return {
-        groups: [_norms(grads, 2.0, dtype)] for groups, grads in _grads_of([handle], None).items() if grads
-    }
-
-
 def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
-
-
-def _add_norms(found: GradsByGroups, handles: Sequence[FlatParamHandle]) -> None:
-    for handle in handles:
-        if handle.stepper is not None:
-            for groups, norms in handle.stepper.take_norms(handle).items():
-                found.setdefault(groups, []).extend(norms)
 
 
 def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None) -> GradsByGroups:

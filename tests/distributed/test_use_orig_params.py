@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -549,6 +550,51 @@ def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
 def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> None:  # D-006, D-089
     trace = optimizers_in_backward(rank, strategy)
     assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
+
+
+@on_ranks(2)
+def test_optimizer_in_backward_steps_as_with_torch_in_low_precision(rank: int) -> None:  # D-089
+    optimizers_in_backward(rank, "FULL_SHARD", mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_ranks(4)
+def test_optimizer_in_backward_of_hybrid_strategies_steps_as_with_torch(rank: int, strategy: str) -> None:
+    mesh = init_device_mesh(device().type, (2, 2))  # D-089
+    optimizers_in_backward(rank, strategy, device_mesh=mesh)
+
+
+@all_strategies
+@on_ranks(2)
+def test_optimizer_in_backward_steps_at_each_reduction_as_with_torch(rank: int, strategy: str) -> None:
+    """The second recomputation of a unit sees its first step (D-089)."""
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+        for step in range(2):
+            outputs = [model(batch(rank, 2 * step + each).requires_grad_()) for each in range(2)]
+            sum(outputs).square().mean().backward()
+            trace.record(f"step {step}", named(model))
+
+    compare(rank, body, strategy, net={"around": "reentrant"})
+
+
+@on_ranks(2)
+def test_optimizer_in_backward_has_gradients_that_come_after_the_units_own(rank: int) -> None:  # D-089
+    """Of a term of the parameters themselves."""
+    models = [sharded("fsdp_c") for _ in range(2)]
+    _apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.05})
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.05)
+    for step in range(2):
+        for model in models:
+            term = sum(param.sum() for param in model.parameters())
+            (model(batch(rank, step)).square().mean() + term).backward()
+        assert all(param.grad is None for param in models[0].parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    inside, after = map(named, models)
+    for name, param in after.items():  # added in another order
+        torch.testing.assert_close(inside[name], param)
 
 
 @on_ranks(2)

@@ -162,7 +162,7 @@ ANSWERS(0, int, schedule_note_free, struct schedule *schedule)
 /* ---- nor is what is never called ---- */
 
 ENDS(int, schedule_limit, struct schedule *schedule)
-ENDS(int, schedule_wait_stepped, struct schedule *schedule)
+ENDS(int, schedule_wait_reduced, struct schedule *schedule)
 ENDS(int, schedule_begin_input, struct schedule *schedule)
 ENDS(int, schedule_end_input, struct schedule *schedule, bool uploads, int result)
 ENDS(int, storage_alloc_unsharded, struct storage *storage)

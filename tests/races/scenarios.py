@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import optim, optional
+from fsdp_c import optional
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device
 
@@ -262,30 +262,24 @@ def step_in_backward(trainer: Trainer) -> None:
         trainer.forward().backward()
 
 
-def step_beside_backward(trainer: Trainer) -> None:
-    """With state, which the first step makes; the script goes on with parameters and state."""
-    optim.step_in_backward(trainer.model, trainer.optimizer)
+def step_with_state_in_backward(trainer: Trainer) -> None:
+    """The first step makes the state; the script goes on with parameters and state."""
+    params = list(trainer.model.parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1, "momentum": 0.9})
     for _ in range(STEPS):
         trainer.forward().backward()
-        for state in trainer.optimizer.state.values():
-            state["exp_avg"].mul_(1.0)
-        for param in trainer.model.parameters():
+        for param in params:
             param.detach().mul_(0.9)
+            for state in param._in_backward_optimizers[0].state.values():
+                state["momentum_buffer"].mul_(1.0)
 
 
 def step_with_late_gradients(trainer: Trainer) -> None:
     """What a term of the parameters themselves brings comes after the unit's own gradients were packed."""
-    optim.step_in_backward(trainer.model, trainer.optimizer)
+    _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
     for _ in range(STEPS):
         term = sum(param.sum() for param in trainer.model.parameters())
         (trainer.forward() + 0.1 * term).backward()
-
-
-def clip_beside_backward(trainer: Trainer) -> None:
-    optim.step_in_backward(trainer.model, trainer.optimizer, clip_by_last_norm=True)
-    for _ in range(STEPS + 1):
-        trainer.forward().backward()
-        trainer.model.clip_grad_norm_(0.1)
 
 
 def replace_parameters(trainer: Trainer) -> None:
@@ -430,15 +424,9 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     ),
     "offload, step in backward": (step_in_backward, {"cpu_offload": CPUOffload(True)}),
     "step in backward": (step_in_backward, {"limit_all_gathers": False}),
-    "step beside backward": (step_beside_backward, {"limit_all_gathers": False}),
-    "step beside backward, SHARD_GRAD_OP, flat": (
-        step_beside_backward,
-        {"strategy": "SHARD_GRAD_OP", "use_orig_params": False},
-    ),
-    "step beside backward, NO_SHARD": (step_beside_backward, {"strategy": "NO_SHARD"}),
-    "step beside backward, late gradients": (step_with_late_gradients, {"limit_all_gathers": False}),
-    "clip beside backward, bf16": (clip_beside_backward, {"mixed_precision": BF16}),
-    "offload, step beside backward": (step_beside_backward, {"cpu_offload": CPUOffload(True)}),
+    "step in backward, state": (step_with_state_in_backward, {"limit_all_gathers": False}),
+    "step in backward, state, NO_SHARD": (step_with_state_in_backward, {"strategy": "NO_SHARD"}),
+    "step in backward, late gradients": (step_with_late_gradients, {"limit_all_gathers": False}),
     "segments": (accumulate, {"segments": True, "limit_all_gathers": False}),
     "segments, flat": (plain, {"segments": True, "use_orig_params": False, "forward_prefetch": True}),
     "segments, offload": (
@@ -467,7 +455,7 @@ HYBRID_SCENARIOS = [
     "reduce fp32",
     "raise in backward",
     "step in backward",
-    "step beside backward",
+    "step in backward, state",
     "offload",
     "optional",
 ]

@@ -45,7 +45,6 @@ NEEDED = {
     ("all-reduce", "post-backward"): HYBRID,
     ("post-backward", "all-reduce"): HYBRID,
     ("compute", "all-reduce"): HYBRID,
-    ("all-reduce", "compute"): "step beside backward, late gradients",
     ("compute", "compute"): "two streams",
     ("host", "compute"): "offload, gradients read",
     ("host", "pre-unshard"): "offload, write after evaluating",

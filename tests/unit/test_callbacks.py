@@ -16,7 +16,6 @@ NAMES = (
     "tensors_of",
     "cast_buffers_for_mode",
     "step_in_backward",
-    "await_step",
     "is_in_reentrant_checkpoint",
     "log_post_backward",
     "warn_of_units_cut_off",
@@ -38,7 +37,7 @@ def test_a_missing_callback_is_named(missing: str) -> None:
 
 
 def test_an_unknown_callback_is_refused() -> None:
-    with pytest.raises(TypeError, match="at most 14"):
+    with pytest.raises(TypeError, match="at most 13"):
         _C.bind_callbacks(**dict.fromkeys((*NAMES, "other"), refuse))  # type: ignore[arg-type]
 
 
