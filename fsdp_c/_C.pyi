@@ -369,8 +369,9 @@ def bind_callbacks(
     without gradients; ``explain_error`` with what one has raised.
 
     Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where
-    ``optimizer_in_backward`` is set, on the stream that has reduced them; ``log_post_backward`` when they have come, where the
-    handle is ``verbose``. The names of units that no gradient can reach, or to which none has come, are told once.
+    ``optimizer_in_backward`` is set, on the stream that has reduced them; ``log_post_backward`` when they have
+    come, where the handle is ``verbose``. The names of units that no gradient can reach, or to which none has
+    come, are told once.
     ``check_backward`` at its end, where the Runtime is unchecked.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has

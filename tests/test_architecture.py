@@ -44,7 +44,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 4_705,
     "csrc/runtime": 5_415,
     "csrc/python": 1_655,
-    "fsdp_c": 24_542,
+    "fsdp_c": 24_472,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

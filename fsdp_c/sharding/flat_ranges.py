@@ -20,19 +20,15 @@ class FlatRange(nn.Parameter):
     _handle: FlatParamHandle
     _index: int
     _bounds: tuple[int, int]  # in the shard
-    _first_index: int  # in the parameter
     _at: int  # where the shard was
 
-    def __new__(
-        cls, handle: FlatParamHandle, index: int, bounds: tuple[int, int], first_index: int
-    ) -> FlatRange:
+    def __new__(cls, handle: FlatParamHandle, index: int, bounds: tuple[int, int]) -> FlatRange:
         """Of the parameter at ``index`` in the flat parameter of ``handle``, which lies at ``bounds`` in its
-        shard, from its element ``first_index`` on."""
+        shard."""
         shard = _shard_of(handle)
         part = _part(handle, index, bounds, shard)
         made = super().__new__(cls, part, handle.flat_param.requires_grad)
         made._handle, made._index, made._bounds, made._at = handle, index, bounds, shard.data_ptr()
-        made._first_index = first_index
         return made
 
     @property
@@ -74,20 +70,20 @@ def _part(handle: FlatParamHandle, index: int, bounds: tuple[int, int], flat: Te
     return part.as_strided(flat_param._shapes[index], flat_param._strides[index], part.storage_offset())
 
 
-def _all_bounds(handle: FlatParamHandle) -> list[tuple[tuple[int, int], int]]:
-    """And the first index in each parameter. Asked for once for all: each list of the layout's is made anew."""
+def _all_bounds(handle: FlatParamHandle) -> list[tuple[int, int]]:
+    """Asked for once for all: each list of the layout's is made anew."""
     layout = handle.layout
     if layout.sharded:
         ranges = layout.shard_ranges()
-        return [((start, start + numel) if held else (0, 0), first) for held, start, numel, first in ranges]
+        return [(start, start + numel) if held else (0, 0) for held, start, numel, _ in ranges]
     places = zip(layout.param_offsets, layout.param_numels, strict=True)
-    return [((start, start + numel), 0) for start, numel in places]
+    return [(start, start + numel) for start, numel in places]
 
 
 def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
     """One for each original parameter; those of before, while something holds them."""
     found = ranges_of(handle) or [
-        FlatRange(handle, index, *each) for index, each in enumerate(_all_bounds(handle))
+        FlatRange(handle, index, each) for index, each in enumerate(_all_bounds(handle))
     ]
     handle._ranges = [weakref.ref(one) for one in found]
     return found

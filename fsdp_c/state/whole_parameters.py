@@ -158,9 +158,8 @@ class WholeParameters(Optimizer):
         options: for ``factory``.
 
     ``param_groups`` are the factory's, over the model's own parameters (of units without ``use_orig_params``
-    over ranges of the flat parameter, as ``fsdp_c.optim.param_groups`` makes them): schedulers and gradient
-    scalers work as usual. Memory: the state of what this rank owns, and in a step its part of two buckets,
-    values and gradients.
+    over views of the flat parameter, one for each original): schedulers and gradient scalers work as usual.
+    Memory: the state of what this rank owns, and in a step its part of two buckets, values and gradients.
 
     ``state_dict()`` gives this rank's shards of the state, and is collective: by ``FSDP.optim_state_dict``
     and ``fsdp_c.checkpoint`` it is saved by original names, for any wrapping, number of ranks, and for the

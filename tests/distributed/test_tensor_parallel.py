@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.compat.standins import dtensor_extensions as standins
-from fsdp_c.optim import WholeParameters, param_groups
+from fsdp_c.optim import WholeParameters
 from tests import tensor_parallel as tp
 from tests.parity.engine import (
     STEPS,
@@ -734,15 +734,6 @@ def test_our_extension_does_what_torchs_does(rank: int, use_orig_params: bool) -
         compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)
         sharded = test_sharded_state_dict_equals_torchs_and_loads_again.rank_body
         sharded(plan="mlp", use_orig_params=use_orig_params)
-
-
-@on_ranks(4)
-def test_groups_that_divide_a_flat_parameter_with_tensor_parallelism_inside_are_refused() -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=False)
-    with pytest.raises(
-        ValueError, match="has tensor parallelism inside: wrap the model with use_orig_params=True"
-    ):
-        param_groups(model, lambda name, shape: {"weight_decay": float(len(shape) > 1)})
 
 
 @on_ranks(4)

@@ -24,6 +24,7 @@ from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, State
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
 from fsdp_c.state import whole_parameters
+from fsdp_c.state.optim_params import OptimParams
 from fsdp_c.state.whole_parameters import BUCKET_NBYTES
 from tests.distributed.test_hybrid import groups
 from tests.ranks import both_views, device, on_ranks, pool
@@ -723,3 +724,43 @@ def test_state_of_another_owner_is_refused_on_all_ranks() -> None:
     resumed.load_state_dict(optimizer.state_dict())
     with pytest.raises(RuntimeError, match="the optimizer of rank 0 raised ValueError: its state dict lacks"):
         train(model, [resumed], range(1))
+
+
+# ----------------------------------------------------------------- what it holds of flat parameters
+
+
+def ranges(model: nn.Module) -> list[nn.Parameter]:
+    return list(OptimParams.of_originals(model).by_param)
+
+
+@on_ranks(2)
+def test_ranges_follow_their_module_and_refuse_what_no_sync_has_left() -> None:
+    model = wrapped(plain_model(), use_orig_params=False)
+    optimizer = torch.optim.SGD(ranges(model), lr=0.1)
+    train(model, [optimizer], range(2))
+    model.double()
+    x = batch(0).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["head.weight"], before["head.weight"])
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_with_no_optimizer_on_ranges_the_flat_parameters_are_known_again() -> None:
+    model = wrapped(plain_model(), use_orig_params=False)
+    found = ranges(model)
+    assert not set(map(id, found)) & set(map(id, model.parameters()))
+    del found
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, [optimizer], range(1))
+    assert set(FSDP.optim_state_dict(model, optimizer)["state"]) == set(
+        dict(plain_model().named_parameters())
+    )
