@@ -278,7 +278,6 @@ class Unit:
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
     name_index: int  # writable; what add_unit_name() returned, -1 where the unit has no name
     sync_gradients: bool  # writable: no_sync() sets it
-    brings_zeros: bool  # writable: gradients that come count as zeros
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the
         unit and propagates. Inside summon_full_params ``wrapped`` alone, on what is shown; RuntimeError

@@ -48,7 +48,6 @@ from fsdp_c.sharding.optional import optional as optional
 from fsdp_c.state.full_params import iter_full_params as iter_full_params
 from fsdp_c.tools.summary import summary as summary
 from fsdp_c.training.forward_methods import register_forward_method as register_forward_method
-from fsdp_c.training.join import join as join
 
 __all__ = [
     "BackwardPrefetch",
@@ -71,7 +70,7 @@ __all__ = [
 
 _BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall "
-    "optional join summary api checkpoint debug optim wrap"
+    "optional summary api checkpoint debug optim wrap"
 ).split()
 
 _HELPERS = ("_common_utils", "_fsdp_extensions", "_shard_utils", "_wrap_utils")

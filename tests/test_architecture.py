@@ -41,10 +41,10 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 2_765,
     "csrc/torch": 3_339,
     "csrc/collective": 321,
-    "csrc/handle": 4_705,
-    "csrc/runtime": 5_415,
-    "csrc/python": 1_655,
-    "fsdp_c": 24_472,
+    "csrc/handle": 4_697,
+    "csrc/runtime": 5_412,
+    "csrc/python": 1_654,
+    "fsdp_c": 24_331,
 }
 LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")

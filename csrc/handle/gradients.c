@@ -199,12 +199,6 @@ static int receive_none(struct gradients *gradients) {
     return nothing ? 0 : -1;
 }
 
-int gradients_receive_zeros(struct gradients *gradients, PyObject *args) {
-    if (gradients->pending || !has_gradient(args, gradients->param->num_params))
-        return 0;
-    return receive_none(gradients);
-}
-
 int gradients_receive_nothing(struct gradients *gradients) {
     if (gradients->pending || gradients->sum || *gradients_previous(gradients))
         return 0;

@@ -85,8 +85,6 @@ bool gradients_have_new(const struct gradients *gradients);
 int gradients_receive(struct gradients *gradients, PyObject *args);
 /* A contribution as it is, for autograd itself: new tensor, None where there is no gradient, or NULL. */
 PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
-/* of gradients that count as zeros */
-int gradients_receive_zeros(struct gradients *gradients, PyObject *args);
 /* where nothing is to be packed yet: zeros. 0 or -1 */
 int gradients_receive_nothing(struct gradients *gradients);
 /* The user's hooks, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or

@@ -181,7 +181,6 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
 static PyMemberDef members[] = {
     READ_ONLY("handle", T_OBJECT, handle_object),
     READ_ONLY("runtime", T_OBJECT, runtime_object),
-    {"brings_zeros", T_BOOL, offsetof(struct unit_object, unit.brings_zeros), 0, NULL},
     {"name_index", T_INT, offsetof(struct unit_object, unit.name_index), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

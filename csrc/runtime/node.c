@@ -138,12 +138,10 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     if (trains <= 0)
         return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(gradients);
-    if (!part->brings_zeros && callbacks_watch(part, args) < 0)
+    if (callbacks_watch(part, args) < 0)
         return -1;
     if (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0)
         return -1;
-    if (part->brings_zeros)
-        return gradients_receive_zeros(gradients, args);
     return gradients_receive(gradients, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;
 }
 

@@ -58,7 +58,6 @@ struct unit {
 
     bool is_root;
     bool sync_gradients;
-    bool brings_zeros;     /* of a part: gradients that come count as zeros (fsdp_c.join) */
     bool stepping;         /* of a part: its optimizers step in this backward, and nobody has waited */
     enum unit_phase phase; /* written by unit_set_phase() */
 
