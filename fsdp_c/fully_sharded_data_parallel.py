@@ -177,12 +177,6 @@ class FullyShardedDataParallel(ShardedModule):
         sharding_strategy = construction.public_strategy(sharding_strategy)
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
         construction.check_places(process_group, device_mesh, device_id)
-        construction.check_switches(
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-        )
         materialization.check_init_fn(param_init_fn)
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy)
@@ -237,9 +231,9 @@ class FullyShardedDataParallel(ShardedModule):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
+        self.forward_prefetch = bool(forward_prefetch)
+        self.limit_all_gathers = bool(limit_all_gathers)
+        self._use_orig_params = bool(use_orig_params)  # compared with that of other units and ranks
         self._fsdp_extension = construction.tensor_parallel_extension(device_mesh, device)
         self._init_state(tree)
         before = construction.own_params(tree, ignored.params)

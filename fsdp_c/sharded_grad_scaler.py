@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
-from fsdp_c.sharding.construction import check_places, check_switches
+from fsdp_c.sharding.construction import check_places
 
 __all__ = ["ShardedGradScaler"]
 
@@ -56,7 +56,6 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_switches(enabled=enabled)
         check_places(process_group, None, None)
         if not isinstance(device, (str, torch.device)):
             raise TypeError(

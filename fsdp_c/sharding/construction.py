@@ -58,14 +58,6 @@ def check_settings(
         _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
 
 
-def check_switches(**switches: object) -> None:
-    """TypeError for anything but a truth value, or 0 or 1: most other things are true, whatever they say."""
-    for name, value in switches.items():
-        if not isinstance(value, bool) and value not in (0, 1):
-            got = f"{type(value).__name__} {value!r}"
-            raise TypeError(f"{name} must be True or False, not {got}: pass for instance {name}=True")
-
-
 def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
     """TypeError for what names no group, mesh or device; ValueError for a group that this rank is not in."""
     _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')

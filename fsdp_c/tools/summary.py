@@ -155,7 +155,7 @@ def _of_unit(
     if handle is None:
         return unit
     layout, dtype, param_dtype = handle.layout, handle._orig_param_dtype, handle._fwd_bwd_param_dtype
-    is_moved = fsdp_module.cpu_offload.offload_params and not is_on_cpu
+    is_moved = bool(fsdp_module.cpu_offload.offload_params) and not is_on_cpu
     has_all_reduce = unit.replicas > 1 or (not is_sharded and unit.shards > 1)
     unsharded_nbytes = layout.padded_numel * param_dtype.itemsize
     reduce_itemsize = handle._reduce_dtype.itemsize * is_trainable

@@ -12,7 +12,6 @@ from torch import nn
 from fsdp_c import _C
 from fsdp_c.compat.upstream import ShardingStrategy
 from fsdp_c.sharding import common
-from fsdp_c.sharding.construction import check_switches
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import (
     ShardedModule,
@@ -48,13 +47,6 @@ def summon_full_params(
     NotImplementedError for ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and
     ``with_grads`` without use_orig_params or with ``offload_to_cpu``.
     """
-    check_switches(
-        recurse=recurse,
-        writeback=writeback,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-    )
     if recurse:
         fsdp_modules = units_of(module)
         fsdp_modules = [*_idle_holders_around(fsdp_modules), *fsdp_modules]

@@ -90,21 +90,6 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         ValueError,
         "rank 1 is not in process_group: wrap the module on the ranks of the group only",
     ),
-    "text for a switch": (
-        lambda: {"use_orig_params": "False"},
-        TypeError,
-        "use_orig_params must be True or False, not",
-    ),
-    "nothing for a switch": (
-        lambda: {"limit_all_gathers": None},
-        TypeError,
-        "limit_all_gathers must be True or False, not NoneType None",
-    ),
-    "number for a switch": (
-        lambda: {"forward_prefetch": 2},
-        TypeError,
-        "forward_prefetch must be .* not int 2",
-    ),
     "another CPU": (lambda: {"device_id": "cpu:9"}, ValueError, "device_id=cpu:9 on rank 1 .* one CPU"),
     "mesh": (lambda: {"device_mesh": "cpu"}, TypeError, "not str 'cpu': pass for instance init_device_mesh"),
     "device": (
@@ -349,23 +334,6 @@ def test_an_error_that_lists_parameters_names_ten() -> None:
         flat_param.check_uniform(params, [f"p{index}" for index in range(80)], use_orig_params=False)
 
 
-SUMMON: list[dict[str, Any]] = [
-    {"recurse": "no"},
-    {"writeback": "False"},
-    {"rank0_only": None},
-    {"offload_to_cpu": "cpu"},
-    {"with_grads": 2},
-]
-
-
-@pytest.mark.parametrize("arguments", SUMMON, ids=str)
-@pytest.mark.usefixtures("fake_ranks")
-def test_switches_of_summon_full_params_are_truth_values(arguments: dict[str, Any]) -> None:
-    model = FSDP(layer())
-    with pytest.raises(TypeError, match=f"{next(iter(arguments))} must be True or False"):
-        FSDP.summon_full_params(model, **arguments).__enter__()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -391,7 +359,6 @@ def test_norms_that_are_none_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"enabled": "False"}, TypeError, "enabled must be True or False"),
         ({"init_scale": "x"}, TypeError, "init_scale must be a number, not str 'x'"),
         ({"init_scale": float("inf")}, ValueError, "init_scale must be above 0 and finite"),
         ({"backoff_factor": 0}, ValueError, "backoff_factor must be above 0"),
