@@ -3,6 +3,7 @@
 #include "runtime/runtime.h"
 
 #include "runtime/operations.h"
+#include "torch/names.h"
 
 int unit_set_training_state(struct unit *unit, enum training_state state) {
     FOR_PARTS(part, unit)
@@ -179,13 +180,24 @@ int unit_unshard_for_backward(struct unit *unit) {
     return prefetch_next(unit, USE_BACKWARD_PRE);
 }
 
-/* Under no_sync a strategy that keeps parameters stays gathered (D-070). What a graph of a backward reads has
- * no gather of its own: it stays for the next backward. */
+/* Is this backward followed by another one over the graph of a backward, which reads the unsharded parameters
+ * and has no all-gather? create_graph=True makes such a graph, retain_graph=True keeps it. 1, 0 or -1. */
+static int graph_goes_on(struct unit *part) {
+    if (part->handle->storage.param_state == PARAM_SHARDED)
+        return 0;
+    if (part->runtime->graph_goes_on)
+        return 1;
+    return unit_of_part(part)->graph_reads ? torch_keeps_graph() : 0;
+}
+
+/* Under no_sync a strategy that keeps parameters stays gathered (D-070). */
 static int reshard_in_backward(struct unit *part) {
     struct handle *handle = part->handle;
-    bool goes_on = part->runtime->graph_goes_on && handle->storage.param_state != PARAM_SHARDED;
+    int goes_on = graph_goes_on(part);
     bool keeps =
         handle->param.sharded && !part->sync_gradients && !flat_param_reshards_after_forward(&handle->param);
+    if (goes_on < 0)
+        return -1;
     unit_of_part(part)->graph_reads = goes_on;
     if (keeps)
         unit_keep_for_next(part);

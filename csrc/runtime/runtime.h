@@ -41,7 +41,7 @@ struct runtime {
     int64_t num_writes;   /* when the user had written so often to parameters */
     /* units amid their forward: a backward then is one of part of the model, within it, */
     int64_t num_in_forward;
-    bool graph_goes_on; /* of the last backward autograd has made a graph, which the next one goes through */
+    bool graph_goes_on; /* the last backward ran with create_graph=True */
     int64_t graph_task; /* autograd's number of the backward that the callback was queued in */
     bool has_edges;     /* its units' nodes have edges to flat parameters, */
     /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */

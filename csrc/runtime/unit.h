@@ -91,7 +91,8 @@ struct unit {
     struct gather_mark gather;      /* its last all-gather */
     /* the forward, as num_forwards counts: see [Note: stale parameters] in gather.c */
     int64_t gathered_for;
-    bool graph_reads; /* what a backward has made a graph of: it stays gathered for the next one */
+    /* true if the graph of a create_graph backward reads its unsharded parameters: they stay gathered */
+    bool graph_reads;
     /* that of its last forward, where the views stay: compared, never followed */
     const void *backward_hook;
     struct optional optional; /* need it not run on every rank, or is it around units that need not? */

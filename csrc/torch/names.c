@@ -268,6 +268,11 @@ int torch_will_execute(PyObject *node) {
     return answer ? PyObject_IsTrue(answer) : -1;
 }
 
+int torch_keeps_graph(void) {
+    OWNED *answer = PyObject_CallNoArgs(torch_names.keeps_graph);
+    return answer ? PyObject_IsTrue(answer) : -1;
+}
+
 int torch_requires_grad(PyObject *tensor) {
     PyObject *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
     int result = value ? value == Py_True : -1;

@@ -56,6 +56,7 @@
     X(graph_task_id, "torch._C", "_current_graph_task_id")                                                   \
     X(count_dispatch_modes, "torch._C", "_len_torch_dispatch_stack")                                         \
     X(will_execute, "torch._C", "_will_engine_execute_node")                                                 \
+    X(keeps_graph, "torch._C", "_autograd._get_current_graph_task_keep_graph")                               \
     X(queue_callback, "torch.autograd.variable", "Variable._execution_engine.queue_callback")
 
 struct torch_names { /* owned for ever, all of them */
@@ -93,6 +94,7 @@ int64_t torch_graph_task(void); /* of the backward that runs in this thread; -1:
 /* new reference to the DistributedDataParallel amid its forward, or None */
 PyObject *torch_active_ddp(void);
 int torch_will_execute(PyObject *node);    /* in that backward? 1, 0 or -1 */
+int torch_keeps_graph(void);               /* retain_graph of that backward: 1, 0 or -1 */
 int torch_requires_grad(PyObject *tensor); /* 1, 0, or -1 */
 /* counts what was written in place, but not through `.data`; or -1 */
 int64_t torch_version(PyObject *tensor);

@@ -445,30 +445,38 @@ class Forces(nn.Module):
     """Differentiates the energy that an inner unit computes, within its own forward, and learns from the
     result."""
 
-    def __init__(self, runs_again: bool, with_energy: bool) -> None:
+    def __init__(self, runs_again: bool, with_energy: bool, looks: bool) -> None:
         super().__init__()
         self.energy = nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, WIDTH))
         self.head = nn.Linear(WIDTH, WIDTH)
-        self.runs_again, self.with_energy = runs_again, with_energy
+        self.runs_again, self.with_energy, self.looks = runs_again, with_energy, looks
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         energy = self.energy(x)
         (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+        if self.looks:
+            torch.autograd.grad(force.sum(), x, retain_graph=True)
         if self.runs_again:
             force = force + self.energy(force)
         return self.head(force) + (energy if self.with_energy else 0)
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
-@pytest.mark.parametrize("with_energy", [False, True])
+@pytest.mark.parametrize("with_energy, looks", [(False, False), (True, False), (True, True)])
 @all_strategies
 @both_views
 @on_ranks(2)
 def test_gradient_that_a_forward_takes_of_an_inner_unit_is_differentiated(
-    rank: int, world_size: int, strategy: str, use_orig_params: bool, with_energy: bool, runs_again: bool
+    rank: int,
+    world_size: int,
+    strategy: str,
+    use_orig_params: bool,
+    with_energy: bool,
+    looks: bool,
+    runs_again: bool,
 ) -> None:
-    model, reference = (seeded(lambda: Forces(runs_again, with_energy)) for _ in range(2))
+    model, reference = (seeded(lambda: Forces(runs_again, with_energy, looks)) for _ in range(2))
     policy = ModuleWrapPolicy({nn.Sequential})
     model = wrap(model, strategy=strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
     assert_same_gradients(model, reference, twice, rank, world_size)
@@ -522,6 +530,20 @@ def of_second_derivatives(model: Any, x: Tensor) -> Tensor:
     return first.square().mean() + second.square().mean()
 
 
+def after_a_look_at_second_derivatives(model: Any, x: Tensor) -> Tensor:
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    for _ in range(2):
+        torch.autograd.grad(slope.sum(), x, retain_graph=True)
+    return output.square().mean() + slope.square().sum()
+
+
+def after_a_hessian_vector_product(model: Any, x: Tensor) -> Tensor:
+    product = (slope(model, x) * torch.linspace(-1, 1, WIDTH, dtype=x.dtype)).sum()
+    torch.autograd.grad(product, x, retain_graph=True)
+    return product
+
+
 def of_checkpointed_blocks(model: Any, x: Tensor) -> Tensor:
     net = getattr(model, "module", model)
     net.around = "nonreentrant"
@@ -542,6 +564,8 @@ PENALTIES = (
     before_a_forward_without_gradients,
     beside_a_forward_without_some_units,
     of_second_derivatives,
+    after_a_look_at_second_derivatives,
+    after_a_hessian_vector_product,
     of_checkpointed_blocks,
     after_one_that_is_dropped,
 )
