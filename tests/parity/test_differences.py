@@ -835,6 +835,43 @@ def test_row_45_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, wo
     assert_close(step("fsdp_c"), expected)
 
 
+class PartlyCheckpointed(nn.Module):
+    """Its backward reads no parameter after the checkpointed layer, so that torch trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, checkpointed: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(checkpoint(self.inside, x, use_reentrant=True) if checkpointed else self.inside(x))
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_row_45_a_checkpointed_part_is_reduced_with_the_rest(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Torch reduces the gradients of the part with those that no_sync has left, and the rest apart: another
+    order of additions."""
+
+    def gradients(which: str, checkpointed: bool) -> Tensor:
+        torch.manual_seed(5)
+        model = wrap(PartlyCheckpointed(), which, strategy, use_orig_params=use_orig_params)
+        for index in range(8):
+            with contextlib.nullcontext() if index == 7 else model.no_sync():
+                model(batch(rank, index), checkpointed).square().mean().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+    without = gradients("torch", False)
+    found = {which: gradients(which, True) for which in BOTH}
+    assert torch.equal(found["fsdp_c"], without)
+    assert not torch.equal(found["torch"], without)
+    torch.testing.assert_close(found["torch"], without)
+
+
 @pytest.mark.parametrize("which", BOTH)
 @on_ranks(2)
 def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
