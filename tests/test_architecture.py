@@ -35,18 +35,6 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("interop",),
     ("__init__", "__main__", "cli", "selftest"),
 )
-BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
-    "csrc/base": 156,
-    "csrc/layout": 559,
-    "csrc/kernels": 2_765,
-    "csrc/torch": 3_339,
-    "csrc/collective": 321,
-    "csrc/handle": 4_697,
-    "csrc/runtime": 5_412,
-    "csrc/python": 1_654,
-    "fsdp_c": 24_331,
-}
-LONGEST_FILE = 500
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
 STATE_READERS = {  # modules of Python that read it, and what for: none moves it, and none reads the rest
     "compat.standins.common_utils": "what torch's helper of this name asserts",
@@ -465,26 +453,7 @@ def reader_violations(root: Path) -> list[str]:
     return found
 
 
-def budget_violations(root: Path) -> list[str]:
-    """Folders that have outgrown their budget of lines, and sources of C too long for one reading."""
-    found = []
-    for folder, budget in BUDGET.items():
-        files = [
-            path for path in (root / folder).rglob("*") if path.suffix in (".c", ".h", ".cu", ".py", ".pyi")
-        ]
-        lines = {path: len(path.read_text().splitlines()) for path in files}
-        if sum(lines.values()) > budget:
-            found.append(f"{folder} has {sum(lines.values())} lines of {budget}")
-        found += [
-            f"{path.name} has {n} lines"
-            for path, n in lines.items()
-            if n > LONGEST_FILE and path.suffix == ".c"
-        ]
-    return found
-
-
 CHECKS: list[Check] = [
-    budget_violations,
     include_violations,
     python_h_violations,
     libtorch_violations,
@@ -640,8 +609,6 @@ PLANTED = [
     ),
     (trace_violations, "csrc/runtime/other.c", 'void *f(void) { return profile_begin("forward"); }'),
     (trace_violations, "csrc/handle/other.c", "void f(void) { progress_enter(0, 1); }"),
-    (budget_violations, "csrc/collective/collective.h", "\n" * (BUDGET["csrc/collective"] + 1)),
-    (budget_violations, "csrc/handle/long.c", "\n" * (LONGEST_FILE + 1)),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
     (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import saving\n"),
