@@ -147,16 +147,32 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-static int init_secondary_shard(const struct storage *storage, struct precision_copy *copy) {
-    const struct flat_param *param = storage->param;
-    if (!param->node_group.group || copy->is_local || !flat_param_reshards_after_forward(param))
+static bool wants_secondary_shard(const struct flat_param *param, const struct precision_copy *copy) {
+    return param->node_group.group && !copy->is_local && flat_param_reshards_after_forward(param);
+}
+
+static int init_secondary_shard(const struct flat_param *param, struct precision_copy *copy) {
+    if (!wants_secondary_shard(param, copy))
         return 0;
     int64_t numel = param->layout.padded_numel / param->node_group.world_size;
-    copy->secondary_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
-    if (!copy->secondary_source ||
-        buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
+    if (buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
         return -1;
     return buffer_free(&copy->secondary_shard);
+}
+
+/* The parts of `full` that a gather and its readers use. 0 or -1 */
+static int take_parts(const struct flat_param *param, struct precision_copy *copy, PyObject *full) {
+    const struct flat_layout *layout = &param->layout;
+    ref_set(&copy->full_data, torch_part(full, 0, layout->numel));
+    ref_set(&copy->own_part,
+            torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel));
+    if (!copy->full_data || !copy->own_part)
+        return -1;
+    if (!wants_secondary_shard(param, copy))
+        return 0;
+    int64_t numel = layout->padded_numel / param->node_group.world_size;
+    ref_set(&copy->secondary_source, torch_part(full, param->node_group.rank * numel, numel));
+    return copy->secondary_source ? 0 : -1;
 }
 
 /* The storage is there while views of it are made, and not after. */
@@ -166,13 +182,11 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     if (!copy->is_local && buffer_init(&copy->full, layout->padded_numel, copy->dtype, device, true) < 0)
         return -1;
     PyObject *full = copy->is_local ? storage->local_shard : copy->full.tensor;
-    copy->full_data = torch_part(full, 0, layout->numel);
-    copy->own_part = torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
-    copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
+    copy->views = take_parts(storage->param, copy, full) == 0 ? flat_param_views(storage->param, full) : NULL;
     if (copy->views &&
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
-    if (!copy->views || init_secondary_shard(storage, copy) < 0 ||
+    if (!copy->views || init_secondary_shard(storage->param, copy) < 0 ||
         (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
@@ -308,6 +322,50 @@ int storage_follow_shard(struct storage *storage) {
          buffer_free(&storage->device_shard) < 0))
         return -1;
     return init_copies(storage);
+}
+
+/* ---- freeing ---- */
+
+/* The views keep their history, and graphs what they have saved of the old memory. Their tuple is a new one,
+ * by which wrap_views knows that it is to wrap them anew. */
+static int renew_full(struct storage *storage) {
+    struct precision_copy *copy = storage->copy;
+    if (buffer_renew(&copy->full) < 0 || take_parts(storage->param, copy, copy->full.tensor) < 0)
+        return -1;
+    OWNED *renewed = flat_param_views(storage->param, copy->full.tensor);
+    OWNED *views = renewed ? PySequence_List(copy->views) : NULL;
+    for (int64_t i = 0; views && i < storage->param->num_params; i++)
+        if (torch_set_data(PyList_GetItem(views, i), PyTuple_GetItem(renewed, i)) < 0)
+            return -1;
+    PyObject *tuple = views ? PyList_AsTuple(views) : NULL;
+    if (!tuple)
+        return -1;
+    ref_set(&copy->views, tuple);
+    return 0;
+}
+
+int storage_free_full(struct storage *storage) {
+    struct buffer *full = &storage->copy->full;
+    PyObject *left;
+    if (buffer_free(full) == 0)
+        return 0;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int exported = buffer_is_exported(full);
+    if (exported <= 0) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+        return -1;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    int result = renew_full(storage);
+    if (torch_return_to_inference_mode(left) < 0 || result < 0)
+        return -1;
+    return buffer_free(full);
 }
 
 int storage_take_written(const struct storage *storage, int64_t param) {

@@ -150,6 +150,10 @@ int storage_detach_views(struct storage *storage);
 int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype);
 bool storage_has_mixed_precision(const struct storage *storage);
 
+/* Frees what is gathered. Memory that an array of numpy or another process shares stays theirs: tensor and
+ * views are moved to memory of their own first, as they are the same for ever. 0 or -1 */
+int storage_free_full(struct storage *storage);
+
 /* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or
  * -1. */
 int storage_take_written(const struct storage *storage, int64_t param);

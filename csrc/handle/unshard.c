@@ -210,7 +210,7 @@ int storage_reshard(struct storage *storage, bool free_storage) {
         /* computation on it is enqueued, and with streams may not have run */
         if (free_storage &&
             (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further)
-                                : buffer_free(full)) < 0)
+                                : storage_free_full(storage)) < 0)
             return -1;
     }
     return free_storage ? storage_set_state(storage, PARAM_SHARDED) : 0;

@@ -27,15 +27,19 @@ int64_t buffer_peak_nbytes(bool reset) {
     return peak;
 }
 
+/* New reference to the bound resize_ of the tensor's storage, or NULL. */
+static PyObject *storage_resize(PyObject *tensor) {
+    OWNED *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
+    return storage ? PyObject_GetAttrString(storage, "resize_") : NULL;
+}
+
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted) {
-    OWNED *storage = NULL;
     if (!zero && !(zero = PyLong_FromLong(0)))
         return -1;
     *buffer =
         (struct buffer){.tensor = torch_empty(numel, dtype, device), .numel = numel, .counted = counted};
     if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0 ||
-        !(storage = PyObject_CallMethod(buffer->tensor, "untyped_storage", NULL)) ||
-        !(buffer->resize = PyObject_GetAttrString(storage, "resize_")) ||
+        !(buffer->resize = storage_resize(buffer->tensor)) ||
         !(buffer->full_nbytes = PyLong_FromLongLong(numel * dtype_nbytes(buffer->view.dtype)))) {
         buffer_fini(buffer);
         return -1;
@@ -80,6 +84,23 @@ int buffer_free(struct buffer *buffer) {
     buffer->allocated = false;
     count(buffer, -buffer->nbytes);
     return 0;
+}
+
+int buffer_is_exported(const struct buffer *buffer) {
+    OWNED *storage = PyObject_GetAttrString(buffer->resize, "__self__");
+    OWNED *resizable = storage ? PyObject_CallMethod(storage, "resizable", NULL) : NULL;
+    return resizable ? resizable == Py_False : -1;
+}
+
+int buffer_renew(struct buffer *buffer) {
+    OWNED *tensor = torch_empty_like(buffer->tensor);
+    PyObject *renewed = tensor ? storage_resize(tensor) : NULL;
+    if (!renewed || torch_set_data(buffer->tensor, tensor) < 0) {
+        Py_XDECREF(renewed);
+        return -1;
+    }
+    ref_set(&buffer->resize, renewed);
+    return tensor_view_of(buffer->tensor, &buffer->view);
 }
 
 /* ---- deferred frees: see [Note: deferred frees] ---- */

@@ -31,6 +31,13 @@ struct buffer {
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted);
 void buffer_fini(struct buffer *buffer);
 
+/* Whether a freed buffer's memory stays with an array or a process that shares it: numpy(), share_memory_().
+ * Such a storage cannot be resized. 1, 0 or -1 */
+int buffer_is_exported(const struct buffer *buffer);
+/* The same tensor, over new memory. Tensors that share the old memory keep it. 0, or -1 and nothing has
+ * changed */
+int buffer_renew(struct buffer *buffer);
+
 int buffer_alloc(struct buffer *buffer); /* a no-op when allocated; contents undefined otherwise. 0 or -1 */
 int buffer_free(struct buffer *buffer);  /* a no-op when freed. 0 or -1 */
 

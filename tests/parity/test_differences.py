@@ -1195,3 +1195,18 @@ def test_several_forwards_and_then_their_backwards(use_orig_params: bool) -> Non
         return [model(batch(0)).detach()]
 
     torch_raises_and_ours_is_as_plain(gradients, use_orig_params, RuntimeError, "out of bounds for storage")
+
+
+@both_views
+@on_ranks(2)
+def test_arrays_of_parameters_in_summon_full_params(use_orig_params: bool) -> None:
+    if device().type != "cpu":
+        pytest.skip("numpy shares the memory of a CPU alone")
+
+    def sums_and_output(model: Any) -> list[Tensor]:
+        is_plain = isinstance(model, Net)
+        with contextlib.nullcontext() if is_plain else type(model).summon_full_params(model):
+            arrays = [param.detach().numpy() for param in model.parameters()]
+        return [torch.tensor([array.sum() for array in arrays]), model(batch(0)).detach()]
+
+    torch_raises_and_ours_is_as_plain(sums_and_output, use_orig_params, RuntimeError, "not resizable")

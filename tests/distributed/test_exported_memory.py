@@ -1,0 +1,185 @@
+"""Arrays of numpy and other processes may share the memory of parameters and gradients. They keep it, and the
+model trains on as if nobody had looked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
+
+from tests.models import Block
+from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.training import assert_same, batch, full_state, plain, sharded
+
+# on a GPU an array is one of a copy in any case
+pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="numpy shares CPU memory")
+
+Export = Callable[[Tensor], Any]
+EXPORTS: dict[str, Export] = {
+    "numpy": lambda tensor: np.asarray(tensor.detach()),
+    "share_memory": lambda tensor: tensor.detach().share_memory_().numpy(),
+}
+exports = pytest.mark.parametrize("export", EXPORTS)
+
+
+@contextmanager
+def looking(model: Any, when: str, export: Export) -> Iterator[list[tuple[Any, Tensor]]]:
+    """Each array that ``export`` makes during steps, with a copy of its values at that time."""
+    seen: list[tuple[Any, Tensor]] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        for param in (getattr(module, name, None) for name in ("weight", "bias")):
+            if isinstance(param, Tensor):
+                seen.append((export(param), param.detach().clone()))
+
+    layers = [module for block in model.modules() if isinstance(block, Block) for module in block.modules()]
+    register = "register_forward_hook" if when == "forward" else "register_full_backward_pre_hook"
+    hooks = [getattr(layer, register)(look) for layer in layers]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, index: int) -> None:
+    model(batch(rank, index)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def start(use_orig_params: bool, strategy: str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(strategy=strategy, use_orig_params=use_orig_params, **options)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def assert_kept(seen: list[tuple[Any, Tensor]]) -> None:
+    """The arrays hold what they held when they were made, while later steps gathered other values."""
+    assert seen
+    for array, values in seen:
+        assert torch.equal(torch.from_numpy(array), values)
+
+
+def unsharded_nbytes(model: Any) -> int:
+    units = type(model).fsdp_modules(model)
+    return sum(unit._handle.unsharded_nbytes for unit in units if unit._handle is not None)
+
+
+@all_strategies
+@both_views
+@exports
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(2)
+def test_arrays_from_summon_full_params_keep_their_memory(
+    rank: int, strategy: str, use_orig_params: bool, export: str, rank0_only: bool
+) -> None:
+    expected, optimizer = start(use_orig_params, strategy)
+    for index in range(3):
+        step(expected, optimizer, rank, index)
+    model, optimizer = start(use_orig_params, strategy)
+    seen = []
+    for index in range(3):
+        with type(model).summon_full_params(model, writeback=False, rank0_only=rank0_only):
+            params = [param for param in model.parameters() if rank == 0 or not rank0_only]
+            seen += [(EXPORTS[export](param), param.detach().clone()) for param in params]
+        if strategy != "NO_SHARD":
+            assert unsharded_nbytes(model) == 0
+            assert_kept(seen) if seen else None
+        step(model, optimizer, rank, index)
+    assert_same(full_state(expected), full_state(model))
+
+
+@both_views
+@on_ranks(2)
+def test_writes_to_an_array_within_summon_full_params_are_written_back(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params)
+    with type(model).summon_full_params(model):
+        for param in model.parameters():
+            array = param.detach().numpy()
+            array *= 2
+    array[...] = 7  # after it
+    assert_same({name: 2 * value for name, value in floats(plain())}, dict(floats(model, full_state(model))))
+
+
+def floats(model: nn.Module, state: dict[str, Tensor] | None = None) -> list[tuple[str, Tensor]]:
+    names = {name for name, _ in plain().named_parameters()}
+    return [(n, value) for n, value in (state or model.state_dict()).items() if n in names]
+
+
+@pytest.mark.parametrize("checkpoint_mode", [None, "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("mixed", [None, MixedPrecision(torch.float16)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@both_views
+@on_ranks(2)
+def test_arrays_from_hooks_keep_their_memory(
+    rank: int,
+    use_orig_params: bool,
+    when: str,
+    mixed: MixedPrecision | None,
+    checkpoint_mode: str | None,
+) -> None:
+    strategy = "SHARD_GRAD_OP" if when == "backward" else "FULL_SHARD"
+    options = {"mixed_precision": mixed, "net": {"checkpoint_mode": checkpoint_mode}}
+    expected, optimizer = start(use_orig_params, strategy, **options)
+    for index in range(3):
+        step(expected, optimizer, rank, index)
+    model, optimizer = start(use_orig_params, strategy, **options)
+    with looking(model, when, EXPORTS["numpy"]) as seen:
+        for index in range(3):
+            step(model, optimizer, rank, index)
+            assert unsharded_nbytes(model) == 0
+            assert_kept(seen)
+    assert_same(full_state(expected), full_state(model))
+
+
+@both_views
+@on_ranks(2)
+def test_parameters_shared_with_other_processes_in_a_forward(rank: int, use_orig_params: bool) -> None:
+    expected, optimizer = start(use_orig_params, "FULL_SHARD")
+    for index in range(2):
+        step(expected, optimizer, rank, index)
+    model, optimizer = start(use_orig_params, "FULL_SHARD")
+    with looking(model, "forward", EXPORTS["share_memory"]) as seen:
+        for index in range(2):
+            step(model, optimizer, rank, index)
+            assert_kept(seen)
+    assert_same(full_state(expected), full_state(model))
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_arrays_of_shards_and_gradients_between_steps_change_nothing(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    results = []
+    for looks in (False, True):
+        model, optimizer = start(use_orig_params, strategy)
+        for index in range(3):
+            model(batch(rank, index)).square().mean().backward()
+            for param in model.parameters() if looks else ():
+                _ = param.detach().numpy()
+                if param.grad is not None:
+                    _ = param.grad.numpy()
+            if looks:
+                _ = [value.numpy() for value in full_state(model).values()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        results.append(full_state(model))
+    assert_same(*results)
+
+
+@both_views
+@on_ranks(1)
+def test_world_of_one_rank(rank: int, use_orig_params: bool) -> None:
+    model, optimizer = start(use_orig_params, "FULL_SHARD")
+    assert device().type == "cpu"
+    for index in range(2):
+        with type(model).summon_full_params(model):
+            seen = [(param.detach().numpy(), param.detach().clone()) for param in model.parameters()]
+            assert_kept(seen)
+        step(model, optimizer, rank, index)
