@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import weakref
 from collections import abc, defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
 from fsdp_c.sharding.construction import check_places
+from fsdp_c.sharding.holders import group_of_model
+from fsdp_c.sharding.sharded_module import root_units
 
 __all__ = ["ShardedGradScaler"]
 
@@ -38,7 +41,8 @@ class ShardedGradScaler(GradScaler):
 
     Args:
         device: the type of the device that computes; with "cuda" and none at hand the scaler disables itself.
-        process_group: the ranks that step together, by default all of them.
+        process_group: the ranks that step together, by default those that hold the units that the optimizer
+            steps, and all ranks where it steps none.
         enabled: if False, ``step`` calls the optimizer and everything else is a no-op without communication.
 
     Raises TypeError and ValueError for settings that are no numbers, or none that can scale.
@@ -134,7 +138,7 @@ class ShardedGradScaler(GradScaler):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
             found = found or {found_inf.device: found_inf.clone()}
         total = torch.stack([one.to(self._device) for one in found.values()]).sum()
-        dist.all_reduce(total, group=self.process_group)
+        dist.all_reduce(total, group=self.process_group or _group_of(optimizer))
         for one in found.values():
             one.copy_(total)
         return found
@@ -182,6 +186,21 @@ class ShardedGradScaler(GradScaler):
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, dist.ProcessGroup | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _group_of(optimizer: torch.optim.Optimizer) -> dist.ProcessGroup | None:
+    """The group of the ranks that hold the units that ``optimizer`` steps; None for all ranks."""
+    if optimizer not in _groups:
+        held = set(map(id, _params(optimizer)))
+        roots = [root for root in root_units() if not held.isdisjoint(map(id, root.parameters()))]
+        found = set(map(group_of_model, roots))
+        _groups[optimizer] = found.pop() if len(found) == 1 else None
+    return _groups[optimizer]
 
 
 def _grads_together(optimizer: torch.optim.Optimizer, device: torch.device) -> list[Tensor]:

@@ -412,7 +412,8 @@ class OptimTarget:
             return
         for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             fqns = [fqn for _, known in params for fqn in known.fqns]
-            matching = [by_fqn.get(fqn) for fqn in fqns]
+            # one rank saved the groups, perhaps without names that this rank's have
+            matching = [by_fqn.get(fqn, saved.get(index) if fqn in self.found else None) for fqn in fqns]
             odd = [
                 fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]
             ]

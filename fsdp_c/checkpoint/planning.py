@@ -24,6 +24,7 @@ import torch
 from fsdp_c import _C
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.metadata import PathInDict, do_tile
+from fsdp_c.compat.errors import ranks_text
 from fsdp_c.state.sharded_values import strides_in
 
 Offsets = tuple[int, ...]
@@ -42,6 +43,14 @@ class HeldBox(NamedTuple):
         return math.prod(self.sizes)
 
 
+class Content(NamedTuple):
+    """The values of a parameter's part, of which ranks may hold others: see fsdp_c/checkpoint/replicas.py."""
+
+    unit: str  # its path
+    ranks: tuple[int, ...]  # which are in one of the unit's groups with the rank that has it
+    crc32: int
+
+
 class Held(NamedTuple):
     """The elements [start, start + numel), in memory order, of a box of a tensor."""
 
@@ -53,6 +62,7 @@ class Held(NamedTuple):
     start: int
     numel: int
     is_one_piece: bool  # however large it is
+    content: Content | None = None  # of contested names
 
     @property
     def nbytes(self) -> int:
@@ -232,6 +242,7 @@ def _group(paths: list[PathInDict], rows: list[_Row], loads: list[int]) -> Group
         raise ValueError(f"{key} is a tensor on some ranks and another value on others")
     if first is None:
         return Group(paths, [], _shared_out(rows, len(paths), loads))
+    _refuse_different(key, rows)
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
     for row in rows:
         # of replicas that differ it is the first rank's
@@ -244,6 +255,24 @@ def _group(paths: list[PathInDict], rows: list[_Row], loads: list[int]) -> Group
             f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice"
         )
     return Group(paths, boxes, [])
+
+
+def _refuse_different(key: str, rows: list[_Row]) -> None:
+    """ValueError for a contested name of which ranks hold different values."""
+    found: dict[tuple[Offsets, int], dict[tuple[Held, int], Content]] = {}
+    for row in rows:
+        if row.held is not None and row.held.content is not None:
+            place, content = (row.held.offsets, row.held.start), row.held.content
+            found.setdefault(place, {})[row.held._replace(content=None), content.crc32] = content
+    for values in found.values():
+        if len(values) > 1:
+            one, other, *_ = values.values()
+            raise ValueError(
+                f"{key}: {ranks_text(one.ranks)} and {ranks_text(other.ranks)} hold different values of it, in units "
+                f"of the name {one.unit!r} over process groups that share no rank, as for experts. Give modules of "
+                "different parameters different names, and load with strict=False; or save the modules of each group "
+                "to a path of its own, with process_group=..."
+            )
 
 
 def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) -> Box:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper, find_tensor_shard
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import background as in_background
@@ -49,6 +50,7 @@ from fsdp_c.checkpoint.model_state import (
 )
 from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
+from fsdp_c.checkpoint.replicas import HeldUnit, contested, units_of_some
 from fsdp_c.checkpoint.series import check_keep, remove_older
 from fsdp_c.checkpoint.storage import (
     Item,
@@ -62,7 +64,9 @@ from fsdp_c.checkpoint.table import RankResult
 from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tensors, whole_value
 from fsdp_c.checkpoint.writing import Writer
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.holders import group_of_model, ranks_of
 from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.tools import collective_errors, phases
 
@@ -147,29 +151,36 @@ def save(
     ``keep``: once the checkpoint is in its place, remove the older of those beside it whose names differ in
     the last number alone (step-100, step-200, ...), so that as many stay; see ``latest``.
 
-    Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the
-    rank on which something failed, as where another job is saving to ``path``; the old checkpoint is then as
-    it was. Raises ValueError for an address such as "s3://bucket/run", FileExistsError for a file. In the
-    background ``wait()`` raises them, or the next save, or the end of the process.
+    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError on
+    every rank, naming the rank on which something failed, as where another job is saving to ``path``, and
+    where ranks hold different values of one parameter, in units of one name over several process groups; the
+    old checkpoint is then as it was. Raises ValueError for an address such as "s3://bucket/run",
+    FileExistsError for a file. In the background ``wait()`` raises them, or the next save, or the end of the
+    process.
     """
     in_background.finish()
-    target, ranks = absolute(path), _Ranks(process_group)
+    own_group = process_group or group_of_model(model)
+    target, ranks = absolute(path), _Ranks(own_group)
     check_keep(target, keep)
-    count = dist.get_world_size(process_group) if ranks.is_distributed else 1
-    if count > 1 and dist.get_backend(process_group) == "fake":
+    count = dist.get_world_size(own_group) if ranks.is_distributed else 1
+    if count > 1 and dist.get_backend(own_group) == "fake":
         raise CheckpointError(
             f"saving {target}: of the {count} ranks of torch's fake process group only rank "
-            f"{dist.get_rank(process_group)} is there, and a checkpoint has the shards of all: save on real ranks"
+            f"{dist.get_rank(own_group)} is there, and a checkpoint has the shards of all: save on real ranks"
         )
 
     def state() -> _State:
+        if process_group is None and own_group is not None and ranks.is_first:
+            _claim(target, own_group)
         own = extra if ranks.is_first else None
-        return _saved_state(model, optimizer, own, averages or {}, model_key, optim_key, waits=not background)
+        return _saved_state(
+            model, optimizer, own, averages or {}, model_key, optim_key, count, waits=not background
+        )
 
     if not background:
         _write(path, target, state, ranks, progress, keep)
         return None
-    beside = _Ranks(process_group, in_background.gloo_ranks(process_group) if ranks.is_distributed else None)
+    beside = _Ranks(own_group, in_background.gloo_ranks(own_group) if ranks.is_distributed else None)
     copied = _done(lambda: _copied(state(), model))
     return in_background.start(
         f"saving {target}", lambda: _write(path, target, lambda: _copies_of(copied), beside, progress, keep)
@@ -186,9 +197,12 @@ def _write(
             check_target(path)
             return made(), stack.enter_context(new_folder(target)) if ranks.is_first else None
 
-        ((state, paths), _), told = ranks.agree(what, prepare, lambda prepared: prepared[1])
+        (state, _), told = ranks.agree(what, prepare, lambda prepared: (prepared[1], prepared[0].units))
         with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
-            writer = Writer(state, paths, ranks.is_first, told[0], target, report, set_total)
+            found = contested(state.units, (units for _, units in told))
+            writer = Writer(
+                state.values, state.paths, ranks.is_first, told[0][0], target, report, set_total, found
+            )
 
             def finish(results: list[RankResult | None]) -> None:
                 writer.finish(results)
@@ -224,13 +238,13 @@ def load(
     with its checksum, where fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only
     the checkpoint has are passed over. With an empty ``model_key`` the model's names are at the top level.
 
-    Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the
-    rank on which something failed. Model, optimizer and its groups are then what they were on every rank,
-    unless it was the data of tensors, which are read into place, or a module's set_extra_state():
-    docs/reliability.md says what is left.
+    Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError on
+    every rank, naming the rank on which something failed. Model, optimizer and its groups are then what they
+    were on every rank, unless it was the data of tensors, which are read into place, or a module's
+    set_extra_state(): docs/reliability.md says what is left.
     """
     in_background.finish(raises=False)
-    ranks = _Ranks(process_group)
+    ranks = _Ranks(process_group or group_of_model(model))
     what = f"loading {os.fspath(path)}"
 
     def check() -> tuple[int, int] | None:
@@ -311,8 +325,12 @@ def _error(what: str, errors: dict[int, str]) -> CheckpointError:
 # ----------------------------------------------------------------- saving
 
 
-# what is saved, by key, and the path of each key in nested dicts and lists
-_State = tuple[StateDict, dict[str, PathInDict]]
+class _State(NamedTuple):
+    values: StateDict  # what is saved, by key
+    paths: dict[str, PathInDict]  # of each key in nested dicts and lists
+    units: list[HeldUnit]  # see fsdp_c/checkpoint/replicas.py
+
+
 _host_copies = HostCopies()
 
 
@@ -323,8 +341,10 @@ def _saved_state(
     averages: Averages,
     model_key: str,
     optim_key: str,
+    world_size: int,
     waits: bool,
 ) -> _State:
+    """``world_size``: the number of ranks that save."""
     own = _plain_values(_model_state(model, as_saved=True, waits=waits))
     state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
@@ -340,11 +360,26 @@ def _saved_state(
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
         state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, _whole_on_rank_0))
-    return flatten_state_dict(state)
+    return _State(*flatten_state_dict(state), units_of_some(model, world_size))
+
+
+_claimed: set[Path] = set()
+
+
+def _claim(target: Path, group: dist.ProcessGroup) -> None:
+    """CheckpointError where other ranks of this job, with a model over a group of theirs, save to ``target``."""
+    if target not in _claimed and _get_default_store().add(f"fsdp_c.checkpoint {target}", 1) > 1:
+        raise CheckpointError(
+            f"{target}: {ranks_text(ranks_of(group))} hold this model, and other ranks of the job, with a model over "
+            "another process group, have saved to the same path by themselves. Give each model a path of its own, "
+            "or pass process_group=torch.distributed.group.WORLD on all ranks to save one model together"
+        )
+    _claimed.add(target)
 
 
 def _copied(state: _State, model: nn.Module) -> _State:
-    return _host_copies.copied(*state, params_of_script(model)), state[1]
+    copies = _host_copies.copied(state.values, state.paths, params_of_script(model))
+    return state._replace(values=copies)
 
 
 def _copies_of(prepared: Callable[[], _State]) -> _State:

@@ -19,6 +19,7 @@ from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
 from fsdp_c.checkpoint.planning import Held, Kept, Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.replicas import HeldUnit, with_content
 from fsdp_c.checkpoint.storage import Counted, Report, finish_folder
 from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
@@ -56,8 +57,11 @@ class Writer:
         path: Path,
         report: Report,
         set_total: Report,
+        contested: dict[str, HeldUnit],
     ) -> None:
-        """``paths``: in nested dicts and lists, of the keys of ``state``."""
+        """``paths``: in nested dicts and lists, of the keys of ``state``. ``contested``: see
+        fsdp_c/checkpoint/replicas.py."""
+        self.contested = contested
         self.state, self.paths, self.is_first = state, paths, is_first
         self.temporary, self.path, self.report, self.set_total = temporary, path, report, set_total
         self.planned = Planned([], [])  # on the first rank
@@ -69,7 +73,10 @@ class Writer:
         paths: dict[Held | None, list[PathInDict]] = {}
         numbers: dict[Held | None, int] = {}
         for key, value in self.state.items():
+            names = self.contested.keys() & {*self.paths.get(key, ())}
             for held, fetch in self._held(key, value):
+                if names and held is not None:
+                    held = with_content(held, fetch(), self.contested[min(names)])
                 number = numbers.setdefault(held, len(numbers))
                 own = paths.setdefault(held, [])
                 self.writes.append(_Write(key, number, len(own), held, fetch))

@@ -389,3 +389,8 @@ def claimed_units() -> list[ShardedModule]:
         unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None
     ]
     return [part for unit in alive for part in parts_of(unit)]
+
+
+def root_units() -> list[ShardedModule]:
+    """The units that are alive and in no other unit."""
+    return [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
+from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import local_part
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
@@ -42,7 +43,7 @@ MAX_NAMES = 4  # in a message
 class LoadOptions(NamedTuple):
     rank0_only: bool  # rank 0 has the state dict, the others pass nothing
     named_optim: torch.optim.Optimizer | None  # the optimizer, if its state dict is keyed by names; else None
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None: of the ranks that hold the model
     # the parameters that this rank steps whole; None where it steps what it has of each
     owned: frozenset[str] | None = None
 
@@ -73,6 +74,8 @@ def load_optim_state(
     KeyError for a group with names that are not those of the optimizer's parameters.
     """
     source = None
+    if options.rank0_only or options.owned is not None:
+        options = options._replace(group=options.group or group_of_model(params.model))
     if options.rank0_only:
         source = osd if dist.get_rank(options.group) == 0 else None
         osd = _broadcast_structure(source, options.group)

@@ -23,6 +23,7 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import StateDictSettings, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
+from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
 from fsdp_c.state.redistribution import gather, join_ranges
@@ -43,7 +44,7 @@ class SaveOptions(NamedTuple):
     rank0_only: bool
     shard_state: bool  # rows of each tensor instead of whole ones
     cpu_offload: bool
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # None: of the ranks that hold the model
 
     @classmethod
     def of(
@@ -79,6 +80,7 @@ def save_optim_state(
     params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: SaveOptions
 ) -> StateDict:
     """The state dict by original names. Collective. ``osd`` is not changed, and no tensor shared with it."""
+    options = options._replace(group=options.group or group_of_model(params.model))
     key_of = {param: key for key, param in keys.items()}
     local = _local_states(params, key_of, osd["state"])
     held = _agree(params, local, options.group)

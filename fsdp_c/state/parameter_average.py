@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common, tensor_parallel
+from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, walk
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
@@ -229,7 +230,8 @@ class ParameterAverage:
         """
         params = OptimParams(self.model)
         settings = settings_of(params.all_units)
-        options = SaveOptions.of(settings, settings.state_dict_config, offloads=False, group=None)
+        group = group_of_model(self.model)
+        options = SaveOptions.of(settings, settings.state_dict_config, offloads=False, group=group)
         state = self._by_param(params)
         keys: dict[Key, nn.Parameter] = dict(enumerate(state))
         osd = {"state": {key: {"average": state[param]} for key, param in keys.items()}}

@@ -34,6 +34,7 @@ from fsdp_c.compat.upstream import (
     StateDictType,
 )
 from fsdp_c.sharding import common
+from fsdp_c.sharding.holders import warn_of_partial_units
 from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, is_summoned, parts_of, units_of
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
 from fsdp_c.sharding.wrap import unit_name
@@ -308,6 +309,7 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
         modules = [module for module in dict.fromkeys([fsdp_module, *together]) if module._handle is not None]
         for module in modules:
             check_idle(module)
+        warn_of_partial_units(fsdp_module, modules)
         full, sharded = (
             [module for module in modules if is_full(module)],
             [module for module in modules if not is_full(module)],

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may
 from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
+from fsdp_c.sharding.sharded_module import ShardedModule, root_units
 from fsdp_c.tools import collective_errors
 
 # by the tensor parallel groups they are sharded over
@@ -55,8 +55,7 @@ def clip_params_(
     Collective over the groups of their units.
     """
     wanted = set(map(id, params))
-    roots = [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
-    roots = [root for root in roots if not wanted.isdisjoint(map(id, root.parameters()))]
+    roots = [root for root in root_units() if not wanted.isdisjoint(map(id, root.parameters()))]
     handles = [_handles(root) for root in roots]
     if not any(sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles):
         return None

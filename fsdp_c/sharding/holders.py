@@ -1,0 +1,107 @@
+"""Which ranks hold a model: by the process groups of its units, and the meshes that these are slices of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c.compat import misuse
+from fsdp_c.compat.errors import first_names, ranks_text
+from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_paths
+from fsdp_c.sharding.traversal import clean_path
+
+Ranks = tuple[int, ...]  # of the default group
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Place(NamedTuple):
+    """The groups of a unit. ``mesh_ranks``: all ranks of the mesh, where the shard group is a slice of it."""
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None
+    mesh_ranks: Ranks
+
+    @classmethod
+    def of(cls, module: ShardedModule) -> _Place:
+        mesh_ranks: Ranks = ()
+        if module._fsdp_extension is not None and module._device_mesh is not None:
+            mesh_ranks = tuple(module._device_mesh._get_root_mesh().mesh.flatten().tolist())
+        return cls(module.process_group, module._replicate_group, mesh_ranks)
+
+    @property
+    def size(self) -> int:
+        return len(self.mesh_ranks) or holder_count(self.shard, self.replicate)
+
+    def all_ranks(self) -> Ranks:
+        """Collective over ``replicate``."""
+        shard = ranks_of(self.shard)
+        together = [shard] if self.replicate is None else tell(shard, self.replicate)
+        return self.mesh_ranks or tuple(sorted({rank for ranks in together for rank in ranks}))
+
+
+def ranks_of(group: dist.ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def holder_count(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None) -> int:
+    """The number of ranks that hold parts of a unit, or replicas of them."""
+    return shard.size() * (1 if replicate is None else replicate.size())
+
+
+def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group of the ranks that hold ``model``, which collective calls default to; None for all ranks.
+
+    None also where no unit is over all ranks of the other units. Collective the first time, among the ranks
+    of a unit of several groups or of a slice of a mesh, if these are not all ranks.
+    """
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    places: dict[_Place, None] = {}
+    for module in units_of(model):
+        if holder_count(module.process_group, module._replicate_group) >= world_size:
+            return None
+        places[_Place.of(module)] = None
+    if not places:
+        return None
+    largest = max(places, key=lambda place: place.size)
+    if largest.size >= world_size:
+        return None
+    ranks = largest.all_ranks()
+    groups = (group for place in places for group in (place.shard, place.replicate) if group is not None)
+    if any(not {*ranks_of(group)} <= {*ranks} for group in groups):
+        return None
+    return largest.shard if len(ranks) == largest.shard.size() else _group_over(ranks, largest.shard)
+
+
+def _group_over(ranks: Ranks, known: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of ``ranks``, which lives as long as ``known``. Collective over them the first time."""
+    of_known = _made.setdefault(known, {})
+    if ranks not in of_known:
+        of_known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return of_known[ranks]
+
+
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def warn_of_partial_units(model: nn.Module, units: Sequence[ShardedModule]) -> None:
+    """Warn once of ``units`` of ``model`` that fewer ranks hold than others: a state dict has this rank's values."""
+    counts = [holder_count(module.process_group, module._replicate_group) for module in units]
+    if len(set(counts)) < 2 or model in _warned or not misuse.is_looked_for():
+        return
+    _warned.add(model)
+    few = [module for module, count in zip(units, counts, strict=True) if count < max(counts)]
+    paths = [clean_path(path) for path, module in units_with_paths(model) if module in few]
+    misuse.tell(
+        f"rank {dist.get_rank()}: {ranks_text(ranks_of(few[0].process_group))} hold unit {paths[0]!r}, and more "
+        f"ranks the model around it (such units: {first_names(paths)}). A state dict has what its own rank holds "
+        "of them. If other ranks hold other parameters, as of experts: save the full state dict of a rank of each "
+        "group, and before torch.distributed.checkpoint saves sharded ones, give the modules different names.",
+        is_certain=False,
+    )

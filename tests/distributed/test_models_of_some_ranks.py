@@ -1,0 +1,413 @@
+"""Models over a part of the ranks, and parameters of one name over several groups: nobody waits for ranks that have
+no such model, and nothing takes one group's values for another's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+import fsdp_c
+from fsdp_c import FullyShardedDataParallel, checkpoint
+from fsdp_c.checkpoint import CheckpointError
+from fsdp_c.optim import ParameterAverage
+from tests.distributed.test_checkpoint import folder_of_ranks
+from tests.distributed.test_dcp_state_dict import seen_as_fsdp
+from tests.parity.engine import same_bits
+from tests.ranks import both_views, device, on_ranks
+
+WIDTH = 6
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device())
+
+
+def wrap(module: nn.Module, **options: Any) -> Any:
+    return FullyShardedDataParallel(module, **({"device_id": device(), "use_orig_params": True} | options))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(3, WIDTH, device=device())).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """What this rank has of the model and of the optimizer's state, copied."""
+    found = {f"model.{name}": param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters() if optimizer is not None else ():
+        for key, value in optimizer.state[param].items():
+            found[f"optim.{name}.{key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
+
+
+# ----------------------------------------------------------------- an expert of each group
+
+
+def groups_of_experts(rank: int, world_size: int) -> dist.ProcessGroup:
+    """Ranks 0, 2, ... have one expert, ranks 1, 3, ... the other."""
+    return [dist.new_group(list(range(first, world_size, 2))) for first in range(2)][rank % 2]
+
+
+def with_expert(
+    rank: int,
+    world_size: int,
+    seed: int,
+    group: Any = None,
+    name: str = "expert",
+    **options: Any,
+) -> Any:
+    """A model over all ranks with one unit over ``group``, of values by ``seed``."""
+    model = nn.Sequential()
+    model.add_module("rest", net(7))
+    over = {"process_group": group or groups_of_experts(rank, world_size)} | options
+    model.add_module(name, wrap(net(seed), **over))
+    return wrap(model, use_orig_params=over.get("use_orig_params", True))
+
+
+def trained_expert(rank: int, world_size: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = with_expert(rank, world_size, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer, seed=options["seed"])
+    return model, optimizer
+
+
+EXPERTS = r"model\.expert\.0\.weight: {} and {} hold different values of it, in units of the name 'expert'"
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
+@both_views
+@on_ranks(2)
+def test_a_save_that_would_mix_experts_is_refused(
+    rank: int, world_size: int, use_orig_params: bool, background: bool
+) -> None:
+    model, optimizer = trained_expert(rank, world_size, seed=rank, use_orig_params=use_orig_params)
+    path = folder_of_ranks() / "saved"
+    with pytest.raises(CheckpointError, match=EXPERTS.format("rank 0", "rank 1")):
+        handle: Any = checkpoint.save(model, optimizer, path, background=background)  # type: ignore[call-overload]
+        handle.wait()
+    dist.barrier()
+    assert [*path.parent.iterdir()] == []
+    before = values(model, None)
+    step(model, optimizer, seed=3)  # training goes on
+    assert [name for name, value in values(model, None).items() if same_bits(value, before[name])] == []
+
+
+@on_ranks(4)
+def test_the_error_names_all_ranks_of_each_expert(rank: int, world_size: int) -> None:
+    model, _ = trained_expert(rank, world_size, seed=rank % 2)
+    with pytest.raises(CheckpointError, match=EXPERTS.format("ranks 0, 2", "ranks 1, 3")):
+        checkpoint.save(model, None, folder_of_ranks() / "saved")
+
+
+@on_ranks(2)
+def test_a_refused_save_leaves_the_checkpoint_before_it(rank: int, world_size: int) -> None:
+    path, group = folder_of_ranks() / "saved", groups_of_experts(rank, world_size)
+    good, _ = trained_expert(rank, world_size, seed=0, group=group)
+    expected = values(good, None)
+    checkpoint.save(good, None, path)
+    model, _ = trained_expert(rank, world_size, seed=rank, group=group)
+    with pytest.raises(CheckpointError, match="hold different values"):
+        checkpoint.save(model, None, path)
+    checkpoint.load(model, None, path)
+    assert_same(values(model, None), expected)
+
+
+@on_ranks(2)
+def test_experts_that_differ_in_shape_or_state_alone_are_refused(rank: int, world_size: int) -> None:
+    group = groups_of_experts(rank, world_size)
+    odd = nn.Sequential()
+    odd.add_module("rest", net(7))
+    odd.add_module("expert", wrap(nn.Linear(WIDTH, WIDTH + rank), process_group=group))
+    with pytest.raises(CheckpointError, match="ranks? 0 and rank 1 hold different values"):
+        checkpoint.save(wrap(odd), None, folder_of_ranks() / "saved")
+    model, optimizer = trained_expert(rank, world_size, seed=0, group=group)
+    for param in model.expert.parameters():
+        optimizer.state[param]["exp_avg"].add_(rank)
+    with pytest.raises(
+        CheckpointError, match=r"optim\.state\.expert\.0\.weight\.exp_avg: rank 0 and rank 1 hold"
+    ):
+        checkpoint.save(model, optimizer, folder_of_ranks() / "saved")
+
+
+@both_views
+@on_ranks(4)
+def test_units_of_one_name_over_several_groups_are_saved_once_where_they_are_equal(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model, optimizer = trained_expert(rank, world_size, seed=5, use_orig_params=use_orig_params)
+    expected, path = values(model, optimizer), folder_of_ranks() / "saved"
+    checkpoint.save(model, optimizer, path)
+    other, other_optimizer = trained_expert(rank, world_size, seed=6, use_orig_params=use_orig_params)
+    checkpoint.load(other, other_optimizer, path)
+    assert_same(values(other, other_optimizer), expected)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
+@on_ranks(4)
+def test_experts_with_names_of_their_own_are_saved_apart(
+    rank: int, world_size: int, background: bool
+) -> None:
+    group, name = groups_of_experts(rank, world_size), f"expert{rank % 2}"
+    model, optimizer = trained_expert(rank, world_size, seed=rank % 2, group=group, name=name)
+    expected, path = values(model, optimizer), folder_of_ranks() / "saved"
+    handle: Any = checkpoint.save(model, optimizer, path, background=background)  # type: ignore[call-overload]
+    if background:
+        handle.wait()
+    dist.barrier()
+    model, optimizer = trained_expert(rank, world_size, seed=8, group=group, name=name)
+    checkpoint.load(model, optimizer, path, strict=False)
+    assert_same(values(model, optimizer), expected)
+
+
+@on_ranks(4)
+def test_experts_are_saved_each_with_its_own_group(rank: int, world_size: int) -> None:
+    group = groups_of_experts(rank, world_size)
+    model, _ = trained_expert(rank, world_size, seed=rank % 2, group=group)
+    expected, path = values(model, None), folder_of_ranks()
+    for explicit in (group, None):
+        checkpoint.save(model.expert, None, path / f"{explicit is None}{rank % 2}", process_group=explicit)
+        other, _ = trained_expert(rank, world_size, seed=9, group=group)
+        checkpoint.load(other.expert, None, path / f"{explicit is None}{rank % 2}", process_group=explicit)
+        found = values(other, None)
+        assert_same(
+            {name: found[name] for name in found if "expert" in name},
+            {name: expected[name] for name in found if "expert" in name},
+        )
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD", "FULL_SHARD"])
+@on_ranks(4)
+def test_replicas_of_units_are_saved_as_before(rank: int, world_size: int, strategy: str) -> None:
+    """A replicate group, no shards, and the data parallel groups of a mesh."""
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    if strategy != "NO_SHARD":
+        options["device_mesh"] = mesh if strategy == "HYBRID_SHARD" else mesh["shard"]
+    model = wrap(net(3), **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    expected, path = values(model, optimizer), folder_of_ranks() / "saved"
+    checkpoint.save(model, optimizer, path)
+    other = wrap(net(4), **options)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    checkpoint.load(other, other_optimizer, path)
+    assert_same(values(other, other_optimizer), expected)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@both_views
+@on_ranks(4)
+def test_state_dicts_of_experts_are_each_ranks_own_and_are_warned_of(
+    rank: int, world_size: int, use_orig_params: bool, kind: str
+) -> None:
+    model, optimizer = trained_expert(rank, world_size, seed=rank % 2, use_orig_params=use_orig_params)
+    expected = values(model, optimizer)
+    unit = FullyShardedDataParallel
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        unit.set_state_dict_type(model, StateDictType[kind])
+        states = [(model.state_dict(), unit.optim_state_dict(model, optimizer)) for _ in range(2)]
+    words = [str(one.message) for one in told if "hold unit" in str(one.message)]
+    assert len(words) == 1 and f"ranks {rank % 2}, {rank % 2 + 2} hold unit 'expert'" in words[0]
+    step(model, optimizer, seed=5)
+    model.load_state_dict(states[1][0])
+    optimizer.load_state_dict(unit.optim_state_dict_to_load(model, optimizer, states[1][1]))
+    assert_same(values(model, optimizer), expected)
+
+
+# ----------------------------------------------------------------- a model of two ranks of four
+
+
+KINDS = ["group", "replicas", "mesh", "inside", "expert"]
+
+
+def of_two(
+    rank: int, kind: str, use_orig_params: bool, seed: int
+) -> tuple[Any, torch.optim.Optimizer] | None:
+    """A model that only ranks 1 and 2 make, trained for a step; None on the other ranks."""
+    pair, alone = dist.new_group([1, 2]), [dist.new_group([one]) for one in range(4)]
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "process_group": pair}
+    if rank not in (1, 2):
+        return None
+    if kind == "replicas":
+        options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (alone[rank], pair)}
+    if kind == "mesh":
+        mesh = dist.device_mesh.DeviceMesh.from_group(pair, device().type, mesh_dim_names=("shard",))
+        options |= {"device_mesh": mesh, "process_group": None}
+    if kind == "expert":
+        model = nn.Sequential(net(seed), wrap(net(seed), **options | {"process_group": alone[rank]}))
+    else:
+        model = net(seed)
+    model = wrap(model, **options)
+    if kind == "inside":
+        model = nn.Sequential(net(2), model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer, seed)
+    return model, optimizer
+
+
+of_two_ranks = pytest.mark.parametrize("kind", KINDS)
+
+
+@of_two_ranks
+@both_views
+@on_ranks(4)
+def test_two_ranks_of_four_save_and_load_by_themselves(rank: int, kind: str, use_orig_params: bool) -> None:
+    made, path = of_two(rank, kind, use_orig_params, 1), folder_of_ranks()
+    if made is None:
+        return
+    model, optimizer = made
+    expected = values(model, optimizer)
+    checkpoint.save(model, optimizer, path / "now")
+    checkpoint.save(model, optimizer, path / "then", background=True).wait()
+    for saved in ("now", "then"):
+        step(model, optimizer, 5)
+        checkpoint.load(model, optimizer, path / saved)
+        assert_same(values(model, optimizer), expected)
+
+
+def convert(model: Any, optimizer: torch.optim.Optimizer, how: str) -> Any:
+    """What ``optimizer.load_state_dict`` takes, by way of the functions named ``how``."""
+    unit = FullyShardedDataParallel
+    rank0 = how in ("rank0", "scatter")
+    sharded = how in ("sharded", "flatten")
+    full = StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=rank0)
+    rows = StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig()
+    with unit.state_dict_type(model, *(rows if sharded else full)):
+        if how in ("full", "rank0", "sharded"):
+            state = unit.optim_state_dict(model, optimizer)
+            return unit.optim_state_dict_to_load(model, optimizer, state)
+        if how == "flatten":
+            return unit.flatten_sharded_optim_state_dict(
+                unit.sharded_optim_state_dict(model, optimizer), model, optimizer
+            )
+        state = unit.full_optim_state_dict(model, optimizer, rank0_only=rank0)
+        if how == "scatter":
+            return unit.scatter_full_optim_state_dict(state or None, model, optim=optimizer)
+        if how == "shard":
+            return unit.shard_full_optim_state_dict(state, model, optim=optimizer)
+        by_id = unit.rekey_optim_state_dict(state, fsdp_c.OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+        by_name = unit.rekey_optim_state_dict(
+            by_id, fsdp_c.OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+        )
+        return unit.shard_full_optim_state_dict(by_name, model, optim=optimizer)
+
+
+HOW = ["full", "rank0", "sharded", "flatten", "scatter", "shard", "rekey"]
+
+
+@of_two_ranks
+@both_views
+@on_ranks(4)
+def test_two_ranks_of_four_convert_the_optimizers_state(rank: int, kind: str, use_orig_params: bool) -> None:
+    made = of_two(rank, kind, use_orig_params, 1)
+    if made is None:
+        return
+    model, optimizer = made
+    expected = values(model, optimizer)
+    for how in HOW:
+        if (kind == "mesh" and how == "flatten") or (how == "rekey" and not use_orig_params):
+            continue  # parameters of one name each
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = copy.deepcopy(convert(model, optimizer, how))
+        for param in model.parameters():
+            for value in optimizer.state[param].values():
+                value.fill_(7)
+        optimizer.load_state_dict(state)
+        assert_same(values(model, optimizer), expected)
+
+
+@both_views
+@on_ranks(4)
+def test_two_ranks_of_four_use_dcp(rank: int, use_orig_params: bool) -> None:
+    made, path = of_two(rank, "group", use_orig_params, 1), folder_of_ranks()
+    if made is None:
+        return
+    model, optimizer = made
+    expected = values(model, optimizer)
+    group = model.process_group
+    with warnings.catch_warnings(), seen_as_fsdp("fsdp_c"):
+        warnings.simplefilter("ignore")
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optim": of_optimizer}
+        dcp.save(state, checkpoint_id=path / "saved", process_group=group)
+        step(model, optimizer, 5)
+        dcp.load(state, checkpoint_id=path / "saved", process_group=group)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same(values(model, optimizer), expected)
+
+
+@on_ranks(4)
+def test_two_ranks_of_four_average_clip_scale_and_join(rank: int) -> None:
+    made = of_two(rank, "group", True, 1)
+    if made is None:
+        return
+    model, optimizer = made
+    average = ParameterAverage(model, decay=0.5)
+    average.update()
+    state = average.state_dict()
+    average.load_state_dict(state)
+    assert state.keys() - {"n_averaged"} == {f"module.{name}" for name in net(1).state_dict()}
+    plain = net(1)
+    optimizer.zero_grad()
+    scaler = fsdp_c.ShardedGradScaler(device().type, init_scale=4.0, growth_interval=1)
+    for _ in fsdp_c.join(model, range(3 - rank)):
+        loss = model(torch.full((2, WIDTH), float(rank), device=device())).sum()
+        scaler.scale(loss * (float("inf") if rank == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        norm = model.clip_grad_norm_(1.0)
+        assert not norm.isfinite()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 1.0
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert {name: param.shape for name, param in model.named_parameters()} == {
+            name: param.shape for name, param in plain.named_parameters()
+        }
+
+
+@on_ranks(4)
+def test_two_models_of_two_ranks_each_are_not_saved_over_one_another(rank: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, path = wrap(net(rank // 2), process_group=groups[rank // 2]), folder_of_ranks()
+    expected = values(model, None)
+    checkpoint.save(model, None, path / f"model-{rank // 2}")
+    checkpoint.load(model, None, path / f"model-{rank // 2}")
+    assert_same(values(model, None), expected)
+    if rank < 2:
+        checkpoint.save(model, None, path / "one")
+    dist.barrier()
+    if rank >= 2:
+        with pytest.raises(CheckpointError, match="ranks 2 to 3 hold this model, and other ranks of the job"):
+            checkpoint.save(model, None, path / "one")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="ranks 0 to 1 and ranks 2 to 3 hold different values"):
+        checkpoint.save(model, None, path / "one", process_group=dist.group.WORLD)
+    if rank < 2:
+        checkpoint.load(model, None, path / "one")
+        assert_same(values(model, None), expected)
