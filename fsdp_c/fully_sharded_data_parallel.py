@@ -637,7 +637,6 @@ class FullyShardedDataParallel(ShardedModule):
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
         if kwargs.get("recurse") is False:  # what torch.distributed.checkpoint asks first
             refuse_torchs_checkpoint(unit_name(self.module), FullyShardedDataParallel)
-        misuse_checks.warn_of_torchs_clipping(self)
         if self._unit.runtime is not None:
             self._unit.runtime.await_failed_backward()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from fsdp_c.sharding.construction import check_places
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import root_units
+from fsdp_c.training.rank_local import reduce_found_inf, torchs_unscale_grads_
 
 __all__ = ["ShardedGradScaler"]
 
@@ -135,12 +136,10 @@ class ShardedGradScaler(GradScaler):
             found = {found_inf.device: found_inf.clone()}
             torch.ops.fsdp_c.unscale_(grads, found[found_inf.device], inv_scale)
         else:
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+            found = torchs_unscale_grads_(self, optimizer, inv_scale, found_inf, True)
             found = found or {found_inf.device: found_inf.clone()}
-        total = torch.stack([one.to(self._device) for one in found.values()]).sum()
-        dist.all_reduce(total, group=self.process_group or _group_of(optimizer))
-        for one in found.values():
-            one.copy_(total)
+        group = self.process_group or _group_of(optimizer)
+        reduce_found_inf(found, torch.device(self._device), [group])
         return found
 
     # ---- the next scale

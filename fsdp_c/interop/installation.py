@@ -38,6 +38,7 @@ from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.sharding.sharded_module import was_any_unit_made
 from fsdp_c.sharding.traversal import is_unit
+from fsdp_c.training import rank_local
 from fsdp_c.training.forward_methods import register_forward_method
 from fsdp_c.training.grad_clipping import clip_params_
 
@@ -143,6 +144,7 @@ def _replacements() -> dict[int, tuple[object, object]]:
     if fully_shard is not None:
         pairs.append((fully_shard, _telling(fully_shard)))
     pairs.append((torchs_clip_grad_norm_, _clip_grad_norm_))
+    pairs.append((rank_local.torchs_get_total_norm, rank_local.get_total_norm))
     return {id(theirs): (theirs, ours) for theirs, ours in pairs}
 
 
@@ -196,6 +198,8 @@ def install() -> None:
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     else:
         installed.added = put_public_names(importlib.import_module(_FSDP))
+    rank_local.wrap()
+    rank_local.reduces_over_ranks = True
     installed.seen.update(sys.modules)
     _installed = installed
 
@@ -218,6 +222,8 @@ def uninstall() -> None:
     # a replacement that is left in torch's module then affects torch alone
     for name in _runtime_utils.ORIGINALS:
         _runtime_utils.put(name, getattr(_runtime_utils, name))
+    rank_local.unwrap()
+    rank_local.reduces_over_ranks = False
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:
         if id(vars(module).get(name)) in theirs:

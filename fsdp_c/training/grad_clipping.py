@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may stand under that name
 
 from fsdp_c import _C
+from fsdp_c.compat import misuse
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, root_units
+from fsdp_c.sharding.sharded_module import ShardedModule, root_units, units_of
 from fsdp_c.tools import collective_errors
 
 # by the tensor parallel groups they are sharded over
@@ -35,10 +37,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
         raise ValueError(
             f"max_norm must be at least 0, not {max_norm}, which would turn gradients around or to NaN"
         )
-    if not norm_type > 0:
-        raise ValueError(
-            f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude"
-        )
+    _check_norm_type(norm_type)
     sharded_handles, whole_handles = _handles(root)
     if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
         return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
@@ -56,13 +55,122 @@ def clip_params_(
     """
     wanted = set(map(id, params))
     roots = [root for root in root_units() if not wanted.isdisjoint(map(id, root.parameters()))]
-    handles = [_handles(root) for root in roots]
-    if not any(sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles):
+    if not any(needs_ranks(handle) for root in roots for handle in _all_handles(root)):
         return None
-    found = [_found(root, norm_type, wanted) for root in roots]
-    grads = [grad for own, _ in found for grad in own]
     known = {id(param) for root in roots for param in root.parameters()}
     plain = [param.grad for param in params if id(param) not in known and param.grad is not None]
+    grads, total_norm = _found_in_all(roots, wanted, plain, norm_type, error_if_nonfinite)
+    return _clipped(roots[0].rank, grads, max_norm, total_norm)
+
+
+@torch.no_grad()
+def total_norm_of(
+    owners: Mapping[ShardedModule, set[int]],
+    tensors: Sequence[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor | None:
+    """The norm over all ranks of the gradients ``tensors``, whose ``owners`` are those of ``owners_of()``.
+
+    Collective. Raises RuntimeError where another rank may have none of ``tensors``, and so may not call this;
+    where FSDP_C_MISUSE makes a warning of that, returns None.
+    """
+    for root, own in owners.items():
+        if partial := _partial_unit(root, own):
+            handle, names = partial
+            misuse.tell(
+                f"rank {root.rank}, unit {handle.name}: torch.nn.utils.get_total_norm() was called with "
+                f"gradients of {first_names(names)} without the rest of the unit. Other ranks may hold no "
+                "element of these, and not call it, so that this rank would wait for them. Pass the gradients of "
+                "whole units; or call torch.nn.utils.clip_grad_norm_(parameters, math.inf) on all ranks, which "
+                "takes parameters and returns their norm.",
+                is_certain=True,
+            )
+            return None
+    wanted = set().union(*owners.values())
+    known = {_memory(param.grad) for root in owners for param in root.parameters() if id(param) in wanted}
+    plain = [tensor for tensor in tensors if tensor.numel() and _memory(tensor) not in known]
+    _, total_norm = _found_in_all(list(owners), wanted, plain, norm_type, error_if_nonfinite)
+    return total_norm.to(functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors]))
+
+
+def owners_of(tensors: Sequence[Tensor]) -> dict[ShardedModule, set[int]]:
+    """The roots with sharded gradients among ``tensors``, and the ids of the parameters of all of theirs.
+
+    Inside summon_full_params gradients are unsharded, and during a backward not reduced yet: those do not
+    count.
+    """
+    wanted = set(map(_memory, tensors))
+    owners: dict[ShardedModule, set[int]] = {}
+    for root in root_units():
+        if root._unit.runtime is None or root._unit.training_state != _C.USE_IDLE:
+            continue
+        grads = [(id(param), param.grad) for param in root.parameters() if param.grad is not None]
+        found = {param for param, grad in grads if _memory(grad) in wanted}
+        handles = filter(needs_ranks, _all_handles(root)) if found else ()
+        if any(found.intersection(map(id, handle.script_params)) for handle in handles):
+            owners[root] = found
+    return owners
+
+
+def _memory(grad: Tensor | None) -> object:
+    """Identifies a gradient, also by a view of all of it."""
+    if grad is None or grad.layout is not torch.strided or not grad.numel():
+        return id(grad)
+    grad = tensor_parallel.local(grad)
+    return grad.data_ptr(), grad.numel()
+
+
+def _all_handles(root: ShardedModule) -> list[FlatParamHandle]:
+    return [unit._handle for unit in units_of(root) if unit._handle is not None]
+
+
+def needs_ranks(handle: FlatParamHandle) -> bool:
+    """True if each rank has a part of the gradients alone."""
+    return handle.uses_sharded_strategy or handle.is_parallel
+
+
+def _partial_unit(root: ShardedModule, wanted: Container[int]) -> tuple[FlatParamHandle, list[str]] | None:
+    """A sharded flat parameter in the tree whose ``wanted`` gradients other ranks may lack, and their names.
+
+    With ``use_orig_params`` a rank has gradients of the parameters alone of which it holds elements. All ranks
+    are known to have some where this rank's are complete for each flat parameter, and all ranks hold elements.
+    """
+    first: tuple[FlatParamHandle, list[str]] | None = None
+    absent = set(range(root.world_size))
+    for handle in filter(needs_ranks, _all_handles(root)):
+        if id(handle.flat_param) in wanted:
+            absent.clear()
+            continue
+        parts = handle.flat_param._params or []
+        present = [i for i, part in enumerate(parts) if (grad := part.grad) is not None and grad.numel()]
+        given = [i for i in present if id(parts[i]) in wanted]
+        if not given:
+            continue
+        first = first or (handle, [handle.flat_param._fqns[i] for i in given])
+        if given != present:
+            return handle, [handle.flat_param._fqns[i] for i in given]
+        trained = [i for i, part in enumerate(parts) if part.requires_grad]
+        absent = {rank for rank in absent if not _holds_any(handle, rank, trained)}
+    return first if absent else None
+
+
+def _holds_any(handle: FlatParamHandle, rank: int, indices: Sequence[int]) -> bool:
+    ranges = handle.layout.shard_ranges(rank)
+    return not handle.layout.sharded or any(ranges[index][0] for index in indices)
+
+
+def _found_in_all(
+    roots: Sequence[ShardedModule],
+    wanted: Container[int],
+    plain: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients of the ``wanted`` parameters in the trees, and ``plain``; and their norm over ranks."""
+    _check_norm_type(norm_type)
+    found = [_found(root, norm_type, wanted) for root in roots]
+    grads = [grad for own, _ in found for grad in own]
     norms = [norm for _, norm in found]
     if plain:
         norms.append(_local_norm(plain, norm_type, norms[0].dtype, norms[0].device))
@@ -73,7 +181,7 @@ def clip_params_(
             "cannot be clipped: on some rank a gradient is inf or NaN. Pass error_if_nonfinite=False to "
             "scale by it anyway"
         )
-    return _clipped(roots[0].rank, grads + plain, max_norm, total_norm)
+    return grads + plain, total_norm
 
 
 def _found(
@@ -113,6 +221,13 @@ def _number(name: str, value: float) -> float:
         raise type(error)(f"{name} must be a number, not {type(value).__name__} {value!r}") from None
 
 
+def _check_norm_type(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude"
+        )
+
+
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
     """The handles of the tree whose gradients are sharded, and those with whole ones on every rank."""
     root._lazy_init()
@@ -145,8 +260,8 @@ def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None)
         elif wanted is None:
             found[()] += handle.sharded_grads()
         else:
-            params = handle.script_params
-            found[()] += [param.grad for param in params if id(param) in wanted and param.grad is not None]
+            params = [param for param in handle.script_params if id(param) in wanted]
+            found[()] += [grad for param in params if (grad := param.grad) is not None and grad.numel()]
     return found
 
 

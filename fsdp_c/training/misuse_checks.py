@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import sys
 import warnings
 import weakref
@@ -22,7 +21,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -34,8 +32,8 @@ from fsdp_c.sharding.flat_ranges import ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
+from fsdp_c.training import rank_local
 
-_CLIPPING = inspect.unwrap(clip_grad.clip_grad_norm_).__code__
 # by module
 _roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 
@@ -45,6 +43,7 @@ def watch(root: ShardedModule) -> None:
     parameters are registered."""
     if misuse.is_looked_for():
         _watch_registrations()
+        rank_local.wrap()
         _note(root)
 
 
@@ -158,20 +157,6 @@ def warn_of_lowered_frequencies(root: ShardedModule, modules: Sequence[tuple[str
     if misuse.is_looked_for() and (names := lowered_frequencies(modules)):
         where = f"rank {root.rank}, unit {unit_name(root.module)}"
         misuse.tell(f"{where}: {first_names(names)} are frequencies, {LOWERED}.", is_certain=False)
-
-
-def warn_of_torchs_clipping(root: ShardedModule) -> None:
-    """Said where the caller's caller is parameters(), which torch.nn.utils.clip_grad_norm_ walks through."""
-    caller = sys._getframe(2).f_back
-    if caller is None or caller.f_code is not _CLIPPING or not misuse.is_looked_for():
-        return
-    if any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(root)):
-        misuse.tell(
-            f"rank {root.rank}, unit {unit_name(root.module)}: torch.nn.utils.clip_grad_norm_ takes the norm "
-            "of this rank's shards alone, so that each rank clips by another. Call "
-            "model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under which torch's is right.",
-            is_certain=False,
-        )
 
 
 # ----------------------------------------------------------------- units without gradients

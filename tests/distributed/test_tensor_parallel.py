@@ -43,6 +43,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.compat.standins import dtensor_extensions as standins
 from fsdp_c.optim import WholeParameters
 from tests import tensor_parallel as tp
+from tests.distributed.test_misuse import installed
 from tests.parity.engine import (
     STEPS,
     Point,
@@ -344,6 +345,9 @@ def test_gradient_norm_is_that_of_the_plain_model(
     loss_of(model, rank // 2).backward()
     reference_backward(reference)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+    with installed():
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(grads, norm_type), expected)
     torch.testing.assert_close(model.clip_grad_norm_(0.01, norm_type), expected)
     assert_same_step(model, reference, lr=50.0)
 
@@ -360,6 +364,23 @@ def test_gradient_norm_is_the_same_on_all_ranks_and_in_torch_it_is_not(rank: int
         dist.all_gather_object(norms, model.clip_grad_norm_(0.01).item())
         found[which] = len(set(norms))
     assert found == {"torch": 2, "fsdp_c": 1}
+
+
+@both_views
+@on_ranks(4)
+def test_a_grad_scaler_skips_a_step_that_one_tensor_parallel_rank_overflows_in(
+    rank: int, use_orig_params: bool
+) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with installed():
+        scaler = torch.amp.GradScaler(device().type, init_scale=1024.0)
+        scaler.scale(loss_of(model, rank // 2)).backward()
+        if rank == 3:
+            next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
 
 
 # ------------------------------------------------------------------ full parameters and state dicts

@@ -1,0 +1,295 @@
+"""torch's total norms (parity 81) and GradScaler (parity 84) on sharded gradients: the whole model's under
+install(), else one warning."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import ShardedGradScaler
+from tests.distributed.test_misuse import backward, installed, mode, nothing_told, wrapped
+from tests.models import WIDTH, Net
+from tests.ranks import both_views, device, on_ranks
+from tests.training import batch
+
+
+def averaged(net: nn.Module, rank: int) -> nn.Module:
+    """``net`` with the gradients of all ranks' batches, averaged by hand."""
+    backward(net, rank)
+    for param in net.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, dist.ReduceOp.SUM)
+            param.grad /= dist.get_world_size()
+    return net
+
+
+def grads_of(params: Any) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def of_all_ranks(value: Tensor | float) -> list[float]:
+    told = [0.0] * dist.get_world_size()
+    dist.all_gather_object(told, float(value))
+    return told
+
+
+def plain_net() -> Net:
+    torch.manual_seed(5)
+    return Net().to(device())
+
+
+# ----------------------------------------------------------------- total norms
+
+
+@pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
+@both_views
+@on_ranks(2)
+def test_without_install_a_total_norm_is_each_ranks_own_and_is_told_once(
+    rank: int, use_orig_params: bool, kind: Any
+) -> None:
+    model = wrapped(kind, use_orig_params=use_orig_params)
+    backward(model, rank)
+    told = pytest.warns(UserWarning, match=rf"rank {rank}, unit Net: .*get_total_norm.*model.clip_grad_norm_")
+    with told if kind is FSDP else contextlib.nullcontext() as record:
+        norms = of_all_ranks(torch.nn.utils.get_total_norm(grads_of(model.parameters())))
+    assert norms[0] != norms[1]
+    assert not record or record[0].filename == __file__
+    with nothing_told():
+        torch.nn.utils.get_total_norm(grads_of(model.parameters()))
+        torch.nn.utils.get_total_norm([torch.ones(3)])
+
+
+@on_ranks(2)
+def test_total_norms_of_whole_gradients_are_not_told(rank: int) -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
+    backward(model, rank)
+    with nothing_told():
+        norm = torch.nn.utils.get_total_norm(grads_of(model.parameters()))
+        assert len(set(of_all_ranks(norm))) == 1
+        model = wrapped(use_orig_params=True)
+        backward(model, rank)
+        with FSDP.summon_full_params(model, with_grads=True):
+            assert math.isclose(
+                torch.nn.utils.get_total_norm(grads_of(model.parameters())), norm, rel_tol=1e-5
+            )
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 3])
+@both_views
+@on_ranks(2)
+def test_total_norm_is_the_plain_modules_where_fsdp_c_is_installed(
+    rank: int, use_orig_params: bool, norm_type: float, strategy: str
+) -> None:
+    net = averaged(plain_net(), rank)
+    expected = torch.nn.utils.get_total_norm(grads_of(net.parameters()), norm_type)
+    clip_grads_with_norm_(net.parameters(), 0.05, expected)
+    model, clipped = (
+        wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+        for _ in range(2)
+    )
+    backward(model, rank)
+    backward(clipped, rank)
+    with installed(), nothing_told():
+        for foreach in (None, True, False):
+            norm = torch.nn.utils.get_total_norm(grads_of(model.parameters()), norm_type, True, foreach)
+            torch.testing.assert_close(norm, expected)
+            assert len(set(of_all_ranks(norm))) == 1
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+        assert torch.equal(clipped.clip_grad_norm_(0.05, norm_type), norm)
+    assert all(map(torch.equal, grads_of(model.parameters()), grads_of(clipped.parameters())))
+    if not use_orig_params:
+        return
+    with FSDP.summon_full_params(model, with_grads=True):
+        whole = grads_of(model.parameters())
+        assert len(whole) == len(grads_of(net.parameters()))
+        for one, other in zip(whole, grads_of(net.parameters()), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@both_views
+@on_ranks(2)
+def test_total_norm_of_parts_and_of_other_gradients_where_fsdp_c_is_installed(
+    rank: int, use_orig_params: bool
+) -> None:
+    """Of one unit, of another model, of an ignored module and of a plain one, also as views of gradients."""
+    plain = [averaged(plain_net(), rank) for _ in range(2)] + [
+        averaged(nn.Linear(WIDTH, 2, device=device()), 3)
+    ]
+    nets = [plain_net() for _ in range(2)]
+    models = [
+        wrapped(net=nets[0], use_orig_params=use_orig_params, ignored_states=[nets[0].head]),
+        wrapped(net=nets[1], use_orig_params=use_orig_params),
+    ]
+    for model in models:
+        backward(model, rank)
+    for ours, theirs in zip(nets[0].head.parameters(), plain[0].head.parameters(), strict=True):
+        ours.grad = theirs.grad.clone()
+    expected = get_total_norm(
+        [
+            *grads_of(plain[0].blocks[1].parameters()),
+            *grads_of(plain[0].head.parameters()),
+            *grads_of(plain[1].parameters()),
+            *grads_of(plain[2].parameters()),
+        ]
+    )
+    chosen = [
+        *grads_of(nets[0].blocks[1].parameters()),
+        *grads_of(nets[0].head.parameters()),
+        *(grad.detach() for grad in grads_of(models[1].parameters())),
+        *grads_of(plain[2].parameters()),
+    ]
+    with installed(), nothing_told():
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(iter(chosen)), expected)
+        if rank == 0:  # of no unit: nothing is sent
+            of_plain = grads_of(plain[2].parameters())
+            assert torch.nn.utils.get_total_norm(of_plain) == get_total_norm(of_plain)
+            torch.nn.utils.get_total_norm(grads_of(nets[0].head.parameters()))
+        chosen[-1].fill_(math.nan)
+        with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients .* is non-finite"):
+            torch.nn.utils.get_total_norm(chosen, error_if_nonfinite=True)
+        with pytest.raises(ValueError, match="norm_type must be above 0, not -inf"):
+            torch.nn.utils.get_total_norm(chosen, -math.inf)
+        with pytest.raises(ValueError, match="norm_type must be above 0, not 0.0"):
+            torch.nn.utils.clip_grad_norm_(models[1].parameters(), 1.0, 0)
+
+
+@on_ranks(2)
+def test_a_total_norm_of_part_of_a_unit_is_refused(rank: int) -> None:
+    """The first parameter of a unit lies on rank 0 alone: rank 1 has no gradient of it, and need not call."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 7 * WIDTH))
+    model = wrapped(net=net, use_orig_params=True)
+    first = [model.module[0].weight]
+    backward(model, rank)
+    grads = [grad for grad in grads_of(first) if grad.numel()]
+    assert len(grads) == 1 - rank
+    with installed():
+        if rank == 0:
+            match = (
+                r"rank 0, unit Sequential: .* with gradients of \['0.weight'\] without the rest of the unit"
+            )
+            with pytest.raises(RuntimeError, match=match):
+                torch.nn.utils.get_total_norm(grads)
+            with mode("warn"), pytest.warns(UserWarning, match="clip_grad_norm_.*math.inf"):
+                assert torch.equal(torch.nn.utils.get_total_norm(grads), grads[0].norm())
+        norms = of_all_ranks(torch.nn.utils.clip_grad_norm_(first, math.inf))
+    assert norms[0] == norms[1] > 0
+
+
+@on_ranks(4)
+def test_total_norms_where_a_rank_has_no_gradient_of_other_ranks_parameters(rank: int) -> None:
+    net = averaged(plain_net(), rank)
+    model = wrapped(use_orig_params=True)
+    backward(model, rank)
+    for one, other in ((model, net), (model.module.blocks[1], net.blocks[1])):
+        expected = get_total_norm(grads_of(other.parameters()))
+        with installed(), nothing_told():
+            torch.testing.assert_close(torch.nn.utils.get_total_norm(grads_of(one.parameters())), expected)
+    tiny = wrapped(net=nn.Linear(1, 1), use_orig_params=True)
+    tiny(torch.ones(1, 1, device=device())).sum().backward()
+    grads = grads_of(tiny.parameters())
+    with installed(), pytest.raises(RuntimeError, match="whole units") if grads else contextlib.nullcontext():
+        torch.nn.utils.get_total_norm(grads)
+
+
+# ----------------------------------------------------------------- GradScaler
+
+
+class Derived(GradScaler):
+    """As libraries derive theirs."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+
+
+def scales(model: nn.Module, scaler: GradScaler, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    """Of four steps, the second of which overflows in what rank 0 alone keeps."""
+    found = []
+    for step in range(4):
+        scaler.scale(model(batch(rank, step)).square().mean()).backward()
+        if step == 1 and rank == 0:
+            next(grad for grad in grads_of(model.parameters()) if grad.numel()).view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    return found
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize(("scaler", "optimizer"), [(GradScaler, sgd), (Derived, fused)])
+@both_views
+@on_ranks(2)
+def test_without_install_a_grad_scaler_scales_each_rank_apart_and_is_told_once(
+    rank: int, use_orig_params: bool, scaler: Any, optimizer: Any
+) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    settings = {"init_scale": 1024.0, "growth_interval": 1}
+    made = optimizer(model.parameters())
+    match = rf"rank {rank}, unit .*: {scaler.__name__} looks for inf.*ShardedGradScaler"
+    with pytest.warns(UserWarning, match=match) as record:
+        found = scales(model, scaler(device().type, **settings), made, rank)
+    assert len(record) == 1 and record[0].filename == __file__
+    assert len(set(of_all_ranks(found[-1]))) == 2
+    with mode("error"), pytest.raises(RuntimeError, match="fsdp_c.install"):
+        scales(model, scaler(device().type, **settings), optimizer(model.parameters()), rank)
+
+
+@pytest.mark.parametrize(("scaler", "optimizer"), [(GradScaler, sgd), (Derived, fused)])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@both_views
+@on_ranks(2)
+def test_a_grad_scaler_has_one_scale_on_all_ranks_where_fsdp_c_is_installed(
+    rank: int, use_orig_params: bool, strategy: str, scaler: Any, optimizer: Any
+) -> None:
+    found = []
+    for kind in (scaler, ShardedGradScaler):
+        model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+        with installed(), nothing_told():
+            made = kind(device().type, init_scale=1024.0, growth_interval=1)
+            found.append(scales(model, made, optimizer(model.parameters()), rank))
+    assert found[0] == found[1] == [2048.0, 1024.0, 2048.0, 4096.0]
+    assert GradScaler._unscale_grads_.__module__ == "torch.amp.grad_scaler"
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_takes_part_in_a_grad_scalers_check(rank: int) -> None:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 7 * WIDTH))
+    model = wrapped(net=net, use_orig_params=True)
+    params = [model.module[0].weight]  # on rank 0 alone
+    with installed(), nothing_told():
+        scaler = GradScaler(device().type, init_scale=1024.0, growth_interval=1)
+        assert scales(model, scaler, sgd(params), rank) == [2048.0, 1024.0, 2048.0, 4096.0]
+
+
+@on_ranks(2)
+def test_a_grad_scaler_of_whole_gradients_or_plain_modules_is_left_alone(rank: int) -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
+    backward(wrapped(), rank)
+    for module in (model, nn.Linear(WIDTH, 2, device=device())):
+        with nothing_told():
+            scaler = GradScaler(device().type, init_scale=1024.0, growth_interval=1)
+            assert scales(module, scaler, sgd(module.parameters()), 1)[-1] == 16384.0
+    if rank == 0:  # nothing is sent
+        with installed():
+            scales(module, scaler, sgd(module.parameters()), 1)
