@@ -76,7 +76,6 @@ def cases(numel: int, device: str) -> list[Case]:
         ),
         Case("cast bf16 -> fp32", lambda: ops.cast_divide(bf16, 1.0, torch.float32), bf16.float, 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
-        Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
     ]
 
 

@@ -167,12 +167,7 @@ def accumulations(numel: int) -> Iterator[Case]:
         yield Case(name, numel * (8 + source.itemsize), by_torch, by_us)
 
 
-def checksums(numel: int) -> Iterator[Case]:
-    tensors = split(numel, torch.float32)
-    yield Case("checksum", 4 * numel, None, lambda: OPS.checksums(tensors))
-
-
-GROUPS = (packs, slices, accumulations, checksums)
+GROUPS = (packs, slices, accumulations)
 
 
 def short(dtype: torch.dtype) -> str:

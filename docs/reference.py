@@ -15,7 +15,7 @@ import torch
 
 import fsdp_c
 
-MODULES = ("fsdp_c.api", "fsdp_c.checkpoint", "fsdp_c.debug", "fsdp_c.optim", "fsdp_c.wrap")
+MODULES = ("fsdp_c.api", "fsdp_c.checkpoint", "fsdp_c.optim", "fsdp_c.wrap")
 NOT_AS_MODULES = ("fsdp_c.checkpoint.model_state", "fsdp_c.checkpoint.optim_state")  # public as functions
 
 

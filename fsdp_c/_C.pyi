@@ -395,11 +395,6 @@ def live_unsharded_nbytes() -> int:
 def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
 
-def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], object] | None, /) -> None:
-    """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None
-    per parameter) with each contribution, None before its reduction, which all ranks of its groups reach.
-    None: nobody."""
-
 def print_progress_on_signal(rank: int, /) -> bool:
     """Print step, phase and unit to stderr on SIGUSR1. False if the process handles that signal already."""
 

@@ -70,7 +70,7 @@ __all__ = [
 
 _BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall "
-    "optional summary api checkpoint debug optim wrap"
+    "optional summary api checkpoint optim wrap"
 ).split()
 
 _HELPERS = ("_common_utils", "_fsdp_extensions", "_shard_utils", "_wrap_utils")
@@ -86,7 +86,7 @@ sys.modules.update({f"{__name__}.{name}": module for name, module in _ALIASES.it
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("checkpoint", "debug", "optim"):
+    if name in ("checkpoint", "optim"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -343,7 +343,6 @@ def _kernels(device: torch.device) -> str:
         _same(f"what unscale_ finds in {dtype}", has_inf, torch.ones_like(has_inf))
         shard = OPS.shard(tensor, 1, 4, dtype)
         _same(f"shard of {dtype}", shard, tensor[len(shard) : 2 * len(shard)])
-        _same(f"checksums of {dtype}", OPS.checksums([tensor]).cpu(), OPS.checksums([tensor.cpu()]))
     return "the bits of torch's operators, on " + str(device)
 
 

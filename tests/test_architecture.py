@@ -26,7 +26,6 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("checkpoint",),
     (
         "api",
-        "debug",
         "fully_sharded_data_parallel",
         "optim",
         "sharded_grad_scaler",

@@ -58,7 +58,6 @@ extern "C" {
 pack_kernel cuda_pack;
 pack_add_kernel cuda_pack_add;
 elementwise_kernel cuda_cast_divide, cuda_accumulate;
-checksums_kernel cuda_checksums;
 }
 
 #endif

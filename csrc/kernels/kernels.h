@@ -99,15 +99,6 @@ typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, co
 extern elementwise_kernel kernel_cast_divide;
 extern elementwise_kernel kernel_accumulate;
 
-/* 64 bits over each range of memory, of any alignment; checksum.c defines them. */
-struct byte_range {
-    const void *data;
-    int64_t nbytes;
-};
-typedef enum status checksums_kernel(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
-                                     const struct kernel_stream *stream);
-extern checksums_kernel kernel_checksums;
-
 static inline bool dtype_is_known(enum dtype dtype) {
     return (unsigned)dtype < DTYPE_COUNT;
 }

@@ -27,8 +27,6 @@ struct loops {
                                                   double divisor);
     void (*add_multiplied[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
                                                      double factor);
-
-    uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };
 
 /* The version in use: the widest one that the processor has, unless another was asked for. */

@@ -1,5 +1,4 @@
 /* The loops for x86-64 with AVX2; nothing on other architectures. */
-#include "kernels/checksum.h"
 #include "kernels/loops.h"
 
 #ifdef LOOPS_X86_64
@@ -12,7 +11,7 @@
 #endif
 #include "kernels/convert.h"
 
-enum { FLOATS = 8, WORDS = 4 };
+enum { FLOATS = 8 };
 typedef __m256 vector_floats;
 typedef __m256i vector_bits;
 #define OF_WIDTH(name) _mm256_##name

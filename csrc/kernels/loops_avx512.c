@@ -1,5 +1,4 @@
 /* The loops for x86-64 with AVX-512; nothing on other architectures. */
-#include "kernels/checksum.h"
 #include "kernels/loops.h"
 
 #ifdef LOOPS_X86_64
@@ -14,7 +13,7 @@
 #endif
 #include "kernels/convert.h"
 
-enum { FLOATS = 16, WORDS = 8 };
+enum { FLOATS = 16 };
 typedef __m512 vector_floats;
 typedef __m512i vector_bits;
 #define OF_WIDTH(name) _mm512_##name

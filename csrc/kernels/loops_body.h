@@ -1,8 +1,8 @@
 /* One version of the loops: included once by each of loops_*.c, under its instruction set.
  *
  * The file before it defines `floats`, FLOATS elements in fp32, with load, round and store for each dtype
- * that is computed in fp32, and `words`, WORDS of 64 bits. What is left over by whole vectors goes element by
- * element, with the same result. */
+ * that is computed in fp32. What is left over by whole vectors goes element by element, with the same
+ * result. */
 
 /* Elements of equal index may be the same memory, others are not. */
 #ifdef __clang__
@@ -155,33 +155,6 @@ static void double_add_double(void *accumulator, const void *input, int64_t nume
 DEFINE_DOUBLE(divide, divided, /)
 DEFINE_DOUBLE(multiply, multiplied, *)
 
-/* ---- checksum ---- */
-
-static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words) {
-    uint64_t lanes[WORDS];
-    uint64_t sum = 0;
-    words keys;
-    words sums = words_of(0);
-    int64_t i = 0;
-    for (int lane = 0; lane < WORDS; lane++)
-        lanes[lane] = (uint64_t)(first_word + lane + 1) * CHECKSUM_STEP;
-    memcpy(&keys, lanes, sizeof keys);
-    for (; i + WORDS <= num_words; i += WORDS) {
-        words values = words_load((const char *)data + i * (int64_t)sizeof *lanes) ^ keys;
-        sums += values + words_multiply_halves(values);
-        keys += words_of(WORDS * CHECKSUM_STEP);
-    }
-    memcpy(lanes, &sums, sizeof sums);
-    for (int lane = 0; lane < WORDS; lane++)
-        sum += lanes[lane];
-    for (; i < num_words; i++) {
-        uint64_t word;
-        memcpy(&word, (const char *)data + i * (int64_t)sizeof word, sizeof word);
-        sum += checksum_term(word, first_word + i);
-    }
-    return sum;
-}
-
 /* ---- the table ---- */
 
 #define OF_NARROW(to, name)                                                                                  \
@@ -210,5 +183,4 @@ const struct loops LOOPS_TABLE = {
     .add = OF_PAIRS(add),
     .add_divided = OF_PAIRS(add_divided),
     .add_multiplied = OF_PAIRS(add_multiplied),
-    .checksum = checksum,
 };

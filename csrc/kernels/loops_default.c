@@ -1,16 +1,14 @@
 /* The loops for any processor of the architecture: vectors of 16 bytes, as the compiler makes them. */
-#include "kernels/checksum.h"
 #include "kernels/loops.h"
 
 #include <string.h>
 
 #include "kernels/convert.h"
 
-enum { FLOATS = 4, WORDS = 2 };
+enum { FLOATS = 4 };
 typedef float floats __attribute__((vector_size(16)));
 typedef uint32_t float_bits __attribute__((vector_size(16)));
 typedef uint16_t half_bits __attribute__((vector_size(8)));
-typedef uint64_t words __attribute__((vector_size(16)));
 
 /* ---- the conversions of convert.h, on vectors ---- */
 
@@ -95,20 +93,6 @@ static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
 
 static inline void floats_store_float16(float16 *output, floats values) {
     bits_store_halves(output, float16_bits(values));
-}
-
-static inline words words_of(uint64_t value) {
-    return (words){value, value};
-}
-
-static inline words words_load(const void *input) {
-    words values;
-    memcpy(&values, input, sizeof values);
-    return values;
-}
-
-static inline words words_multiply_halves(words values) {
-    return (values & 0xffffffffu) * (values >> 32);
 }
 
 #define LOOPS_TABLE loops_default

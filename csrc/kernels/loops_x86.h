@@ -1,10 +1,9 @@
 /* What the loops are made of on x86-64, for vectors of either width.
  *
- * The file before it defines FLOATS and WORDS, the compiler's types vector_floats and vector_bits, OF_WIDTH,
- * which gives the intrinsic of a name, and what the two instruction sets have each in its own way. */
+ * The file before it defines FLOATS, the compiler's types vector_floats and vector_bits, OF_WIDTH, which gives
+ * the intrinsic of a name, and what the two instruction sets have each in its own way. */
 typedef vector_floats floats;
 typedef uint32_t float_bits __attribute__((vector_size(4 * FLOATS)));
-typedef uint64_t words __attribute__((vector_size(8 * WORDS)));
 
 enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 
@@ -46,18 +45,4 @@ static inline void floats_store_bfloat16(bfloat16 *output, floats values) {
 
 static inline void floats_store_float16(float16 *output, floats values) {
     halves_store(output, OF_WIDTH(cvtps_ph)(values, NEAREST));
-}
-
-static inline words words_of(uint64_t value) {
-    return (words){0} + value;
-}
-
-static inline words words_load(const void *input) {
-    words values;
-    memcpy(&values, input, sizeof values);
-    return values;
-}
-
-static inline words words_multiply_halves(words values) {
-    return (words)OF_WIDTH(mul_epu32)((vector_bits)values, (vector_bits)(values >> 32));
 }

@@ -13,7 +13,6 @@ const struct kernel_table cpu_kernels = {
     .pack_add = kernel_pack_add,
     .cast_divide = kernel_cast_divide,
     .accumulate = kernel_accumulate,
-    .checksums = kernel_checksums,
     .device_error = device_error,
 };
 

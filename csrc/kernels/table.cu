@@ -120,8 +120,8 @@ static const char *cuda_why_not_on(int32_t device_index) {
 /* ---- the table ---- */
 
 static const struct kernel_table cuda_kernels = {
-    KERNEL_TABLE_VERSION, cuda_pack,      cuda_pack_add,   cuda_cast_divide,
-    cuda_accumulate,      cuda_checksums, cuda_error_text, cuda_why_not_on,
+    KERNEL_TABLE_VERSION, cuda_pack,       cuda_pack_add,   cuda_cast_divide,
+    cuda_accumulate,      cuda_error_text, cuda_why_not_on,
 };
 
 /* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */

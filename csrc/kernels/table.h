@@ -15,8 +15,6 @@ struct kernel_table {
     pack_kernel *pack;
     pack_add_kernel *pack_add;
     elementwise_kernel *cast_divide, *accumulate;
-    /* Numbers lie in the device's memory: the host waits for none. */
-    checksums_kernel *checksums;
     const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
     /* Of CUDA's alone. NULL: this device can run them. The text is the thread's own. */
     const char *(*why_not_on)(int32_t device_index);

@@ -76,11 +76,6 @@ static PyObject *bind_operator_kernels(PyObject *self, PyObject *module) {
     Py_RETURN_NONE;
 }
 
-static PyObject *watch_gradients(PyObject *self, PyObject *function) {
-    callbacks_set_watcher(function);
-    Py_RETURN_NONE;
-}
-
 /* ---- progress ---- */
 
 static PyObject *print_progress_on_signal(PyObject *self, PyObject *rank) {
@@ -136,7 +131,6 @@ static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
 static PyMethodDef functions[] = {
     {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
     {"bind_operator_kernels", bind_operator_kernels, METH_O, NULL},
-    {"watch_gradients", watch_gradients, METH_O, NULL},
     {"print_progress_on_signal", print_progress_on_signal, METH_O, NULL},
     {"add_unit_name", add_unit_name, METH_VARARGS, NULL},
     {"enter_phase", enter_phase, METH_VARARGS, NULL},

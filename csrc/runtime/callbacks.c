@@ -33,16 +33,3 @@ int callbacks_bind(PyObject *args, PyObject *kwargs) {
 int callbacks_tell(PyObject *function, PyObject *a, PyObject *b) {
     return ref_done(PyObject_CallFunctionObjArgs(function, a, b, NULL));
 }
-
-/* ---- who looks at gradients ---- */
-
-PyObject *callbacks_watcher;
-
-void callbacks_set_watcher(PyObject *function) {
-    ref_set(&callbacks_watcher, function == Py_None ? NULL : Py_NewRef(function));
-}
-
-int callbacks_call_watcher(const struct unit *unit, PyObject *gradients) {
-    OWNED *function = Py_NewRef(callbacks_watcher); /* it may put itself away */
-    return ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, gradients, NULL));
-}

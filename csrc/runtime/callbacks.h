@@ -38,22 +38,4 @@ int callbacks_bind(PyObject *args, PyObject *kwargs);
 /* function(a, b), of which the first NULL ends the arguments, and no result. 0 or -1. */
 int callbacks_tell(PyObject *function, PyObject *a, PyObject *b);
 
-/* ---- who looks at gradients before they are reduced (fsdp_c.debug). Nobody does in the usual step: the test
- * of a pointer ---- */
-
-extern PyObject *callbacks_watcher; /* owned; NULL where nobody watches */
-
-void callbacks_set_watcher(PyObject *function); /* Py_None: nobody */
-
-struct unit;
-
-/* Call watcher(handle, gradients): a tuple of one gradient or None per parameter (behind the node's context)
- * when they are received, None when the unit is about to be reduced, which all ranks of its groups do. 0 or
- * -1. */
-int callbacks_call_watcher(const struct unit *unit, PyObject *gradients);
-
-static inline int callbacks_watch(const struct unit *unit, PyObject *gradients) {
-    return callbacks_watcher ? callbacks_call_watcher(unit, gradients) : 0;
-}
-
 #endif

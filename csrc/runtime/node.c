@@ -138,8 +138,6 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     if (trains <= 0)
         return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(gradients);
-    if (callbacks_watch(part, args) < 0)
-        return -1;
     if (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0)
         return -1;
     return gradients_receive(gradients, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;

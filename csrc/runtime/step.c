@@ -251,8 +251,7 @@ int runtime_finish_reduction(struct runtime *runtime) {
 int runtime_reduce_part(struct unit *part) {
     struct runtime *runtime = part->runtime;
     struct gradients *gradients = &part->handle->gradients;
-    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(gradients) < 0 ||
-        callbacks_watch(part, Py_None) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(gradients) < 0)
         return -1;
     if (schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients)) < 0)
         return unit_explain_failure(part, TRACED_REDUCTION, false);

@@ -1,8 +1,7 @@
-/* The ops over lists of tensors: byte ranges of some joined to others, and checksums. */
+/* The op over lists of tensors: byte ranges of some joined to others. */
 #include "torch/ops.h"
 
 #include "base/pages.h"
-#include "kernels/kernels.h"
 #include "torch/tensor.h"
 
 #include <inttypes.h>
@@ -122,37 +121,4 @@ void op_join_ranges(StableIValue *stack, struct op_call *call) {
     }
     stack[0] = (StableIValue)(uintptr_t)result.list;
     result.list = NULL;
-}
-
-/* ---- checksums ---- */
-
-/* Bytes of a contiguous tensor of any dtype. */
-static struct byte_range read_bytes(struct op_call *call, struct op_operand *operand,
-                                    AtenTensorHandle tensor) {
-    op_call_read_memory(call, operand, tensor, "each of tensors");
-    OP_CHECK(operand->is_contiguous, "%s: each of tensors must be contiguous", call->name);
-    int64_t element_nbytes = (int64_t)torch_abi.aoti_torch_dtype_element_size(operand->dtype_code);
-    return (struct byte_range){operand->view.data, operand->numel * element_nbytes};
-}
-
-/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64 on its device, and the same on any. */
-void op_checksums(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
-    OP_OWNED_MEMORY struct byte_range *ranges = NULL;
-    OP_OWNED output = NULL;
-    struct op_operand operand = {0};
-    op_read_list(&tensors);
-    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
-    ranges = op_alloc(tensors.count, sizeof *ranges);
-    for (size_t i = 0; i < tensors.count; i++)
-        ranges[i] = read_bytes(call, &operand, op_tensor(tensors.items[i]));
-    int64_t count = (int64_t)tensors.count;
-    output = op_empty(1, &count, torch_abi.aoti_torch_dtype_int64(), &operand);
-    if (!call->is_meta) {
-        struct op_operand result;
-        op_read_operand(&result, output);
-        op_call_check(call, op_call_kernels(call)->checksums(result.view.data, ranges, count,
-                                                             tensor_kernel_stream(&operand.view)));
-    }
-    stack[0] = op_give(&output);
 }

@@ -75,10 +75,6 @@ static inline int64_t op_int(StableIValue slot) {
     return (int64_t)slot;
 }
 
-static inline bool op_bool(StableIValue slot) {
-    return (slot & 1) != 0;
-}
-
 static inline double op_float(StableIValue slot) {
     double value;
     memcpy(&value, &slot, sizeof value);

@@ -1,6 +1,5 @@
 #include "torch/kernel_library.h"
 
-#include "kernels/checksum.h"
 #include "kernels/pack.h"
 #include "torch/ref.h"
 #include "torch/tensor.h"
@@ -151,25 +150,6 @@ static enum status accumulate(void *accumulator, enum dtype accumulator_dtype, c
     return run_flat("accumulate", accumulator, accumulator_dtype, input, input_dtype, numel, divisor, stream);
 }
 
-/* ---- lists of tensors ---- */
-
-static enum status checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
-                             const struct kernel_stream *stream) {
-    for (int64_t i = 0; i < num_ranges; i++)
-        if (ranges[i].nbytes < 0)
-            return STATUS_INVALID;
-    PyGILState_STATE lock = PyGILState_Ensure();
-    PyObject *list = PyList_New(0);
-    int result = list ? 0 : -1;
-    for (int64_t i = 0; !result && i < num_ranges; i++)
-        result = ref_append(list, over_flat(ranges[i].data, DTYPE_OTHER_1, ranges[i].nbytes, stream));
-    PyObject *sums = result ? NULL : over_flat(checksums, DTYPE_OTHER_8, num_ranges, stream);
-    PyObject *arguments = sums ? Py_BuildValue("(OO)", sums, list) : NULL;
-    Py_XDECREF(list);
-    Py_XDECREF(sums);
-    return finish(lock, "checksums", arguments);
-}
-
 static const char *device_error(void) {
     return error_text;
 }
@@ -180,6 +160,5 @@ const struct kernel_table operator_kernels = {
     .pack_add = pack_add,
     .cast_divide = cast_divide,
     .accumulate = accumulate,
-    .checksums = checksums,
     .device_error = device_error,
 };

@@ -17,8 +17,7 @@
     X(cast_divide, op_cast_divide, "(Tensor input, float divisor, ScalarType dtype) -> Tensor")                   \
     X(accumulate_shard, op_accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \
     X(join_ranges, op_join_ranges,                                                                                \
-      "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")   \
-    X(checksums, op_checksums, "(Tensor[] tensors) -> Tensor")
+      "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")
 /* clang-format on */
 
 #define DEFINE_ON(function, op, body, ...)                                                                   \
@@ -95,8 +94,8 @@ void op_call_check(struct op_call *call, enum status status) {
     OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);
 }
 
-void op_call_read_memory(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                         const char *argument) {
+static void read_memory(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                        const char *argument) {
     op_read_operand(operand, tensor);
     bool has_memory = operand->numel == 0 || operand->view.data;
     bool is_there = (operand->view.device == DEVICE_CPU) == call->is_cpu &&
@@ -112,7 +111,7 @@ void op_call_read_memory(struct op_call *call, struct op_operand *operand, AtenT
 
 void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                   const char *argument) {
-    op_call_read_memory(call, operand, tensor, argument);
+    read_memory(call, operand, tensor, argument);
     OP_CHECK(dtype_is_known(operand->view.dtype), "%s: %s must be float32, float64, bfloat16 or float16",
              call->name, argument);
 }

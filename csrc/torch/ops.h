@@ -52,10 +52,8 @@ struct op_call {
 const struct kernel_table *op_call_kernels(struct op_call *call);
 void op_call_check(struct op_call *call, enum status status); /* what a kernel returned */
 
-/* Memory a kernel can read: on the op's one device (or Meta), and not freed; of a known dtype; contiguous; of
+/* Memory a kernel can read: on the op's one device (or Meta), not freed and of a known dtype; contiguous; of
  * one dimension. */
-void op_call_read_memory(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                         const char *argument);
 void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                   const char *argument);
 void op_call_read_contiguous(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
@@ -84,6 +82,5 @@ void op_accumulate_shard(StableIValue *stack, struct op_call *call);
 
 /* op_lists.c */
 void op_join_ranges(StableIValue *stack, struct op_call *call);
-void op_checksums(StableIValue *stack, struct op_call *call);
 
 #endif

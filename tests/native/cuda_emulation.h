@@ -38,15 +38,6 @@ template <typename Vector> Vector __ldcg(const Vector *memory) {
 template <typename Vector> void __stwb(Vector *memory, Vector value) {
     *memory = value;
 }
-/* Rounds to zero, for a sum of positive numbers below 2^24. */
-inline float __fadd_rz(float a, float b) {
-    return (float)(int)((double)a + b);
-}
-inline unsigned long long atomicAdd(unsigned long long *memory, unsigned long long value) {
-    unsigned long long old = *memory;
-    *memory += value;
-    return old;
-}
 struct emulated_index {
     unsigned x;
 };
@@ -79,16 +70,6 @@ inline void __syncthreads() {
         emulated_stop("__syncthreads in a kernel enqueued without barriers");
     }
     swapcontext(&emulated_current->context, &emulated_scheduler);
-}
-
-/* Of the lane whose number has these other bits. All threads of the block call it, not a warp alone. */
-inline unsigned __shfl_xor_sync(unsigned, unsigned value, int lane) {
-    static unsigned values[1024];
-    values[threadIdx.x] = value;
-    __syncthreads();
-    value = values[threadIdx.x ^ (unsigned)lane];
-    __syncthreads();
-    return value;
 }
 
 inline void emulated_entry() {

@@ -336,30 +336,6 @@ TEST(test_pack_refuses_what_the_cpu_refuses) {
     CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, &square, 1, 1.0, &on_gpu), STATUS_INVALID);
 }
 
-/* ---- checksums ---- */
-
-TEST(test_checksums_equal_the_cpus_at_any_length_and_address) {
-    enum { COUNT = 400 };
-    std::vector<struct byte_range> ranges;
-    std::vector<memory *> memories;
-    std::vector<uint64_t> expected(COUNT), actual(COUNT, 7);
-    for (int i = 0; i < COUNT; i++) {
-        int64_t nbytes = i == 20 ? 200003 : random_below(&random_state, 70);
-        int64_t shift = random_below(&random_state, 20);
-        memories.push_back(new memory(DTYPE_BFLOAT16, (shift + nbytes + 1) / 2));
-        char *end = memories.back()->data + memories.back()->nbytes; /* where the sanitizer watches */
-        ranges.push_back({end - nbytes, nbytes});
-    }
-    CHECK_EQUAL(kernel_checksums(expected.data(), ranges.data(), COUNT, &on_cpu), STATUS_OK);
-    CHECK_EQUAL(table->checksums(actual.data(), ranges.data(), COUNT, &on_gpu), STATUS_OK);
-    CHECK(actual == expected);
-    ranges[5].nbytes = -1;
-    CHECK_EQUAL(table->checksums(actual.data(), ranges.data(), COUNT, &on_gpu), STATUS_INVALID);
-    for (memory *one : memories) {
-        delete one;
-    }
-}
-
 /* ---- launches ---- */
 
 TEST(test_nothing_to_do_is_no_launch) {
@@ -370,7 +346,6 @@ TEST(test_nothing_to_do_is_no_launch) {
                 STATUS_OK);
     CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu),
                 STATUS_OK);
-    CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(emulated_launches, 0);
 }
 
@@ -436,17 +411,6 @@ TEST(test_a_cast_moves_vectors_where_both_sides_can) {
         table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
         STATUS_OK);
     CHECK_EQUAL(emulated_vector_loads, CHUNK / EACH); /* the last chunk is short, by the head */
-}
-
-/* The processors of a large GPU, some blocks each. */
-TEST(test_16_mebibytes_are_work_for_every_processor) {
-    enum { MEBIBYTES = 16, BLOCKS = 132 * 3, PART = 32 };
-    std::vector<char> bytes((MEBIBYTES << 20) / PART);
-    const struct byte_range range = {bytes.data(), (int64_t)bytes.size()};
-    uint64_t sum = 0;
-    emulated_most_blocks = 0;
-    CHECK_EQUAL(table->checksums(&sum, &range, 1, &on_gpu), STATUS_OK);
-    CHECK(emulated_most_blocks * PART >= BLOCKS);
 }
 
 extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **why);

@@ -56,10 +56,12 @@ def sanitizers(folder: Path) -> list[str]:
 
 
 STRUCTURES = {  # of tests/real_cuda, which make test-cuda-build alone runs
-    "checksum.cu": {
-        "byte_range": launches.ByteRange,
-        "checksum_item": launches.ChecksumItem,
-        "checksum_table": launches.ChecksumTable,
+    "pack.cu": {
+        "tensor_view": launches.TensorView,
+        "kernel_stream": launches.KernelStream,
+        "pack_source": launches.PackSource,
+        "strided_source": launches.Strided,
+        "segment": launches.Segment,
     },
 }
 
@@ -131,7 +133,7 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
 
 
 OPERATORS = (
-    "flatten unflatten shard pack_gradients cast_divide accumulate_shard norms clip_ unscale_ checksums "
+    "flatten unflatten shard pack_gradients cast_divide accumulate_shard norms clip_ unscale_ "
     "unshard reshard segment_views"
 )
 

@@ -1,5 +1,5 @@
-/* links: kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c
-   kernels/loops_avx2.c kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
+/* links: kernels/blocks.c kernels/elementwise.c kernels/loops.c kernels/loops_avx2.c
+   kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
 #include <string.h>
 
 #include "harness.h"
@@ -230,38 +230,6 @@ TEST(test_kernels_accept_nothing_to_do) {
     CHECK_EQUAL(kernel_pack_add(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_cast_divide(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_accumulate(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
-    CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
-}
-
-static uint64_t checksum_of(const void *data, int64_t nbytes, const struct kernel_stream *stream) {
-    const struct byte_range range = {data, nbytes};
-    uint64_t checksum = 0;
-    CHECK_EQUAL(kernel_checksums(&checksum, &range, 1, stream), STATUS_OK);
-    return checksum;
-}
-
-TEST(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut) {
-    for (int64_t nbytes = 0; nbytes < 70; nbytes++) {
-        unsigned char *data = malloc((size_t)nbytes + 1); /* its end is watched by the sanitizer */
-        for (int64_t i = 0; i < nbytes; i++) {
-            data[i] = (unsigned char)random_below(&random_state, 256);
-        }
-        CHECK(checksum_of(data, nbytes, NULL) == checksum_of(data, nbytes, &cutting));
-        free(data);
-    }
-}
-
-TEST(test_checksum_of_every_flipped_bit_and_length_differs) {
-    unsigned char data[67] = {0};
-    uint64_t whole = checksum_of(data, 67, NULL);
-    for (int bit = 0; bit < 67 * 8; bit++) {
-        data[bit / 8] ^= (unsigned char)(1u << bit % 8);
-        CHECK(checksum_of(data, 67, NULL) != whole);
-        data[bit / 8] ^= (unsigned char)(1u << bit % 8);
-    }
-    for (int64_t nbytes = 0; nbytes < 67; nbytes++) {
-        CHECK(checksum_of(data, nbytes, NULL) != whole);
-    }
 }
 
 int main(void) {

@@ -46,7 +46,6 @@ KernelStream = structure(
     "KernelStream", parallel_for=POINTER, cuda_stream=POINTER, device_index=I32, device=I32
 )
 PackSource = structure("PackSource", view=TensorView, numel=I64, offset=I64, output_strides=POINTER)
-ByteRange = structure("ByteRange", data=POINTER, nbytes=I64)
 # ---- what kernels take: the .cu files
 
 Segment = structure("Segment", output=POINTER, input=POINTER, numel=I64, zeros=I64, first_chunk=I64)
@@ -63,12 +62,7 @@ Strided = structure(
     sizes=I64 * MOST_NDIM,
     strides=I64 * MOST_NDIM,
 )
-ChecksumItem = structure("ChecksumItem", data=POINTER, nbytes=I64, first_chunk=I64)
-CHECKSUM_ITEMS = TABLE_NBYTES // ctypes.sizeof(ChecksumItem) - 2
-ChecksumItems = ChecksumItem * CHECKSUM_ITEMS
-ChecksumTable = structure("ChecksumTable", sums=POINTER, num_chunks=I64, count=I32, items=ChecksumItems)
 TABLES = {"elementwise": SegmentTable, "strided": Strided, "transposed": Strided}
-TABLES |= dict.fromkeys(("start_sums", "add_chunks", "finish_sums"), ChecksumTable)
 
 # ---- launches
 

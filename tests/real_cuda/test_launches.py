@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_c.operator_kernels import _sum_of_words
 from tests.real_cuda import launches
 from tests.real_cuda.launches import (
     I64,
     KERNELS,
-    ByteRange,
     Launch,
     array,
     at,
@@ -203,28 +201,6 @@ def test_pack_add_launches_a_strided_source_in_parts_of_32_bits() -> None:
         assert table.output == output.data_ptr() + 2 * (row * BIG + begin)
     run_chunks(seen[4], (BIG - MOST_32 - 1) // 256)
     assert values(output, 2 * BIG - 1) == [7.0]
-
-
-def test_checksums_launch_three_kernels() -> None:
-    """Past 2^31 words: the sum of the last chunk's block is that of the words which its chunks have."""
-    nbytes = 8 * PAST + 13
-    memory, sums = reserve(torch.uint8, nbytes), torch.zeros(2, dtype=torch.int64, device="cuda")
-    put(memory, nbytes - 1)
-    chunks = -(-nbytes // (8 * 4096))
-    with watched() as seen:
-        launchers()["checksums"](at(sums), array(ByteRange, (at(memory), 5), (at(memory), nbytes)), I64(2))
-    begin, kernels = memory.data_ptr(), (("start_sums", 1), ("add_chunks", chunks + 1), ("finish_sums", 1))
-    for launch, (kernel, blocks) in zip(seen, kernels, strict=True):
-        expect(launch, kernel, blocks)
-        assert (launch.table.sums, launch.table.num_chunks) == (sums.data_ptr(), chunks + 1)
-        assert items(launch, "data", "nbytes", "first_chunk") == [(begin, 5, 0), (begin, nbytes, 1)]
-    start, add, _ = seen
-    run_chunks(start, 0)
-    assert sums.tolist() == [5, nbytes]
-    run_chunks(add, chunks)
-    of_block = range((chunks % MOST_BLOCKS - 1) % MOST_BLOCKS, chunks, MOST_BLOCKS)
-    pieces = [(memory[8 * 4096 * chunk : 8 * 4096 * (chunk + 1)].cpu(), 4096 * chunk) for chunk in of_block]
-    assert sums.tolist() == [5, nbytes + sum(_sum_of_words(*piece) for piece in pieces)]
 
 
 # ---- whether all are met, and a violation is found

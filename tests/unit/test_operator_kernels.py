@@ -86,13 +86,6 @@ def test_unscaling_finds_what_is_not_finite(both: Any, dtype: torch.dtype) -> No
         assert found == also_found
 
 
-def test_checksums(both: Any) -> None:
-    tensors = [values(numel, torch.bfloat16) for numel in (0, 1, 3, 4, 1031)] + [
-        torch.arange(99, dtype=torch.uint8)
-    ]
-    assert torch.equal(*both(lambda: OPS.checksums(tensors)))
-
-
 def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FSDP_C_KERNELS", "torch")
     operator_kernels.warn_if_used.cache_clear()

@@ -33,7 +33,6 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "norms": lambda: ([torch.randn(8), torch.randn(3, 3)], 2.0),
     "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
     "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
-    "checksums": lambda: ([torch.randn(8), torch.arange(5)],),
 }
 
 
@@ -169,7 +168,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         "found_inf must be one float32",
     ),
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
-    "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
 }
 
 

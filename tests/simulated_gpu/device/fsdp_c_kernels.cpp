@@ -10,7 +10,6 @@
 
 #include "accesses.h"
 #include "driver.h"
-#include "kernels/checksum.h"
 #include "kernels/table.h"
 #include "later.h"
 #include "timeline.h"
@@ -60,8 +59,6 @@ template <typename Argument> class kept {
     void keep(struct pack_source &source) {
         keep(source.view);
         keep(source.output_strides, source.view.ndim);
-    }
-    void keep(struct byte_range &) {
     }
     void keep(int64_t &) {
     }
@@ -182,18 +179,6 @@ static enum status accumulate(void *output, enum dtype to, const void *input, en
     });
 }
 
-static enum status checksums(uint64_t *sums, const struct byte_range *ranges, int64_t count,
-                             const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c checksums", stream);
-    for (int64_t i = 0; i < count; i++) {
-        now.reads(ranges[i].data, ranges[i].nbytes);
-    }
-    now.writes(sums, count * (int64_t)sizeof *sums);
-    return now.run([=, kept_ranges = kept(ranges, count)](const struct kernel_stream *at) {
-        return inner->checksums(sums, kept_ranges.data(), count, at);
-    });
-}
-
 static const char *device_error() {
     return inner->device_error();
 }
@@ -211,7 +196,7 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, checksums, device_error, why_not_on,
+        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, device_error, why_not_on,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;
