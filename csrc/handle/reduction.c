@@ -17,7 +17,9 @@ int gradients_refuse(const struct gradients *gradients, int64_t index) {
     return flat_param_error(
         gradients->param, PyExc_RuntimeError,
         "cannot use the gradient of %S: dense strided gradients on %S are supported. Sparse gradients "
-        "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
+        "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules, give all ranks "
+        "equal "
+        "values at the start, and average its gradients by hand.",
         fqn, gradients->param->device);
 }
 

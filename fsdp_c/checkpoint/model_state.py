@@ -20,6 +20,7 @@ from fsdp_c.checkpoint.values import (
     whole_value,
 )
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.errors import IGNORED_AND_TRAINED
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
@@ -187,7 +188,7 @@ def _refuse_parts(path: str, module: ShardedModule) -> None:
             raise NotImplementedError(
                 f"{name} is part of a tensor of shape {global_shape(param)}, as its attributes say "
                 f"(CheckpointableTensor), and is divided by a unit on rank {module.rank} besides: pass it in "
-                "ignored_states, or take the attributes off"
+                f"ignored_states, or take the attributes off. {IGNORED_AND_TRAINED}."
             )
 
 

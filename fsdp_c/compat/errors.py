@@ -10,6 +10,10 @@ from typing import TypeVar
 Error = TypeVar("Error", bound=BaseException)
 
 
+# in errors, after an advice to ignore a parameter
+IGNORED_AND_TRAINED = (
+    "If it is trained, give all ranks equal values at the start and average its gradients by hand"
+)
 _NAMES_SHOWN = 10
 
 

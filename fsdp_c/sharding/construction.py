@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import _C
+from fsdp_c.compat.errors import IGNORED_AND_TRAINED
 from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -397,7 +398,7 @@ def resolve_device(
     if len(types) > 1:
         raise RuntimeError(
             f"FSDP does not support modules with different device types but got params on {types}: move the "
-            "module to one device, or pass the parameters of the others in ignored_states"
+            f"module to one device, or pass each parameter of the others in ignored_states. {IGNORED_AND_TRAINED}."
         )
     if found:
         return min(found, key=str)
@@ -525,7 +526,7 @@ def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> 
             raise ValueError(
                 f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter "
                 "belongs to one unit: wrap the module that contains both and neither of the two, or pass one "
-                "of them in ignored_states"
+                f"of them in ignored_states. {IGNORED_AND_TRAINED}."
             )
 
 

@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from fsdp_c import _C
 from fsdp_c.compat import left_out, misuse
-from fsdp_c.compat.errors import first_names
+from fsdp_c.compat.errors import IGNORED_AND_TRAINED, first_names
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import (
     FSDPExtensions,
@@ -186,7 +186,7 @@ class Occurrences:
             if isinstance(info.module, torch.jit.ScriptModule):
                 raise RuntimeError(
                     f"cannot delete methods or parameters of a script module: {fqn} is one's. Wrap the "
-                    "module that it was scripted from, or pass it in ignored_modules"
+                    f"module that it was scripted from, or pass it in ignored_modules. {IGNORED_AND_TRAINED}."
                 )
 
     def come_last(self) -> None:
@@ -228,7 +228,8 @@ def check_uniform(
         if param.is_complex() or (floating and not param.is_floating_point()):
             kind = "complex" if param.is_complex() else "integer"
             raise ValueError(
-                f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states."
+                f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states. "
+                f"{IGNORED_AND_TRAINED}."
             )
         if param.dtype != dtype:
             raise ValueError(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -50,7 +51,7 @@ def watch(root: ShardedModule) -> None:
 def check_backward(root: ShardedModule) -> None:
     """The runtime in C calls it at the end of a backward, when all gradients are there."""
     _follow(root)
-    _refuse_strangers(root)
+    _check_unmanaged(root)
     _warn_of_stale_optimizers(root)
 
 
@@ -82,31 +83,34 @@ def _follow(root: ShardedModule) -> None:
             _roots[module] = reference
 
 
-def _refuse_strangers(root: ShardedModule) -> None:
-    """Parameters that were registered after wrapping: each rank would train its own."""
+def _check_unmanaged(root: ShardedModule) -> None:
+    """Parameters outside of all units that got gradients: those registered after wrapping, and ignored ones.
+
+    No rank knows whether the script averages the gradients of ignored parameters after the backward, and
+    comparing them would need all ranks, which may ignore other modules: so a warning, at no cost in later steps.
+    """
     units = units_of(root)
     if all(unit.world_size == 1 and unit._replicate_group is None for unit in units):
         return
     ignored_modules: set[nn.Module] = set().union(*(unit._ignored_modules for unit in units))
     ignored = {id(param) for unit in units for param in unit._ignored_params}
 
-    def is_left_out(module: nn.Module) -> bool:
-        return (
-            module in ignored_modules
-            or isinstance(module, DistributedDataParallel)
-            or not is_composable(module)
-        )
+    def is_averaged(module: nn.Module) -> bool:
+        return isinstance(module, DistributedDataParallel) or not is_composable(module)
 
-    strangers = [
-        clean_name(name)
-        for name, param in named_params(root, is_left_out).items()
+    trained = {
+        clean_name(name): param
+        for name, param in named_params(root, is_averaged).items()
         if param.grad is not None
-        and id(param) not in ignored
         and not is_flattened(param)
-        # nor does somebody look after its gradient
+        # hooks may average the gradient
         and not (getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks)
-    ]
-    if strangers:
+    }
+    if not trained:
+        return
+    owned = named_params(root, lambda module: module in ignored_modules or is_averaged(module)).values()
+    added = set(map(id, owned)) - ignored
+    if strangers := [name for name, param in trained.items() if id(param) in added]:
         misuse.tell(
             f"rank {root.rank}, unit {unit_name(root.module)}: {first_names(strangers)} got gradients, but "
             "belong to no unit: they were registered after wrapping, so that nobody reduces their gradients, "
@@ -115,6 +119,17 @@ def _refuse_strangers(root: ShardedModule) -> None:
             "gradients, for instance by param.register_post_accumulate_grad_hook(lambda param: "
             "dist.all_reduce(param.grad, dist.ReduceOp.AVG)).",
             is_certain=True,
+        )
+    replicated = {name: param for name, param in trained.items() if not isinstance(param, DTensor)}
+    if names := [name for name, param in replicated.items() if id(param) not in added]:
+        misuse.tell(
+            f"rank {root.rank}, unit {unit_name(root.module)}: the ignored parameters {first_names(names)} got "
+            "gradients, which no unit averages: each rank trains its own. Give all ranks the same values before "
+            "the first step, and average the gradients in each, for instance by "
+            "param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, "
+            "dist.ReduceOp.AVG)). If the script does so after the backward, or ranks are to differ, filter this "
+            "warning.",
+            is_certain=False,
         )
 
 

@@ -163,17 +163,73 @@ def test_a_head_that_is_frozen_or_reduced_may_be_replaced(
         backward(model, rank)
 
 
-@pytest.mark.parametrize("by_module", [True, False], ids=["module", "parameters"])
-@on_ranks(2)
-def test_what_is_ignored_may_train_outside_of_units(rank: int, by_module: bool) -> None:
+def ignoring_head(by_module: bool) -> tuple[Net, Any]:
     net = Net().to(device())
-    model = wrapped(net=net, ignored_states=[net.head] if by_module else list(net.head.parameters()))
+    return net, wrapped(net=net, ignored_states=[net.head] if by_module else list(net.head.parameters()))
+
+
+by_module_or_parameters = pytest.mark.parametrize("by_module", [True, False], ids=["module", "parameters"])
+
+
+@by_module_or_parameters
+@on_ranks(2)
+def test_what_is_ignored_and_averaged_by_a_hook_may_train_outside_of_units(
+    rank: int, by_module: bool
+) -> None:
+    net, model = ignoring_head(by_module)
+    for param in net.head.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))
     with nothing_told():
         backward(model, rank)
         assert net.head.weight.grad is not None
         if by_module:
             net.head.extra = nn.Linear(3, 3)
         backward(model, rank)
+
+
+@by_module_or_parameters
+@on_ranks(2)
+def test_what_is_ignored_and_trained_is_told_by_name_in_the_first_step_alone(
+    rank: int, world_size: int, by_module: bool
+) -> None:
+    """parity 85; torch says nothing."""
+    net = Net().to(device())
+    backward(wrapped(TorchFSDP, net, ignored_states=list(net.head.parameters())), rank)
+    grads = [torch.empty_like(net.head.weight) for _ in range(world_size)]
+    dist.all_gather(grads, net.head.weight.grad)
+    assert not torch.equal(*grads)
+    net, model = ignoring_head(by_module)
+    match = rf"rank {rank}, unit Net: the ignored parameters \['head.weight', 'head.bias'\] got gradients, which no"
+    with pytest.warns(UserWarning, match=match) as record:
+        backward(model, rank)
+    assert_told_here(record)
+    with nothing_told():
+        backward(model, rank)
+    net, model = ignoring_head(by_module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*the ignored parameters")
+        backward(model, rank)
+
+
+class Unused(Net):
+    """Has a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+@on_ranks(2)
+def test_what_is_ignored_and_frozen_unused_or_averaged_by_ddp_is_not_told(rank: int) -> None:
+    net = Unused().to(device())
+    net.blocks[0].requires_grad_(False)
+    ignored = [net.unused, net.blocks[0], net.head]
+    net.head = nn.parallel.DistributedDataParallel(net.head)
+    model = wrapped(net=net, ignored_states=ignored)
+    with nothing_told():
+        backward(model, rank)
+    assert net.head.module.weight.grad is not None
 
 
 @on_ranks(2)

@@ -140,7 +140,7 @@ MODULES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "complex": (
         lambda: nn.Linear(3, 3, dtype=torch.complex64),
         ValueError,
-        "complex dtype tensors: weight is torch.complex64. Pass it in ignored_states",
+        "complex dtype tensors: weight is torch.complex64. Pass it in ignored_states. If it is trained, give",
     ),
     "uninitialised": (
         lambda: nn.LazyLinear(3),
@@ -297,7 +297,8 @@ def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
     module = Heads()
     module.second = torch.jit.script(layer())
     with pytest.raises(
-        RuntimeError, match="methods or parameters of a script module: second.weight is one's. Wrap"
+        RuntimeError,
+        match="a script module: second.weight is one's. Wrap.*ignored_modules. If it is trained, give all",
     ):
         FSDP(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     assert [name for name, _ in module.named_parameters()][::2] == ["first.weight", "second.weight"]
