@@ -440,7 +440,7 @@ class FullyShardedDataParallel(ShardedModule):
         own = self._handle
         handles = [own] if own is not None else self._all_handles
         if any(handle._force_full_precision for handle in handles):
-            buffers.cast_back(self)
+            buffers.cast_back(units_of(self))
             self._needs_buffer_dtype_restore_check = True
         elif self._needs_buffer_dtype_restore_check:
             buffers.cast_for_computation(units_of(self), self.compute_device)

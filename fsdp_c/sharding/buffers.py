@@ -24,9 +24,13 @@ def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
 def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device) -> None:
     """Cast floating buffers to the ``buffer_dtype`` of the innermost unit around; move all to ``device``.
 
-    ``modules`` in traversal order. Ignored buffers stay as they are.
+    ``modules`` in traversal order. Ignored buffers stay as they are. Record the original dtype of buffers
+    registered since the module was wrapped.
     """
-    for module, _, buffer in _own_buffers(modules):
+    for module, name, buffer in _own_buffers(modules):
+        if name not in module._buffer_names:
+            module._buffer_names.add(name)
+            module._buffer_name_to_orig_dtype[name] = buffer.dtype
         dtype = module.mixed_precision.buffer_dtype
         buffer.data = buffer.to(
             device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
@@ -68,12 +72,8 @@ def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[st
     return found
 
 
-def cast_back(root: ShardedModule) -> None:
-    """Give the buffers below ``root`` their original dtypes; values rounded by an earlier cast stay so."""
-    dtypes = root._buffer_name_to_orig_dtype
-    # the original dtypes stand under the first name of a shared buffer
-    first_names: dict[torch.Tensor, str] = {}
-    for name, buffer in named_buffers(root):
-        first_names.setdefault(buffer, clean_name(name))
-    for buffer, name in first_names.items():
-        buffer.data = buffer.to(dtype=dtypes.get(name))
+def cast_back(modules: Iterable[ShardedModule]) -> None:
+    """Give buffers their original dtypes; values rounded by an earlier cast stay so. See
+    ``cast_for_computation``."""
+    for module, name, buffer in _own_buffers(modules):
+        buffer.data = buffer.to(dtype=module._buffer_name_to_orig_dtype.get(name))

@@ -355,7 +355,7 @@ def _post_save_hook(
                 put_sharded_values(part, state_dict, prefix, opened.rows.pop(part))
             else:
                 put_local_value(part, state_dict, prefix)
-    _finish_buffers(fsdp_module, state_dict, prefix)
+    _finish_buffers(fsdp_module, state_dict, prefix, kind)
     if is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
@@ -445,27 +445,33 @@ def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool 
 # ----------------------------------------------------------------- entries of a dict
 
 
-def _finish_buffers(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+def _finish_buffers(
+    fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, kind: StateDictType
+) -> None:
     """Drop, offload or cast back the persistent buffers of the unit."""
-    casts = fsdp_module.mixed_precision.buffer_dtype is not None
+    casts = fsdp_module.mixed_precision.buffer_dtype is not None and kind != StateDictType.LOCAL_STATE_DICT
     if not (casts or fsdp_module._state_dict_config.offload_to_cpu or is_dropped(fsdp_module)):
         return
-    first_names: dict[Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
-    for name, buffer in named_buffers(fsdp_module._fsdp_wrapped_module, is_unit):
-        key = prefix + clean_name(name)
-        first_name = first_names.setdefault(buffer, clean_name(name))
+    named = [
+        (clean_name(name), buf) for name, buf in named_buffers(fsdp_module._fsdp_wrapped_module, is_unit)
+    ]
+    # the original dtype of a shared buffer is recorded under its first name
+    recorded = {buffer: name for name, buffer in reversed(named) if name in fsdp_module._buffer_names}
+    for name, buffer in named:
+        key = prefix + name
         if key not in state_dict:
             continue  # not persistent
         if is_dropped(fsdp_module):
             del state_dict[key]
         else:
-            state_dict[key] = _finished_buffer(fsdp_module, first_name, state_dict[key])
+            if fsdp_module._state_dict_config.offload_to_cpu:
+                state_dict[key] = state_dict[key].cpu()
+            if casts and buffer in recorded:
+                state_dict[key] = _in_original_dtype(fsdp_module, recorded[buffer], state_dict[key])
 
 
-def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> Tensor:
-    if fsdp_module._state_dict_config.offload_to_cpu:
-        buffer = buffer.cpu()
-    if fsdp_module.mixed_precision.buffer_dtype is None or name in fsdp_module._ignored_buffer_names:
+def _in_original_dtype(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> Tensor:
+    if name in fsdp_module._ignored_buffer_names:
         return buffer
     dtypes = fsdp_module._buffer_name_to_orig_dtype
     if name not in dtypes:

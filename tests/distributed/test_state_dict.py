@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -272,6 +273,84 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x)
+
+
+class Late(nn.Module):
+    """A layer that may register a buffer in its first forward, or assign to one that was None."""
+
+    def __init__(self, registers: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("early", torch.tensor([1 / 3, 2 / 3]))
+        self.register_buffer("unset", None)
+        self.registers = registers
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.registers and self.unset is None:
+            self.register_buffer("late", torch.tensor([1 / 7]))
+            self.unset = torch.tensor([1 / 9])
+        return self.layer(x)
+
+
+def in_forward(_: list[Any]) -> None:
+    """The forward has done it."""
+
+
+def after_forward(layers: list[Any]) -> None:
+    layers[1].register_buffer("after", torch.tensor([1 / 5]))
+    layers[1].register_buffer("hidden", torch.tensor([1 / 5]), persistent=False)
+
+
+def removed(layers: list[Any]) -> None:
+    del layers[0].early
+
+
+def replaced(layers: list[Any]) -> None:
+    layers[1].early = torch.tensor([1 / 11], dtype=torch.float64)
+
+
+FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "one unit": lambda net: {"auto_wrap_policy": None},
+    "nested": lambda net: {"auto_wrap_policy": ModuleWrapPolicy({Late})},
+    "ignored": lambda net: {"auto_wrap_policy": None, "ignored_modules": [net[1]]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", [in_forward, after_forward, removed, replaced])
+@both_views
+@on_ranks(2)
+def test_buffers_that_come_later_are_saved_as_by_torch(
+    change: Callable[[list[Any]], None], form: str, use_orig_params: bool
+) -> None:  # A-019
+    def built(which: str) -> Any:
+        torch.manual_seed(1)
+        with torch.device(device()):
+            layers = [Late(registers=False), Late(registers=True)]
+        net = nn.Sequential(*layers)
+        options = FORMS[form](net) | {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
+        model = net if which == "plain" else wrap(net, use_orig_params, which, **options)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        change(layers)
+        return model
+
+    def buffers_in(model: Any) -> dict[str, Tensor]:
+        state = model.state_dict().items()
+        return {name: value for name, value in state if type(value) is Tensor and "layer" not in name}
+
+    dtypes = {name: value.dtype for name, value in buffers_in(built("plain")).items()}
+    for kind in (FULL, SHARDED, LOCAL):
+        found = {}
+        for which in ("torch", "fsdp_c"):
+            model, other = built(which), built(which)
+            with type(model).state_dict_type(model, kind), type(other).state_dict_type(other, kind):
+                found[which] = {name: value.clone() for name, value in buffers_in(model).items()}
+                if which == "fsdp_c":
+                    other.load_state_dict(model.state_dict())
+                    assert_same(found[which], buffers_in(other))
+        assert_same(found["torch"], found["fsdp_c"])
+        if kind != LOCAL and change is not replaced:  # torch gives what replaces another the dtype of that
+            assert {name: value.dtype for name, value in found["fsdp_c"].items()} == dtypes
 
 
 @pytest.mark.parametrize("is_watched", [False, True])

@@ -1184,6 +1184,28 @@ def test_a_first_forward_in_inference_mode_leaves_a_model_that_trains(use_orig_p
     torch_raises_and_ours_is_as_plain(losses, use_orig_params, AssertionError, "The `grad_fn` is needed")
 
 
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)
+@both_views
+@on_ranks(2)
+def test_buffers_registered_after_wrapping_are_saved_in_their_own_dtype(
+    kind: StateDictType, use_orig_params: bool
+) -> None:
+    found = {}
+    for which in BOTH:
+        precision = MixedPrecision(buffer_dtype=torch.bfloat16)
+        model = sharded(which, use_orig_params=use_orig_params, mixed_precision=precision)
+        block = model.blocks[0].module
+        block.register_buffer("late", torch.tensor([1 / 3]))
+        model(batch(0))
+        block.register_buffer("second", block.scale)
+        with type(model).state_dict_type(model, kind):
+            saved = model.state_dict()
+        assert saved["blocks.0.late"].item() == torch.tensor(1 / 3).bfloat16()
+        assert saved["blocks.0.scale"].dtype == torch.float32
+        found[which] = [saved[name].dtype for name in ("blocks.0.late", "blocks.0.second")]
+    assert found == {"torch": [torch.bfloat16] * 2, "fsdp_c": [torch.float32] * 2}
+
+
 @both_views
 @on_ranks(2)
 def test_several_forwards_and_then_their_backwards(use_orig_params: bool) -> None:

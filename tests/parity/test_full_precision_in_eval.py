@@ -191,3 +191,21 @@ def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, use_orig_
         for expected, actual in zip(*found, strict=True):
             assert actual.count_nonzero()
             torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3)
+
+
+@both_views
+@on_ranks(2)
+def test_buffers_registered_after_wrapping_get_their_own_dtype_back(rank: int, use_orig_params: bool) -> None:
+    """D-021: torch raises where it has not counted them."""
+    with full_precision_in_eval():
+        model = sharded("fsdp_c", use_orig_params=use_orig_params, mixed_precision=BF16)
+    late = torch.tensor([1 / 3])
+    model.blocks[0].module.register_buffer("late", late)
+    dtypes = []
+    for trains in (True, False, True, False):
+        with torch.no_grad():
+            model.train(trains)(batch(rank))
+        dtypes.append(late.dtype)
+        if trains:
+            model.module.register_buffer("second", late)
+    assert dtypes == [torch.bfloat16, torch.float32] * 2
