@@ -7,10 +7,10 @@ import functools
 import importlib
 import importlib.abc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -62,6 +62,14 @@ def eager(function: Callable[..., T]) -> Callable[..., T]:
 @functools.cache
 def _disabled(function: Callable[..., T]) -> Callable[..., T]:
     return cast("Callable[..., T]", torch.compiler.disable(function))
+
+
+def modules_by_compiled(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The module inside each of ``modules`` that torch.compile returned, by the compiled one."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return {}
+    return {one: one._orig_mod for one in modules if isinstance(one, eval_frame.OptimizedModule)}
 
 
 def annotate(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:

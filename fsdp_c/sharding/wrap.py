@@ -3,7 +3,7 @@
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fsdp_c.compat.upstream import (
     _recursive_wrap,
     _wrap_module_cls_individually,
 )
+from fsdp_c.sharding.compiling import modules_by_compiled
 from fsdp_c.sharding.grouping import groups_of, splits_frozen
 from fsdp_c.sharding.traversal import Homes, Subtree, at_home, joined
 
@@ -67,6 +68,7 @@ def auto_wrap(
             _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
             return homes
         policy = _or_individually(policy, full_precision_classes)
+        policy = _or_inside(policy, modules_by_compiled(tree.modules))
         _recursive_wrap(
             root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
         )
@@ -109,19 +111,23 @@ def chosen_modules(
     _refuse_existing_units(tree)
     check_policy(policy)
     classes = _full_precision_classes(root_kwargs)
+    inside = modules_by_compiled(tree.modules)
     if isinstance(policy, _Policy):
         chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
         _add_full_precision_modules(tree.modules, classes, ignored_modules, root_kwargs, chosen)
+        compiled = {module: outer for outer, module in inside.items()}
+        chosen = {compiled.get(module, module): kwargs for module, kwargs in chosen.items()}
         if root_kwargs["use_orig_params"] and not splits_frozen():
             _warn_of_frozen_params(tree, chosen.keys(), ignored_params)
         return chosen
     recorded: dict[nn.Module, Kwargs] = {}
 
     def record(module: nn.Module, **kwargs: Any) -> nn.Module:
-        recorded[module] = {**kwargs, "mixed_precision": None} if isinstance(module, classes) else kwargs
+        in_full_precision = isinstance(inside.get(module, module), classes)
+        recorded[module] = {**kwargs, "mixed_precision": None} if in_full_precision else kwargs
         return module
 
-    policy = _or_individually(policy, classes)
+    policy = _or_inside(_or_individually(policy, classes), inside)
     _recursive_wrap(
         tree.root, policy, record, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
     )
@@ -151,6 +157,24 @@ def _or_individually(
         return policy
     individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
     return functools.partial(_or_policy, policies=[policy, individually])
+
+
+def _or_inside(policy: Callable[..., bool], inside: Mapping[nn.Module, nn.Module]) -> Callable[..., bool]:
+    """``policy``, by which a compiled module is chosen where the module inside of it is.
+
+    A unit around the module inside would never run: the compiled one calls that module itself.
+    """
+    never = set(inside.values())
+
+    def chooses(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        def ask(one: nn.Module) -> bool:
+            return policy(module=one, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+
+        if recurse:
+            return ask(module)
+        return module not in never and (ask(module) or (module in inside and ask(inside[module])))
+
+    return chooses if inside else policy
 
 
 def _refuse_existing_units(tree: Subtree) -> None:

@@ -3,13 +3,15 @@ storm."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 STEPS = 4
 
@@ -28,7 +30,13 @@ def compiled(module):
     return torch.compile(module, backend="aot_eager")
 
 
-def model(where):
+POLICIES = {
+    "policy": ModuleWrapPolicy({Block}),
+    "functional policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+}
+
+
+def model(where, use_orig_params=True):
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 4)]
     if where == "inside":
@@ -39,12 +47,15 @@ def model(where):
     if where == "in place":
         for one in layers:
             one.compile(backend="aot_eager")
-    return FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    if where in POLICIES:
+        layers = [compiled(one) if isinstance(one, Block) else one for one in layers]
+    policy = POLICIES.get(where, POLICIES["policy"])
+    return FSDP(nn.Sequential(*layers), auto_wrap_policy=policy, use_orig_params=use_orig_params)
 
 
-def losses(where, rank):
+def losses(where, rank, use_orig_params=True):
     torch._dynamo.reset()
-    wrapped = model(where)
+    wrapped = model(where, use_orig_params)
     called = compiled(wrapped) if where == "outside" else wrapped
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)
@@ -67,6 +78,22 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, where):
     assert losses(where, rank) == eager
     # blocks share their code; the layers around them may add a graph each, but steps add none
     assert 1 <= graphs["unique_graphs"] - before <= 3
+
+
+@pytest.mark.parametrize("where", POLICIES)
+@both_views
+@on_ranks(2)
+def test_a_policy_makes_units_of_compiled_blocks(rank, use_orig_params, where):
+    graphs = torch._dynamo.utils.counters["stats"]
+    eager = losses("eager", rank, use_orig_params)
+    before = graphs["unique_graphs"]
+    assert losses(where, rank, use_orig_params) == eager
+    assert (graphs["unique_graphs"] > before) == use_orig_params  # else Dynamo runs it as it is, as in torch
+    units = FSDP.fsdp_modules(model(where, use_orig_params))
+    names = ["Sequential", "OptimizedModule", "OptimizedModule"]
+    assert [type(unit.module).__name__ for unit in units] == names
+    plain = nn.Sequential(nn.Linear(8, 8), compiled(Block()), compiled(Block()), nn.Linear(8, 4))
+    assert list(units[0].state_dict()) == list(plain.state_dict())
 
 
 @on_ranks(2)

@@ -32,7 +32,7 @@ from tests.distributed.test_autograd_corners import DataOutput, OrderedOutput, R
 from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races
-from tests.training import batch, plain, sharded, wrap
+from tests.training import PER_BLOCK, batch, plain, sharded, wrap
 
 BOTH = ("torch", "fsdp_c")
 NO_ACCELERATOR = (
@@ -939,6 +939,28 @@ class CalledWithOthers(nn.Module):
         return functional_call(
             self.layer, {"weight": 2 * self.layer.weight, "bias": 1 + self.layer.bias}, (x,)
         )
+
+
+@both_views
+@on_ranks(2)
+def test_compiled_blocks_are_the_units_that_a_policy_chooses(rank: int, use_orig_params: bool) -> None:
+    """Torch's units take the place of the modules inside, which the compiled ones call all the same."""
+
+    def gradients(which: str, compiles: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        module = plain()
+        for index, block in enumerate(module.blocks if compiles else ()):
+            module.blocks[index] = torch.compile(block, backend="eager")
+        model = wrap(module, which, use_orig_params=use_orig_params, auto_wrap_policy=PER_BLOCK)
+        model(batch(rank)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    said = gradients_or_error(lambda: gradients("torch", True))
+    assert isinstance(said, str)
+    races.forget()
+    expected = gradients("torch", False)
+    found = gradients("fsdp_c", True)
+    assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, ShardingStrategy
+from fsdp_c import MixedPrecision, ShardingStrategy, plan
 from fsdp_c import wrap as fsdp_wrap
 from fsdp_c.sharding import wrap as sharding_wrap
 from fsdp_c.sharding.sharded_module import units_with_paths
@@ -89,6 +89,34 @@ def test_custom_policy_overrides_the_arguments_of_the_root() -> None:  # G-002
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
     assert model.blocks[0].sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert model.blocks[0].forward_prefetch is True
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        fsdp_wrap.ModuleWrapPolicy({Block}),
+        fsdp_wrap.CustomPolicy(lambda module: isinstance(module, Block) and {"forward_prefetch": True}),
+        functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        functools.partial(fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda one: isinstance(one, Block)),
+        functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=25),
+        lambda module, recurse, nonwrapped_numel: recurse or type(module).__name__ == "OptimizedModule",
+    ],
+    ids=["classes", "custom", "transformer", "lambda", "size", "compiled"],
+)
+def test_a_policy_that_chooses_a_compiled_module_makes_it_a_unit(policy: object) -> None:
+    """As the compiled module calls the one inside past any unit."""
+    model = Model()
+    model.blocks = nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(2))
+    blocks = list(model.blocks)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=(Block,))
+    planned = plan(model, world_size=4, auto_wrap_policy=policy).units
+    assert [unit.path for unit in planned] == ["", "blocks.0", "blocks.1"]
+    with pytest.warns(UserWarning, match="Both mixed precision"):
+        model = FSDP(model, auto_wrap_policy=policy, mixed_precision=precision)
+    assert paths(model) == ["", "blocks.0", "blocks.1"]
+    assert [unit.module for unit in model.blocks] == blocks
+    assert [unit.mixed_precision.param_dtype for unit in model.blocks] == [None, None]
+    assert model.blocks[0].forward_prefetch == isinstance(policy, fsdp_wrap.CustomPolicy)
 
 
 def test_children_get_the_arguments_of_the_root() -> None:  # A-038, G-006
