@@ -62,12 +62,9 @@ def streamed(**options: Any) -> Callable[[Any], Named]:
 
 def ways(args: argparse.Namespace) -> dict[str, tuple[str, Callable[[Any], Named]]]:
     """Whose model, and how its parameters come, by name."""
-    bucket = 2 * args.tensors * args.side**2 * 4 + 1024
     half: dict[str, Any] = {"dtype": torch.bfloat16}
     return {
         "iter_full_params": ("fsdp_c", streamed()),
-        "iter_full_params, prefetch=0": ("fsdp_c", streamed(prefetch=0)),
-        "iter_full_params, buckets of two units": ("fsdp_c", streamed(buckets=bucket)),
         "iter_full_params, bfloat16": ("fsdp_c", streamed(**half)),
         "iter_full_params, rank 0": ("fsdp_c", streamed(rank0_only=True)),
         "iter_full_params, rank 0, bfloat16": ("fsdp_c", streamed(rank0_only=True, **half)),

@@ -68,10 +68,9 @@ class Sender:
 
 
 def sync(trainer, sender):
-    """At any time one bucket is gathered, the one before is copied into a slot, and the engine loads from
-    another."""
+    """At any time one unit is gathered, the one before is copied into a slot, and the engine loads from another."""
     # where the engine computes in it: dtype=torch.bfloat16, which is also what is gathered then
-    for name, weight in fsdp_c.iter_full_params(trainer, rank0_only=True, buckets=SLOT_NBYTES):
+    for name, weight in fsdp_c.iter_full_params(trainer, rank0_only=True, max_nbytes=SLOT_NBYTES):
         sender.put(name, weight)
     if sender:
         sender.hand_over()

@@ -283,7 +283,6 @@ def loads(argument: str) -> Callable[[Any], Any]:
 
 OWN: dict[str, Callable[[Any], Any]] = {
     "iter_full_params.rank0_only": iterated("rank0_only"),
-    "iter_full_params.offload_to_cpu": iterated("offload_to_cpu"),
     "checkpoint.save.background": saved("background"),
     "checkpoint.save.progress": saved("progress"),
     "checkpoint.load.strict": loads("strict"),
@@ -294,7 +293,6 @@ OWN: dict[str, Callable[[Any], Any]] = {
 # The CPU's memory is what offloading ends in.
 ALIKE_ON_THE_CPU = {
     *(name for name in TORCHS if name.endswith("DictConfig.offload_to_cpu")),
-    "iter_full_params.offload_to_cpu",
 }
 
 

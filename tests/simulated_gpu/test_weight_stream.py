@@ -1,4 +1,4 @@
-"""iter_full_params by the model of time: gathers beside the caller's copies, in the memory of two buckets.
+"""iter_full_params by the model of time: gathers beside the caller's copies, in the memory of two units.
 
 32 layers on 8 ranks, of whose parameters the caller copies each to the host.
 """
@@ -75,21 +75,14 @@ def test_copies_and_gathers_of_units_take_little_more_than_the_longer(pcie: floa
     assert taken["left"] == 0
 
 
-def test_without_prefetch_nothing_is_beside() -> None:
-    taken = measured(prefetch=0)
-    assert taken["time"] >= 0.99 * (taken["gathers"] + taken["copies"])
-    assert taken["both"] == 0
-
-
-@pytest.mark.parametrize(("size", "count"), [(2 * 2_110_000, 16), (300_000, 256)], ids=["units", "a layer"])
-def test_buckets_are_two_at_a_time(size: int, count: int) -> None:
-    taken = measured(buckets=size)
-    assert taken["count"] == count
+def test_parts_of_units_are_two_at_a_time() -> None:
+    taken = measured(max_nbytes=300_000)
+    assert taken["count"] == 256
     assert taken["time"] <= 1.1 * max(taken["gathers"], taken["copies"])
-    assert taken["nbytes"] <= 2 * size
+    assert taken["nbytes"] <= 2 * 300_000
 
 
-def test_buckets_of_one_tensor_are_three_for_who_keeps_it() -> None:
+def test_parts_of_one_tensor_are_three_if_the_loop_keeps_one() -> None:
     one = 256 * 256 * 4
-    assert 2 * one < measured(buckets=one)["nbytes"] <= 3 * one
-    assert measured(buckets=one, lets_go=True)["nbytes"] <= 2 * one
+    assert 2 * one < measured(max_nbytes=one)["nbytes"] <= 3 * one
+    assert measured(max_nbytes=one, lets_go=True)["nbytes"] <= 2 * one
