@@ -416,6 +416,12 @@ def why_no_kernels(device_type: str, /) -> str | None:
 def bind_operator_kernels(module: ModuleType, /) -> None:
     """Call these functions where torch's operators run: those of ``fsdp_c/operator_kernels.py``."""
 
+def bind_freed_view(type: type[torch.Tensor], /) -> None:
+    """The class that views of unsharded parameters are of while their storage is freed."""
+
+def refuse_freed_view(tensor: torch.Tensor, /) -> None:
+    """RuntimeError that names unit, parameter and remedy, where ``tensor`` is such a view of a live unit."""
+
 def cpu_capabilities() -> tuple[str, ...]:
     """Instruction sets of kernels for this processor, the widest first: "avx512", "avx2", "default"."""
 

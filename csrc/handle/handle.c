@@ -77,6 +77,13 @@ struct handle *handle_table_find(int64_t id) {
     return handle;
 }
 
+int handle_table_refuse_freed_view(const PyObject *tensor) {
+    int result = 0; /* Python's lock is held, without which no entry comes or goes */
+    for (int64_t i = 0; !result && i < table.count; i++)
+        result = storage_refuse_freed_view(&table.entries[i].handle->storage, tensor);
+    return result;
+}
+
 /* ---- who is using a unit's parameters ---- */
 
 static const bool training_allowed[USE_STATES][USE_STATES] = {

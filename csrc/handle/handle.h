@@ -66,6 +66,8 @@ void handle_check(const struct handle *handle);
 /* One that is alive, by the id that torch.ops.fsdp_c are called with. Borrowed, or NULL; without Python's
  * lock as well. */
 struct handle *handle_table_find(int64_t id);
+/* -1 with RuntimeError of the unit of which `tensor` is a freed view. 0: it is of none that is alive */
+int handle_table_refuse_freed_view(const PyObject *tensor);
 int handle_ops_init(void); /* handle_ops.c: register the ops, once per process. 0, or -1 with ImportError */
 
 /* ---- lazy init: after the flat parameter as it is now ---- */

@@ -140,10 +140,10 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
                                            : freed_tensor(shard, copy->reduce_dtype, storage->param->device));
     if (!copy->reduce_input_like || !copy->reduce_output_like)
         return -1;
-    if (tensor_view_of(copy->reduce_input_like, &view) < 0)
-        return -1;
-    copy->reduce_kind = view.dtype;
     copy->kind = copy->is_local ? storage->orig_kind : copy->full.view.dtype;
+    if (!same && tensor_view_of(copy->reduce_input_like, &view) < 0)
+        return -1;
+    copy->reduce_kind = same ? copy->kind : view.dtype;
     return 0;
 }
 
@@ -187,7 +187,8 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
     if (!copy->views || init_secondary_shard(storage->param, copy) < 0 ||
-        (!copy->is_local && buffer_free(&copy->full) < 0))
+        (!copy->is_local &&
+         (buffer_free(&copy->full) < 0 || freed_views_init(&copy->freed_views, copy->views) < 0)))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
@@ -199,6 +200,7 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
 static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->dtype);
     Py_CLEAR(copy->reduce_dtype);
+    freed_views_fini(&copy->freed_views);
     Py_CLEAR(copy->views);
     PyMem_Free(copy->view_versions);
     copy->view_versions = NULL;
@@ -232,13 +234,26 @@ void storage_fini(struct storage *storage) {
     Py_CLEAR(storage->attributes);
 }
 
-/* A graph may still read the former views: they keep their history, and the node with it. */
+/* Steals `views`. 0 or -1 */
+static int replace_views(const struct storage *storage, struct precision_copy *copy, PyObject *views) {
+    freed_views_fini(&copy->freed_views);
+    ref_set(&copy->views, views);
+    if (copy->is_local)
+        return 0;
+    int result = freed_views_init(&copy->freed_views, views);
+    if (copy == storage->copy && storage->param_state == PARAM_UNSHARDED)
+        freed_views_set(&copy->freed_views, false);
+    return result;
+}
+
+/* A graph may still read the former views: they keep their history, and the node with it, and are plain ones. */
 int storage_detach_views(struct storage *storage) {
     int64_t num_params = storage->param->num_params;
     for (int i = 0; i < PRECISIONS; i++) {
         struct precision_copy *copy = &storage->copies[i];
         if (!copy->views)
             continue;
+        freed_views_set(&copy->freed_views, false);
         PyObject *views = PyTuple_New((Py_ssize_t)num_params);
         for (int64_t p = 0; views && p < num_params; p++) {
             PyObject *view =
@@ -246,9 +261,8 @@ int storage_detach_views(struct storage *storage) {
             if (!view || PyTuple_SetItem(views, p, view) < 0)
                 Py_CLEAR(views);
         }
-        if (!views)
+        if (!views || replace_views(storage, copy, views) < 0)
             return -1;
-        ref_set(&copy->views, views);
     }
     return 0;
 }
@@ -337,11 +351,9 @@ static int renew_full(struct storage *storage) {
     for (int64_t i = 0; views && i < storage->param->num_params; i++)
         if (torch_set_data(PyList_GetItem(views, i), PyTuple_GetItem(renewed, i)) < 0)
             return -1;
+    freed_views_set(&copy->freed_views, false);
     PyObject *tuple = views ? PyList_AsTuple(views) : NULL;
-    if (!tuple)
-        return -1;
-    ref_set(&copy->views, tuple);
-    return 0;
+    return tuple ? replace_views(storage, copy, tuple) : -1;
 }
 
 int storage_free_full(struct storage *storage) {

@@ -22,6 +22,7 @@
 #include "kernels/kernels.h"
 #include "kernels/table.h"
 #include "torch/buffer.h"
+#include "torch/freed_views.h"
 #include "torch/pool.h"
 
 enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATES };
@@ -52,7 +53,8 @@ struct precision_copy {
     PyObject *full_data; /* owned; full without right padding */
     /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
     PyObject *views;
-    int64_t *view_versions; /* owned array; theirs, when they were last asked for */
+    struct freed_views freed_views; /* of `views`, freed unless the copy is in use and UNSHARDED */
+    int64_t *view_versions;         /* owned array; theirs, when they were last asked for */
     /* owned; freed tensors that say how gradients look, for torch_empty_like: padded size in reduce and
      * compute dtype, shard size in reduce dtype */
     PyObject *reduce_input_like, *gradient_like, *reduce_output_like;
@@ -183,6 +185,8 @@ static inline const struct collective_group *storage_gather_group(const struct s
 
 /* ---- unshard.c ---- */
 
+/* -1 with RuntimeError where `tensor` is a view of a copy, which has no values now. 0: it is none */
+int storage_refuse_freed_view(const struct storage *storage, const PyObject *tensor);
 /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
 int storage_make_input(struct storage *storage);
 /* while SHARDED: start the all-gather. 0, or -1 and all is freed */

@@ -20,6 +20,8 @@ int storage_set_state(struct storage *storage, enum param_state state) {
     if (!param_allowed[storage->param_state][state])
         return flat_param_refuse(storage->param, param_names[storage->param_state], param_names[state], "");
     storage->param_state = state;
+    if (state != PARAM_UNSHARDING)
+        freed_views_set(&storage->copy->freed_views, state == PARAM_SHARDED);
     CHECKED(storage_check(storage));
     return 0;
 }
@@ -34,6 +36,23 @@ void storage_check(const struct storage *storage) {
     for (int i = 0; i < PRECISIONS; i++)
         INVARIANT(&storage->copies[i] == copy || !storage->copies[i].full.allocated ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));
+}
+
+int storage_refuse_freed_view(const struct storage *storage, const PyObject *tensor) {
+    for (int i = 0; i < PRECISIONS; i++) {
+        int64_t param = freed_views_find(&storage->copies[i].freed_views, tensor);
+        if (param < 0)
+            continue;
+        OWNED *fqn = flat_param_fqn(storage->param, param);
+        return flat_param_error(
+            storage->param, PyExc_RuntimeError,
+            "the values of %S are not gathered outside of the unit's forward and backward. Read or change "
+            "them "
+            "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True: then "
+            "each rank may read and change its shard of them between steps.",
+            fqn);
+    }
+    return 0;
 }
 
 /* ---- memory ---- */

@@ -7,6 +7,8 @@
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "torch/buffer.h"
+#include "torch/data_guard.h"
+#include "torch/freed_views.h"
 #include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/ops.h"
@@ -76,6 +78,14 @@ static PyObject *bind_operator_kernels(PyObject *self, PyObject *module) {
     Py_RETURN_NONE;
 }
 
+static PyObject *bind_freed_view(PyObject *self, PyObject *type) {
+    return none_or_error(freed_views_bind(type));
+}
+
+static PyObject *refuse_freed_view(PyObject *self, PyObject *tensor) {
+    return none_or_error(handle_table_refuse_freed_view(tensor));
+}
+
 /* ---- progress ---- */
 
 static PyObject *print_progress_on_signal(PyObject *self, PyObject *rank) {
@@ -131,6 +141,8 @@ static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
 static PyMethodDef functions[] = {
     {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
     {"bind_operator_kernels", bind_operator_kernels, METH_O, NULL},
+    {"bind_freed_view", bind_freed_view, METH_O, NULL},
+    {"refuse_freed_view", refuse_freed_view, METH_O, NULL},
     {"print_progress_on_signal", print_progress_on_signal, METH_O, NULL},
     {"add_unit_name", add_unit_name, METH_VARARGS, NULL},
     {"enter_phase", enter_phase, METH_VARARGS, NULL},
@@ -203,7 +215,8 @@ static int add_constants(PyObject *module) {
 
 /* torch first: its symbols, its Python names, our ops; then what stands on them. */
 static int module_exec(PyObject *module) {
-    if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0)
+    if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0 ||
+        data_guard_init_flags() < 0)
         return -1;
     operations_init(&operations);
     if (handle_ops_init() < 0 || collective_init() < 0 || node_init() < 0)

@@ -27,10 +27,18 @@ int64_t buffer_peak_nbytes(bool reset) {
     return peak;
 }
 
-/* New reference to the bound resize_ of the tensor's storage, or NULL. */
-static PyObject *storage_resize(PyObject *tensor) {
+/* What `buffer` keeps of the storage of `tensor`. 0, or -1 and nothing has changed */
+static int take_storage(struct buffer *buffer, PyObject *tensor) {
+    struct data_guard guard = {0};
     OWNED *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
-    return storage ? PyObject_GetAttrString(storage, "resize_") : NULL;
+    if (!storage || (buffer->counted && data_guard_init(&guard, tensor) < 0))
+        return -1;
+    PyObject *resize = PyObject_GetAttrString(storage, "resize_"); /* keeps the storage */
+    if (!resize)
+        return -1;
+    ref_set(&buffer->resize, resize);
+    buffer->guard = guard;
+    return 0;
 }
 
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted) {
@@ -39,7 +47,7 @@ int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject 
     *buffer =
         (struct buffer){.tensor = torch_empty(numel, dtype, device), .numel = numel, .counted = counted};
     if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0 ||
-        !(buffer->resize = storage_resize(buffer->tensor)) ||
+        take_storage(buffer, buffer->tensor) < 0 ||
         !(buffer->full_nbytes = PyLong_FromLongLong(numel * dtype_nbytes(buffer->view.dtype)))) {
         buffer_fini(buffer);
         return -1;
@@ -67,7 +75,12 @@ static int resize(struct buffer *buffer, PyObject *nbytes) {
 int buffer_alloc(struct buffer *buffer) {
     if (buffer->allocated)
         return 0;
-    if (resize(buffer, buffer->full_nbytes) < 0 || tensor_view_of(buffer->tensor, &buffer->view) < 0)
+    data_guard_set(&buffer->guard, false);
+    if (resize(buffer, buffer->full_nbytes) < 0) {
+        data_guard_set(&buffer->guard, true);
+        return -1;
+    }
+    if (tensor_view_of(buffer->tensor, &buffer->view) < 0)
         return -1;
     tensor_prefer_large_pages(&buffer->view);
     buffer->allocated = true;
@@ -78,8 +91,10 @@ int buffer_alloc(struct buffer *buffer) {
 int buffer_free(struct buffer *buffer) {
     if (!buffer->allocated)
         return 0;
+    data_guard_set(&buffer->guard, false); /* as it was held back, perhaps */
     if (resize(buffer, zero) < 0)
         return -1;
+    data_guard_set(&buffer->guard, true);
     buffer->view.data = NULL;
     buffer->allocated = false;
     count(buffer, -buffer->nbytes);
@@ -94,12 +109,8 @@ int buffer_is_exported(const struct buffer *buffer) {
 
 int buffer_renew(struct buffer *buffer) {
     OWNED *tensor = torch_empty_like(buffer->tensor);
-    PyObject *renewed = tensor ? storage_resize(tensor) : NULL;
-    if (!renewed || torch_set_data(buffer->tensor, tensor) < 0) {
-        Py_XDECREF(renewed);
+    if (!tensor || torch_set_data(buffer->tensor, tensor) < 0 || take_storage(buffer, tensor) < 0)
         return -1;
-    }
-    ref_set(&buffer->resize, renewed);
     return tensor_view_of(buffer->tensor, &buffer->view);
 }
 
@@ -140,6 +151,7 @@ int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, boo
             return -1;
         buffer->next_held = deferred->held;
         deferred->held = buffer;
+        data_guard_set(&buffer->guard, true);
     }
     return stream_record(deferred->streams, deferred->user, &deferred->last_use);
 }
@@ -150,7 +162,7 @@ int deferred_free_take_back(struct deferred_free *deferred, struct buffer *buffe
         link = &(*link)->next_held;
     if (!*link)
         return 0;
-    take_out(link);
+    data_guard_set(&take_out(link)->guard, false);
     return wait_for_last_use(deferred);
 }
 

@@ -1,6 +1,7 @@
 /* A tensor whose storage comes and goes while the tensor object, and every view of it, stays the same.
  *
- * Invariant: `allocated` says whether the storage has its full size; `data` is valid only then. The live and
+ * Invariant: `allocated` says whether the storage has its full size; `data` is valid only then. The data of
+ * a counted buffer is guarded while it is freed, or held back by a struct deferred_free. The live and
  * peak byte counts of this process cover every counted buffer, so that a test can hold the runtime to what a
  * strategy promises. */
 #ifndef FSDP_TORCH_BUFFER_H
@@ -12,12 +13,14 @@
 #include <stdint.h>
 
 #include "kernels/kernels.h"
+#include "torch/data_guard.h"
 #include "torch/stream.h"
 
 struct buffer {
     PyObject *tensor;        /* owned; 1-D; NULL before buffer_init */
     PyObject *resize;        /* owned; the storage's bound resize_ */
     PyObject *full_nbytes;   /* owned; int */
+    struct data_guard guard; /* of a counted buffer */
     struct tensor_view view; /* borrowed from tensor; data is NULL while freed */
     int64_t numel;
     int64_t nbytes;
@@ -34,8 +37,7 @@ void buffer_fini(struct buffer *buffer);
 /* Whether a freed buffer's memory stays with an array or a process that shares it: numpy(), share_memory_().
  * Such a storage cannot be resized. 1, 0 or -1 */
 int buffer_is_exported(const struct buffer *buffer);
-/* The same tensor, over new memory. Tensors that share the old memory keep it. 0, or -1 and nothing has
- * changed */
+/* The same tensor, over new memory. Tensors that share the old memory keep it. 0 or -1 */
 int buffer_renew(struct buffer *buffer);
 
 int buffer_alloc(struct buffer *buffer); /* a no-op when allocated; contents undefined otherwise. 0 or -1 */

@@ -25,6 +25,7 @@ from fsdp_c.compat.upstream import (
     _ShardParamInfo,
 )
 from fsdp_c.sharding import subclasses, tensor_parallel
+from fsdp_c.sharding.freed_views import FreedView
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_C.bind_freed_view(FreedView)
 
 ALIGNMENT_NBYTES = 16
 PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor

@@ -22,7 +22,8 @@ class Guise(NamedTuple):
 
     def put_on(self, data: Tensor) -> nn.Parameter:
         """A frozen parameter of that class over the memory of ``data``."""
-        made = torch.Tensor._make_subclass(self.kind, data.detach(), False)
+        with torch._C.DisableTorchFunctionSubclass():  # `data` may be freed
+            made = torch.Tensor._make_subclass(self.kind, data.detach(), False)
         made.__dict__ = self.attributes
         return made
 

@@ -70,7 +70,9 @@ class ViewsWrapper:
         if param_extension is None:
             return view
         # The extension registers a hook on what it gets: never on the view, which stays from step to step.
-        return self._extension.post_unflatten_transform(view.view_as(view), param_extension)
+        with torch._C.DisableTorchFunctionSubclass():  # it may be freed
+            alias = view.view_as(view)
+        return self._extension.post_unflatten_transform(alias, param_extension)
 
 
 def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torch.Size:

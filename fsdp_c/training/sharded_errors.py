@@ -19,7 +19,7 @@ from fsdp_c.sharding.wrap import unit_name
 
 _REMEDY = "fsdp_c.register_forward_method"
 # what kernels say of shards, and of views of nothing
-_OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0")
+_OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0|are not gathered|data pointer of Storage")
 # it explains best
 _in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)
 

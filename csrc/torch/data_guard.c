@@ -1,0 +1,105 @@
+#include "torch/data_guard.h"
+
+#include <string.h>
+
+#include "torch/names.h"
+
+enum {
+    SCANNED_NBYTES = 80,   /* less than torch::StorageImpl has in any version */
+    CHECKS = 0,            /* whether any of the other flags is set */
+    THROWS_ON_WRITING = 1, /* set by _set_throw_on_mutable_data_ptr */
+    THROWS = 2,            /* the flag that a guard sets */
+    WARNS = 3,
+    NUM_FLAGS
+};
+
+static Py_ssize_t flags_offset = -1; /* -1 where nothing is guarded */
+
+/* Borrowed: the flags of `storage`, if they lie at `offset`; NULL with an exception. */
+static uint8_t *flags_of(PyObject *storage, Py_ssize_t offset) {
+    OWNED *address = PyObject_GetAttrString(storage, "_cdata");
+    void *memory = address ? PyLong_AsVoidPtr(address) : NULL;
+    return memory ? (uint8_t *)memory + offset : NULL;
+}
+
+static bool is_plain(PyObject *tensor) {
+    return Py_IS_TYPE(tensor, (PyTypeObject *)torch_names.tensor_type);
+}
+
+static PyObject *storage_of(PyObject *tensor) {
+    return PyObject_CallMethod(tensor, "untyped_storage", NULL);
+}
+
+/* The first byte that torch's own function sets, if it sets that and the next; else -1. */
+static Py_ssize_t find_flags(PyObject *tensor) {
+    uint8_t before[SCANNED_NBYTES], after[SCANNED_NBYTES];
+    OWNED *storage = storage_of(tensor);
+    const uint8_t *memory = storage ? flags_of(storage, 0) : NULL;
+    OWNED *set = memory ? ref_find("torch._C", "_set_throw_on_mutable_data_ptr") : NULL;
+    if (!set)
+        return -1;
+    memcpy(before, memory, sizeof before);
+    if (ref_done(PyObject_CallFunctionObjArgs(set, tensor, NULL)) < 0)
+        return -1;
+    memcpy(after, memory, sizeof after);
+    Py_ssize_t first = 0;
+    while (first < SCANNED_NBYTES - NUM_FLAGS && before[first] == after[first])
+        first++;
+    static const uint8_t expected_before[NUM_FLAGS] = {0},
+                         expected_after[NUM_FLAGS] = {[CHECKS] = 1, [THROWS_ON_WRITING] = 1};
+    size_t rest = (size_t)(first + NUM_FLAGS);
+    bool found = memcmp(before + first, expected_before, NUM_FLAGS) == 0 &&
+                 memcmp(after + first, expected_after, NUM_FLAGS) == 0 &&
+                 memcmp(before + rest, after + rest, sizeof before - rest) == 0;
+    return found ? first : -1;
+}
+
+/* Is `method` of the tensor refused? 1 or 0; -1: the error is another one. */
+static int is_refused(PyObject *tensor, const char *method) {
+    if (ref_done(PyObject_CallMethod(tensor, method, NULL)) == 0)
+        return 0;
+    int result = PyErr_ExceptionMatches(PyExc_RuntimeError) ? 1 : -1;
+    PyErr_Clear();
+    return result;
+}
+
+/* Does the flag at `offset` refuse reads and writes, and not after it is taken back? */
+static bool flag_works(PyObject *tensor, Py_ssize_t offset) {
+    struct data_guard guard = {0};
+    OWNED *storage = storage_of(tensor);
+    if (!storage || !(guard.flags = flags_of(storage, offset)))
+        return false;
+    data_guard_set(&guard, true);
+    bool refuses = is_refused(tensor, "neg") == 1 && is_refused(tensor, "neg_") == 1;
+    data_guard_set(&guard, false);
+    return refuses && is_refused(tensor, "neg") == 0 && is_refused(tensor, "neg_") == 0;
+}
+
+int data_guard_init_flags(void) {
+    OWNED *cpu = PyUnicode_FromString("cpu");
+    OWNED *probe = cpu ? torch_empty(1, torch_names.int32, cpu) : NULL;
+    OWNED *tried = probe ? torch_empty(1, torch_names.int32, cpu) : NULL;
+    Py_ssize_t offset = tried && is_plain(tried) ? find_flags(probe) : -1;
+    flags_offset = offset >= 0 && flag_works(tried, offset) ? offset : -1;
+    PyErr_Clear();
+    return 0;
+}
+
+int data_guard_init(struct data_guard *guard, PyObject *tensor) {
+    *guard = (struct data_guard){0};
+    if (flags_offset < 0 || !is_plain(tensor))
+        return 0;
+    OWNED *storage = storage_of(tensor);
+    guard->flags = storage ? flags_of(storage, flags_offset) : NULL;
+    return guard->flags ? 0 : -1;
+}
+
+void data_guard_set(struct data_guard *guard, bool is_set) {
+    if (!guard->flags || guard->is_set == is_set)
+        return;
+    guard->is_set = is_set;
+    if (is_set)
+        guard->checks = guard->flags[CHECKS];
+    guard->flags[THROWS] = is_set;
+    guard->flags[CHECKS] = is_set ? 1 : guard->checks;
+}

@@ -1,0 +1,285 @@
+"""What modules show of a unit's parameters while nothing holds their values, and what a forward has kept of them:
+an error by name for whatever needs the values, never garbage and never a signal."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.ranks import both_views, device, on_ranks
+from tests.training import assert_same, full_state, wrap
+
+WIDTH = 8
+sharded_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+
+
+class Scaled(nn.Module):
+    """Keeps what it sees of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((2, 1), 0.5))
+        self.kept: dict[str, Tensor] = {}
+        self.derived: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = {"scale": self.scale, "inner.weight": self.inner.weight}
+        self.derived = {
+            "slice": self.scale[1:],
+            "data": self.scale.data,
+            "detached": self.inner.weight.detach(),
+            "transposed": self.inner.weight.t(),
+        }
+        return self.inner(x) * self.scale.sum()
+
+
+# all that reads or writes values, of a tensor of two dimensions
+OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "exp": lambda t: t.exp(),
+    "torch.exp": torch.exp,
+    "add": lambda t: torch.ones(2, 1, device=device()) + t,
+    "matmul": lambda t: t @ t.T,
+    "linear": lambda t: nn.functional.linear(torch.ones(3, t.size(1), device=device()), t),
+    "cat": lambda t: torch.cat([t, t]),
+    "stack in a dict": lambda t: torch.stack(tensors=[t, t]),
+    "foreach": lambda t: torch._foreach_add([t], 1),
+    "clamp_": lambda t: t.clamp_(0, 1),
+    "data.clamp_": lambda t: t.data.clamp_(0, 1),
+    "detach": lambda t: t.detach().add_(1),
+    "fill_": lambda t: t.fill_(1),
+    "zero_": lambda t: t.zero_(),
+    "copy_": lambda t: t.copy_(torch.ones_like(t)),
+    "copy from": lambda t: torch.ones(t.shape, device=device()).copy_(t),
+    "init": nn.init.normal_,
+    "clone": lambda t: t.clone(),
+    "to": lambda t: t.to(torch.float64),
+    "cpu": lambda t: t.double().cpu(),
+    "sum": lambda t: t.sum(),
+    "norm": lambda t: t.norm(),
+    "item": lambda t: t[0, 0].item(),
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: t.detach().cpu().numpy(),
+    "asarray": lambda t: np.asarray(t.detach().cpu()),
+    "repr": repr,
+    "format": lambda t: f"{t}",
+    "index": lambda t: t[torch.tensor([0], device=device())].sum(),
+    "assign to an index": lambda t: t.__setitem__(0, 1.0),
+    "compare": lambda t: t == 1,
+    "equal": lambda t: torch.equal(t, torch.ones(t.shape, device=device())),
+    "bool": lambda t: bool(t[0, 0]),
+    "iterate": lambda t: [row.sum() for row in t],
+    "copy": lambda t: copy.copy(t).sum(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda t: torch.save(t, io.BytesIO()),
+    "data_ptr": lambda t: t.data_ptr(),
+    "dlpack": lambda t: t.detach().__dlpack__(),
+    "share_memory_": lambda t: t.detach().cpu().share_memory_(),
+}
+ONLY_BY_NAME: dict[str, Callable[[Tensor], Any]] = {  # of a tensor whose storage is freed these are harmless
+    "data": lambda t: t.data,
+    "detach alone": lambda t: t.detach(),
+    "view": lambda t: t.view(-1),
+    "set data": lambda t: setattr(t, "data", torch.ones(2, 1)),
+    "requires_grad_": lambda t: t.requires_grad_(),
+    "zeros_like": torch.zeros_like,
+}
+
+
+def build(use_orig_params: bool, strategy: str = "FULL_SHARD", **options: Any) -> Any:
+    torch.manual_seed(3)
+    return wrap(Scaled(), strategy=strategy, use_orig_params=use_orig_params, **options)
+
+
+def batch(rank: int) -> Tensor:
+    return torch.full((3, WIDTH), 0.1 + rank, device=device())
+
+
+def attributes(model: Any) -> dict[str, Tensor]:
+    return {"scale": model.module.scale, "inner.weight": model.module.inner.weight}
+
+
+def assert_refused(views: dict[str, Tensor], rank: int) -> None:
+    assert views
+    for name, view in views.items():
+        for operation in [*OPERATIONS.values(), *ONLY_BY_NAME.values()]:
+            with pytest.raises(RuntimeError) as found:
+                operation(view)
+            message = str(found.value)
+            for part in (f"rank {rank}, unit Scaled", f"values of {name} are", "summon_full_params(module)"):
+                assert part in message
+            assert "use_orig_params=True" in message
+
+
+def assert_raising(tensors: dict[str, Tensor]) -> None:
+    assert tensors
+    for tensor in tensors.values():
+        for operation in OPERATIONS.values():
+            with pytest.raises((RuntimeError, BufferError)):
+                operation(tensor)
+
+
+@sharded_strategies
+@on_ranks(2)
+def test_attributes_between_steps_are_refused_by_name(rank: int, strategy: str) -> None:
+    model = build(False, strategy)
+    assert_refused(attributes(model), rank)  # before the first forward
+    for _ in range(2):
+        model(batch(rank)).sum().backward()
+        assert_refused(attributes(model), rank)
+    with torch.no_grad():
+        model(batch(rank))
+    assert_refused(attributes(model), rank)
+
+
+@both_views
+@sharded_strategies
+@on_ranks(2)
+def test_views_that_a_forward_has_kept_are_refused_by_name(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    model = build(use_orig_params, strategy)
+    for _ in range(2):
+        model(batch(rank)).sum().backward()
+        assert_refused(model.module.kept, rank)
+
+
+@both_views
+@sharded_strategies
+@on_ranks(2)
+def test_what_was_made_of_the_views_in_a_forward_raises_after_it(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    model = build(use_orig_params, strategy)
+    for _ in range(2):
+        model(batch(rank)).sum().backward()
+        assert_raising(model.module.derived)
+
+
+@both_views
+@on_ranks(2)
+def test_parameters_that_summon_full_params_has_shown_raise_after_it(
+    rank: int, use_orig_params: bool
+) -> None:
+    model = build(use_orig_params)
+    with FSDP.summon_full_params(model):
+        kept = {name: param.detach() for name, param in model.named_parameters()}
+    assert_raising({name: tensor for name, tensor in kept.items() if tensor.dim() == 2})
+
+
+@both_views
+@on_ranks(2)
+def test_mixed_precision(rank: int, use_orig_params: bool) -> None:
+    model = build(use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
+    model(batch(rank)).sum().backward()
+    assert_refused(model.module.kept, rank)
+    with FSDP.summon_full_params(model):
+        assert model.module.scale.tolist() == [[0.5], [0.5]]
+    if not use_orig_params:
+        assert_refused(attributes(model), rank)
+
+
+@on_ranks(2)
+def test_what_tensors_say_of_themselves_stays(rank: int) -> None:
+    model = build(False)
+    for _ in range(2):
+        scale = model.module.scale
+        assert (scale.shape, scale.size(), scale.dtype) == (
+            torch.Size([2, 1]),
+            torch.Size([2, 1]),
+            torch.float32,
+        )
+        assert (scale.numel(), scale.dim(), scale.stride(), len(scale)) == (2, 2, (1, 1), 2)
+        assert scale.device == device() and scale.grad is None and scale.is_contiguous()
+        assert isinstance(scale, Tensor) and not isinstance(scale, nn.Parameter)
+        assert hasattr(scale, "shape") and not hasattr(scale, "no_such_attribute")
+        assert torch.is_floating_point(scale) and scale.untyped_storage().size() == 0
+        scale.grad = None
+        assert scale in {scale} and scale is model.module.scale
+        assert "Linear(in_features=8" in repr(model)
+        assert set(model.module.state_dict()) and model.module.inner.to(device()) is model.module.inner
+        model(batch(rank)).sum().backward()
+        assert scale.requires_grad
+
+
+class Types(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.scale) is Tensor or isinstance(self.scale, nn.Parameter)
+        return super().forward(x)
+
+
+@both_views
+@on_ranks(2)
+def test_views_are_plain_tensors_in_forwards_and_whole_in_summon_full_params(
+    rank: int, use_orig_params: bool
+) -> None:
+    torch.manual_seed(3)
+    model = wrap(Types(), use_orig_params=use_orig_params)
+    types = []
+    for _ in range(3):
+        output = model(batch(rank))
+        output.register_hook(lambda _: types.append([type(view) for view in model.module.kept.values()]))
+        output.sum().backward()
+        with FSDP.summon_full_params(model), torch.no_grad():
+            model.module.scale.clamp_(0.25, 1)
+    assert types == [[Tensor, Tensor]] * 3
+
+
+@both_views
+@on_ranks(2)
+def test_a_step_after_an_error_has_the_bits_of_one_without(rank: int, use_orig_params: bool) -> None:
+    results = []
+    for looks in (False, True):
+        model = build(use_orig_params)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(batch(rank)).square().sum().backward()
+            if looks:
+                assert_refused(model.module.kept, rank)
+                assert_raising(model.module.derived)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_state(model))
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_views_of_a_model_that_is_gone_or_has_other_views_by_now(rank: int) -> None:
+    model = build(False)
+    model(batch(rank)).sum().backward()
+    scale = model.module.scale
+    model.zero_grad()
+    model._flat_param.data = model._flat_param.data.double()
+    model(batch(rank).double()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"gone with it or have moved. Clone"):
+        scale.sum()
+    assert_refused(attributes(model), rank)
+    scale = model.module.scale
+    del model
+    with pytest.raises(RuntimeError, match=r"gone with it or have moved|data pointer of Storage"):
+        scale.sum()
+
+
+@both_views
+@on_ranks(2)
+def test_shards_between_steps_stay_readable_with_original_parameters_and_under_no_shard(
+    rank: int, use_orig_params: bool
+) -> None:
+    model = build(use_orig_params, "FULL_SHARD" if use_orig_params else "NO_SHARD")
+    model(batch(rank)).sum().backward()
+    values = model.module.scale.detach().flatten().tolist()
+    assert values == [0.5] * len(values)
+    with torch.no_grad():
+        model.module.scale.mul_(2)
+    with FSDP.summon_full_params(model):
+        assert model.module.scale.tolist() == [[1.0], [1.0]]
