@@ -718,7 +718,7 @@ class FullyShardedDataParallel(ShardedModule):
         with phases.enter(_C.PROGRESS_STATE_DICT), state_dicts.saving(self):
             return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
         """Load a state dict of the selected type, with the names of the unwrapped module.
 
         Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no
@@ -729,7 +729,8 @@ class FullyShardedDataParallel(ShardedModule):
             state_dicts.held(self),
             state_dicts.closing_units(),
         ):
-            keys: _IncompatibleKeys = super().load_state_dict(*args, **kwargs)
+            state_dict = state_dicts.with_wrapped_metadata(self, state_dict)
+            keys: _IncompatibleKeys = super().load_state_dict(state_dict, *args, **kwargs)
             return keys
 
 

@@ -126,7 +126,8 @@ def _check_state(known: OptimParam, name: object, held: object) -> None:
     if own or not isinstance(name, str) or (not whole and list(paths.values()) != [("",)]):
         raise ValueError(
             f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and single "
-            f"values under names that are text can be saved by parameter: {_REMEDY}"
+            f"values under names that are text can be saved by parameter: {_REMEDY}. Tensors in lists and dicts "
+            "belong to whole parameters, with which fsdp_c.optim.WholeParameters saves them"
         )
 
 
@@ -160,7 +161,8 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
         raise ValueError(
             f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank "
             f"{known.owner.rank}, whose shard has {tuple(param.shape)}: only state of the parameter's own "
-            "shape can be saved"
+            "shape can be saved. Optimizers with other state need whole parameters: make this one inside "
+            "fsdp_c.optim.WholeParameters"
         )
     elif known.is_original:
         if holds_elements(known):

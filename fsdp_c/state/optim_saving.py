@@ -36,7 +36,7 @@ from fsdp_c.state.sharded_values import (
     sharded_values,
 )
 from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard, wholes_of_shards
-from fsdp_c.state.whole_state import WholeState, full_values, sharded_value
+from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
 from fsdp_c.tools import collective_errors
 
 
@@ -120,7 +120,7 @@ class _Told(NamedTuple):
     lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
     frozen: frozenset[str]  # parameters that need no gradient, which may be missing from the optimizer
     names: bytes  # a digest of all names
-    errors: tuple[str, ...]
+    error: str | None
 
 
 def _agree(
@@ -135,8 +135,8 @@ def _agree(
     }
     with collective_errors.explained("gathering optimizer states"):
         told = common.tell(_told(params, managed, own), group)
-    if any(one.errors for one in told):
-        raise ValueError("\n".join(error for one in told for error in one.errors))
+    if errors := [one.error for one in told if one.error is not None]:
+        raise ValueError(errors[0])
     held = [one.held for one in told]
     if not params.use_orig_params:
         _check_states_of_rank_0(held, managed)
@@ -167,7 +167,7 @@ def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, Pa
         frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
         frozenset(known.name for param, known in by_param if not param.requires_grad),
         digest_of(repr(sorted(managed)).encode()),
-        tuple(_misfits(managed, own)),
+        _misfit(managed, own),
     )
 
 
@@ -184,19 +184,28 @@ def holds_elements(known: OptimParam) -> bool:
     return known.layout.shape.numel() == 0
 
 
-def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> Iterator[str]:
-    for name, state in states.items():
-        if managed[name].takes_any_shape:
-            continue
-        numel = _own_numel(managed[name])
-        for key, value in state.items():
-            if _is_sharded(value) and value.numel() != numel:
-                yield (
-                    f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on rank "
-                    f"{managed[name].owner.rank}, whose shard holds {numel} elements of it: only state of "
-                    "the parameter's own shape can be saved. Such optimizers need ShardingStrategy.NO_SHARD "
-                    "with use_orig_params=True"
-                )
+def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> str | None:
+    """The error for state that is not of its parameter's shape, or None."""
+    found = [
+        (name, key, value)
+        for name, state in states.items()
+        if not managed[name].takes_any_shape
+        for key, value in state.items()
+        if (value.numel() != _own_numel(managed[name]) if _is_sharded(value) else has_tensors(value))
+    ]
+    if not found:
+        return None
+    name, key, value = found[0]
+    shape = (
+        f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"tensors in a {type(value).__name__}"
+    )
+    return (
+        f"optimizer state {key!r} of {name} has {shape} on rank {managed[name].owner.rank}, whose shard holds "
+        f"{_own_numel(managed[name])} elements of it, the first of {len(found)} states that do not fit: only state "
+        "of the parameter's own shape can be saved. Optimizers with other state need whole parameters: make "
+        "this one inside fsdp_c.optim.WholeParameters; or they need ShardingStrategy.NO_SHARD with "
+        "use_orig_params=True"
+    )
 
 
 def _described(states: dict[str, ParamState]) -> dict[str, _Held]:

@@ -11,7 +11,8 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -348,6 +349,8 @@ def _post_save_hook(
     with opened.stack:
         is_root = fsdp_module._unit.is_root
         _strip_wrapper(state_dict, prefix)
+        if _saving.outermost in (None, fsdp_module):
+            _clean_metadata(getattr(state_dict, "_metadata", {}), prefix)
         for part in _parts_with_params(fsdp_module):
             if kind == StateDictType.FULL_STATE_DICT:
                 put_full_values(part, state_dict, prefix)
@@ -490,6 +493,35 @@ def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
         added = itertools.takewhile(lambda key: key.startswith(prefix), added)
     for key in [key for key in added if key.startswith(old)][::-1]:
         state_dict[prefix + key[len(old) :]] = state_dict.pop(key)
+
+
+def _clean_metadata(metadata: dict[str, Any], prefix: str) -> None:
+    """Give the metadata of the modules in a unit, the dict's last entries, the names of the unwrapped modules.
+
+    With a prefix the wrapped names stay as well: where a plain module around the unit loads the dict, its load
+    looks for those, and calls no unit before.
+    """
+    inside = prefix + WRAPPED_PREFIX
+    added = list(itertools.takewhile(lambda name: (name + ".").startswith(prefix), reversed(metadata)))
+    for name in [name for name in reversed(added) if (name + ".").startswith(inside)]:
+        metadata[_unwrapped(name)] = metadata[name] if prefix else metadata.pop(name)
+
+
+def _unwrapped(path: str) -> str:
+    return (path + ".").replace(WRAPPED_PREFIX, "").removesuffix(".")
+
+
+def with_wrapped_metadata(fsdp_module: ShardedModule, state_dict: object) -> object:
+    """``state_dict``, or a copy with metadata also under the names that modules inside units have in a load."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if not isinstance(state_dict, Mapping) or metadata is None:
+        return state_dict
+    copy: Any = OrderedDict(state_dict)
+    copy._metadata = OrderedDict(metadata)
+    for path, _ in fsdp_module.named_modules(remove_duplicate=False):
+        if path not in metadata and _unwrapped(path) in metadata:
+            copy._metadata[path] = metadata[_unwrapped(path)]
+    return copy
 
 
 def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:

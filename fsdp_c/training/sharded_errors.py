@@ -7,21 +7,57 @@ import functools
 import re
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, is_sharded_module, parts_of, units_of
 from fsdp_c.sharding.traversal import clean_path
 from fsdp_c.sharding.wrap import unit_name
 
 _REMEDY = "fsdp_c.register_forward_method"
+_WHOLE_PARAMETERS = "fsdp_c.optim.WholeParameters"
+# what optimizers say of shards, and of a list of the 2-D parameters among them
+_OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 # what kernels say of shards, and of views of nothing
 _OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0|are not gathered|data pointer of Storage")
 # it explains best
 _in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)
+
+
+@functools.cache
+def _explain_optimizers() -> None:
+    """From now on optimizers that refuse shards for their shape name the remedy."""
+    for kind in (torch.optim.Optimizer, torch.optim.Muon):
+        kind.__init__ = _explaining_init(kind.__init__)  # type: ignore[method-assign]
+
+
+def _explaining_init(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def explained(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except ValueError as error:
+            groups = vars(self).get("param_groups", ())
+            params = [param for group in groups for param in group["params"]]
+            of_shards = any(map(is_flattened, params)) if params else _any_sharded()
+            if of_shards and _OF_2D_PARAMS.search(str(error)) and _WHOLE_PARAMETERS not in str(error):
+                error.args = (
+                    f"{error.args[0]}\n(A rank has a 1-D part of each parameter of a FullyShardedDataParallel: "
+                    f"{_WHOLE_PARAMETERS}(model, {type(self).__name__}, ...) steps each parameter whole.)",
+                )
+            raise
+
+    return explained
+
+
+def _any_sharded() -> bool:
+    handles = [unit._handle for unit in claimed_units()]
+    return any(handle is not None and handle.layout.sharded for handle in handles)
 
 
 def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:
@@ -86,6 +122,7 @@ def explain_layers(fsdp_module: ShardedModule) -> None:
     explained: set[nn.Module] = set()
     for handle in (part._handle for part in parts_of(fsdp_module)):
         if handle is not None and handle.uses_sharded_strategy and handle.world_size > 1:
+            _explain_optimizers()
             layers = [layer for layer in _layers(handle) if layer not in explained]
             handle.set_call_guards([(vars(layer), CallGuard(handle, layer)) for layer in layers])
             explained.update(layers)

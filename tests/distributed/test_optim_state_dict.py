@@ -26,7 +26,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+import fsdp_c.checkpoint
 from fsdp_c import checkpoint
+from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
 from tests.models import WIDTH, Net
 from tests.parity.engine import implementation, same_bits
@@ -342,6 +344,25 @@ def test_state_of_another_shape_is_refused_on_every_rank(rank):
         ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1.* need ShardingStrategy.NO_SHARD"
     ):
         saved(model, optimizer)
+
+
+@both_views
+@pytest.mark.parametrize("found", [torch.zeros(3), [torch.zeros(3), torch.zeros(2, 2)]], ids=["rows", "list"])
+@on_ranks(2)
+def test_an_optimizer_whose_state_needs_whole_parameters_is_refused_once(rank, use_orig_params, found):
+    """As Adafactor's, Shampoo's and SOAP's."""
+    model, optimizer = trained(use_orig_params, rank)
+    count = sum(bool(param.numel()) for param in optimizer.state)
+    for state in optimizer.state.values():
+        state["factors"] = found
+    with pytest.raises(
+        ValueError, match=r"'factors' of .* has .* on rank 0.*fsdp_c.optim.WholeParameters"
+    ) as error:
+        saved(model, optimizer)
+    assert str(error.value).count("optimizer state") == 1
+    assert rank or f"the first of {count} states that do not fit" in str(error.value)
+    with pytest.raises(ValueError, match=r"'factors' of .*fsdp_c.optim.WholeParameters"):
+        fsdp_c.checkpoint.save(model, optimizer, folder_of_ranks())
 
 
 @on_ranks(2)

@@ -548,3 +548,81 @@ def test_saved_entries_are_logged_at_info() -> None:
         logger.setLevel(before)
     assert len(records) == len(state)
     assert any(text.startswith("inp.weight: shape=(") for text in records)
+
+
+# ----------------------------------------------------------------- versions of modules
+
+
+class Versioned(nn.Linear):
+    """Notes the version that a loaded dict has of it."""
+
+    _version = 3
+    seen = -1
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
+class Tower(nn.Module):
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(Versioned(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), Versioned(WIDTH, 1)
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
+def versions_seen(model: nn.Module) -> list[int]:
+    return [module.seen for module in model.modules() if isinstance(module, (Tower, Versioned))]
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
+@both_views
+@on_ranks(2)
+def test_modules_see_the_version_that_their_dict_was_saved_with(
+    use_orig_params: bool, kind: StateDictType
+) -> None:
+    """parity 86"""
+
+    def wrapped(which: str = "fsdp_c") -> Any:
+        policy = ModuleWrapPolicy({nn.Sequential, Versioned})
+        model = wrap(Tower(), use_orig_params, which, auto_wrap_policy=policy)
+        type(model).set_state_dict_type(model, kind)
+        return model
+
+    expected = Tower().state_dict()._metadata
+    state = wrapped().state_dict()
+    assert list(state._metadata.items()) == list(expected.items())
+    assert "_fsdp_wrapped_module.blocks" in wrapped("torch").state_dict()._metadata
+    for loaded in (state, wrapped("torch").state_dict()):
+        model = wrapped()
+        model.load_state_dict(loaded)
+        assert versions_seen(model) == [2, 3, 3]
+    assert list(state._metadata.items()) == list(expected.items())
+    if kind == FULL:
+        module, model = Tower(), wrapped()
+        module.load_state_dict(state)
+        assert versions_seen(module) == [2, 3, 3]
+        model.load_state_dict(state_dict=module.state_dict(), strict=True)
+        assert versions_seen(model) == [2, 3, 3]
+        del state._metadata
+        model.load_state_dict(state)
+        assert versions_seen(model) == [None] * 3
+    assert nn.Module.state_dict(wrapped())._metadata.keys() == expected.keys()
+    outer, plain_outer = (
+        nn.ModuleList([wrapped(), nn.Linear(1, 1)]),
+        nn.ModuleList([Tower(), nn.Linear(1, 1)]),
+    )
+    state = outer.state_dict()
+    assert plain_outer.state_dict()._metadata.items() <= state._metadata.items()
+    outer.load_state_dict(state)
+    assert versions_seen(outer) == [2, 3, 3]
+    if kind == FULL:
+        plain_outer.load_state_dict(state)
+        assert versions_seen(plain_outer) == [2, 3, 3]
