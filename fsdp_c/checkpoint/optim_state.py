@@ -7,6 +7,7 @@ what torch saves loads here and the other way round.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from fsdp_c.checkpoint.values import (
     whole_value,
 )
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer
@@ -71,14 +73,37 @@ def _params_of(
     return groups
 
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    return [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]  # checked later
+
+
 @torch.no_grad()
-def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
+def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
     """{"state": {fqn: {...}}, "param_groups": [...]}; tensors sharded as parameters are as ``RangeTensor``.
 
-    The memory is the optimizer's own; see ``model_state``. Collective for
-    WholeParameters alone: a rank has entries of what it holds. Raises ValueError for state that is not a
-    parameter's own: LBFGS's, and in other optimizers over shards what is of another shape or nested.
+    Several optimizers have one dict, with the groups of one after those of another. The memory is the
+    optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has entries of what it
+    holds. Raises ValueError for a parameter of two optimizers, and for state that is not a parameter's own:
+    LBFGS's, and in other optimizers over shards what is of another shape or nested.
     """
+    merged: StateDict = {"state": {}, "param_groups": []}
+    for one in as_list(optimizer):
+        of_one = _state_of_one(model, one)
+        merged["state"].update(of_one["state"])
+        merged["param_groups"] += of_one["param_groups"]
+    names = [name for group in merged["param_groups"] for name in group["params"]]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"{first_names(twice)} are parameters of several optimizers, and each has its own state of them, which "
+            "cannot be saved under one name: give each parameter to one optimizer"
+        )
+    return merged
+
+
+def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
     groups = _params_of(model, optimizer)
     _refuse_shared(optimizer)
     sharded_state = getattr(optimizer, "sharded_state", None)  # WholeParameters'
@@ -204,9 +229,11 @@ class OptimTarget:
         optimizer: torch.optim.Optimizer,
         checkpoint: Checkpoint,
         key: str,
-        strict: bool,
+        first_group: int,
     ) -> None:
-        """Raises ValueError for a checkpoint that lacks state of this optimizer's, or has another's."""
+        """``first_group``: the position of the optimizer's groups among those of all that are loaded. Raises
+        ValueError for a checkpoint that lacks state of this optimizer's."""
+        self.first_group = first_group
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
         groups = zip(optimizer.param_groups, self.groups, strict=True)
@@ -225,8 +252,6 @@ class OptimTarget:
         for param, known in (each for group in self.groups for each in group):
             self._add_param(param, known)
         self._group_keys = self._keys_of_groups()
-        if strict:
-            self._check_strangers()
 
     def _states(self) -> dict[str, dict[str, str]]:
         """The keys of the saved states, by FQN and name of the state."""
@@ -245,16 +270,13 @@ class OptimTarget:
                 found.setdefault(fqn, {})[name] = key
         return found
 
-    def _check_strangers(self) -> None:
+    def strangers(self) -> set[str]:
+        """Parameters of which the checkpoint has state, and that are not this optimizer's. Raises
+        CheckpointError for a checkpoint without an optimizer."""
         if not self.found and not self._group_keys:
             raise CheckpointError(f"{self.checkpoint.folder} holds no optimizer under {self.prefix[:-1]!r}")
         own = {fqn for group in self.groups for _, known in group for fqn in known.fqns}
-        strangers = sorted({*self.found, *self.whole} - own)
-        if strangers:
-            raise CheckpointError(
-                f"{self.checkpoint.folder} has optimizer state of {strangers[:8]}, which this optimizer does "
-                "not hold"
-            )
+        return {*self.found, *self.whole} - own
 
     # ------------------------------------------------------------- state
 
@@ -415,7 +437,8 @@ class OptimTarget:
         for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             fqns = [fqn for _, known in params for fqn in known.fqns]
             # one rank saved the groups, perhaps without names that this rank's have
-            matching = [by_fqn.get(fqn, saved.get(index) if fqn in self.found else None) for fqn in fqns]
+            others = saved.get(self.first_group + index)
+            matching = [by_fqn.get(fqn, others if fqn in self.found else None) for fqn in fqns]
             odd = [
                 fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]
             ]

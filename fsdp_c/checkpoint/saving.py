@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -49,7 +50,7 @@ from fsdp_c.checkpoint.model_state import (
     uncompiled_keys,
 )
 from fsdp_c.checkpoint.objects import plain
-from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
+from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list, optim_state
 from fsdp_c.checkpoint.replicas import HeldUnit, contested, units_of_some
 from fsdp_c.checkpoint.series import check_keep, remove_older
 from fsdp_c.checkpoint.storage import (
@@ -78,7 +79,7 @@ _TRIES = 100  # to find one checkpoint on all ranks, while others save
 @overload
 def save(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     path: StrPath,
     *,
     extra: StateDict | None = None,
@@ -95,7 +96,7 @@ def save(
 @overload
 def save(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     path: StrPath,
     *,
     extra: StateDict | None = None,
@@ -112,7 +113,7 @@ def save(
 @phases.enter(_C.PROGRESS_SAVE)
 def save(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     path: StrPath,
     *,
     extra: StateDict | None = None,
@@ -124,7 +125,8 @@ def save(
     keep: int | None = None,
     background: bool = False,
 ) -> BackgroundSave | None:
-    """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which DCP reads too.
+    """Save the model, its optimizer (or optimizers, in a list) and rank 0's ``extra`` as the folder ``path``, which
+    DCP reads too.
 
     Each rank writes its own shards from their memory; parameters are not gathered, and of replicas one is
     written. An existing checkpoint is replaced once the new one is complete and on disk, and what else is in
@@ -220,7 +222,7 @@ def _write(
 @phases.enter(_C.PROGRESS_LOAD)
 def load(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     path: StrPath,
     *,
     averages: Averages | None = None,
@@ -336,7 +338,7 @@ _host_copies = HostCopies()
 
 def _saved_state(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers | None,
     extra: StateDict | None,
     averages: Averages,
     model_key: str,
@@ -441,7 +443,7 @@ class _Loading:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         averages: Averages,
         path: Path,
         read: Callable[[Path], Checkpoint],
@@ -461,15 +463,19 @@ class _Loading:
         self.counts: list[tuple[ParameterAverage, Tensor]] = []
         for name, average in averages.items():
             self._add_average(f"{AVERAGES}.{name}.", average, strict)
-        self.optim = None
-        if optimizer is not None:
-            self.optim = OptimTarget(model, optimizer, self.checkpoint, optim_key, strict)
-            self.targets.update(self.optim.tensors | self.optim.scalars)
+        self.optims: list[OptimTarget] = []
+        for each in [] if optimizer is None else as_list(optimizer):
+            first_group = sum(len(optim.groups) for optim in self.optims)
+            self.optims.append(OptimTarget(model, each, self.checkpoint, optim_key, first_group))
+            self.targets.update(self.optims[-1].tensors)
+        if strict:
+            self._check_strangers()
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
-        if self.optim is not None:
-            Reader(self.checkpoint).read(item for key in self.optim.scalars for item in self.items.pop(key))
-            self.optim.objects = {key: read_object(self.checkpoint, key) for key in self.optim.object_keys}
-            self.optim.check()
+        for optim in self.optims:
+            scalars = [self._read_items(*scalar) for scalar in optim.scalars.items()]
+            Reader(self.checkpoint).read(itertools.chain.from_iterable(scalars))
+            optim.objects = {key: read_object(self.checkpoint, key) for key in optim.object_keys}
+            optim.check()
         self.own_state = {
             n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()
         }
@@ -521,6 +527,14 @@ class _Loading:
             shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
             raise CheckpointError("\n\t".join([f"{self.checkpoint.folder} does not fit the model:", *shown]))
 
+    def _check_strangers(self) -> None:
+        strangers = [optim.strangers() for optim in self.optims]
+        if of_none := sorted(set.intersection(*strangers) if strangers else ()):
+            optimizers = "this optimizer does" if len(strangers) == 1 else "these optimizers do"
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has optimizer state of {of_none[:8]}, which {optimizers} not hold"
+            )
+
     def _add_average(self, prefix: str, average: ParameterAverage, strict: bool) -> None:
         count = torch.zeros((), dtype=torch.int64, device="cpu")
         values = {f"{prefix}module.{name}": value for name, value in average_state(average).items()}
@@ -561,8 +575,8 @@ class _Loading:
     @torch.no_grad()
     def finish(self) -> StateDict:
         """Once no rank can fail any more."""
-        if self.optim is not None:
-            self.optim.apply()
+        for optim in self.optims:
+            optim.apply()
         for average, count in self.counts:
             average.n_averaged = int(count)
         return self.extra

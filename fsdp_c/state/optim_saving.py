@@ -118,7 +118,6 @@ class _Told(NamedTuple):
 
     held: dict[str, _Held]
     lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
-    frozen: frozenset[str]  # parameters that need no gradient, which may be missing from the optimizer
     names: bytes  # a digest of all names
     error: str | None
 
@@ -134,7 +133,7 @@ def _agree(
         if known.module is not None and holds_elements(known)
     }
     with collective_errors.explained("gathering optimizer states"):
-        told = common.tell(_told(params, managed, own), group)
+        told = common.tell(_told(managed, own), group)
     if errors := [one.error for one in told if one.error is not None]:
         raise ValueError(errors[0])
     held = [one.held for one in told]
@@ -151,7 +150,6 @@ def _agree(
             f"that optimizer state cannot be saved by name: rank {dist.get_rank(group)} has "
             f"{first_names(sorted(managed))}. Save optimizer.state_dict() of each rank instead"
         )
-    _check_states_of_units(managed, names, frozenset.intersection(*(one.frozen for one in told)))
     for rank, one in enumerate(told):
         for name in sorted(one.lacking & names):
             raise ValueError(
@@ -160,12 +158,10 @@ def _agree(
     return {managed[name]: _merged(name, held) for name in sorted(names)}
 
 
-def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, ParamState]) -> _Told:
-    by_param = [(param, known) for param, known in params.by_param.items() if known.module is not None]
+def _told(managed: dict[str, OptimParam], own: dict[str, ParamState]) -> _Told:
     return _Told(
         _described(own),
         frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
-        frozenset(known.name for param, known in by_param if not param.requires_grad),
         digest_of(repr(sorted(managed)).encode()),
         _misfit(managed, own),
     )
@@ -255,21 +251,6 @@ def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str,
             "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's "
             f"optimizer but some ranks are missing some of those states: {listed}"
         )
-
-
-def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], frozen: frozenset[str]) -> None:
-    """A unit's trained parameters have state together, or none has."""
-    for _, members in _by_unit(managed.values()):
-        stated = [known.name for known in members if known.name in names]
-        for known in members if stated else ():
-            if known.name not in names and known.name not in frozen and known.layout.shape.numel():
-                raise RuntimeError(
-                    f"{known.name} is not in the optimizer state of any rank, but is trained in the same "
-                    "unit as others that are: the unit has "
-                    f"{first_names(sorted(one.name for one in members))}, the optimizer state "
-                    f"{first_names(sorted(stated))}. Give it to the optimizer, or freeze it with "
-                    "requires_grad_(False)"
-                )
 
 
 def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:

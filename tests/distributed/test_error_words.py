@@ -379,17 +379,6 @@ def lose_state_on_rank_1(optimizer: Any) -> None:
         optimizer.state.clear()
 
 
-def hold_only_some(fsdp: Implementation) -> None:
-    model = fsdp.wrap(Net(), use_orig_params=True)
-    optimizer = torch.optim.Adam(
-        [param for name, param in model.named_parameters() if name.endswith("weight")]
-    )
-    model(X).sum().backward()
-    optimizer.step()
-    select_whole(model)
-    fsdp.FSDP.optim_state_dict(model, optimizer)
-
-
 def save_shards_on_rank_0_only(fsdp: Implementation) -> None:
     model, optimizer = trained(fsdp)
     config = ShardedOptimStateDictConfig()
@@ -471,13 +460,6 @@ OPTIMIZER = [
         "optimizer but some ranks are missing some of those states",
         lambda fsdp: save(fsdp, lose_state_on_rank_1, False),
         ours="{1: ",
-    ),
-    Row(
-        "X-167",
-        RuntimeError,
-        "first.bias is not in the optimizer state",
-        hold_only_some,
-        ours="requires_grad_",
     ),
     Row(
         "X-168",

@@ -43,7 +43,6 @@ import copy
 import functools
 import itertools
 import random
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -67,11 +66,6 @@ KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 RUN_TIMEOUT_S = 180.0
-# Errors in words, which torch's FSDP1 raises as well: such an action is left out on both sides, if it is on
-# all ranks.
-REFUSED = re.compile(
-    "is not in the optimizer state of any rank"  # some parameters of a unit have a state, and others none (X-172)
-)
 
 # ------------------------------------------------------------------ generating
 
@@ -608,8 +602,6 @@ def _agreed(failure: str | None) -> str | None:
     """The first failure of any rank, on all of them."""
     said: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(said, failure, group=_groups()["agree"])
-    if all(text is not None and REFUSED.search(text) for text in said):
-        return None
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
 
