@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 
 NOT_PROVOKED = {
     "X-009": "ours computes on the CPU where torch wants an accelerator (parity 7)",
+    "X-024": "works: a parameter without dimensions is wrapped (parity 86)",
     "X-025": "ours broadcasts CPU tensors, which torch refuses (parity 7); tests/cuda has groups that cannot",
     "X-031": "works: frozen parameters have a flat parameter of their own (parity 37)",
     "X-048": "only a rank's own part is ever flattened, so that no storage is shared",

@@ -130,10 +130,10 @@ def params_of_script(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tensor:
     """A unit's parameter, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
     box = None if layout.parallel is None else box_of_rank(layout.parallel)
-    if part.dim() > 1 and box is None:
+    if part.dim() != 1 and box is None:
         return whole_value(part)
     is_replica = _is_replica(module, layout)
-    if part.dim() > 1:
+    if part.dim() != 1:
         return in_box(part, layout.full_shape, box, is_replica)
     start = layout.shard.bounds(module.rank)[0] if handle_of(module).layout.sharded else 0
     return RangeTensor(part, layout.full_shape, start, layout.order, box, is_replica)

@@ -32,9 +32,8 @@ from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
-from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer
+from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer, names_of_numbers
 from fsdp_c.state.optim_saving import holds_elements
-from fsdp_c.state.sharded_values import param_layouts
 from fsdp_c.state.state_dict_saving import split_shard
 from fsdp_c.state.whole_parameters import WholeParameters
 from fsdp_c.state.whole_state import WholeState
@@ -210,7 +209,7 @@ def _is_without_elements(known: OptimParam, fqn: str) -> bool:
     """Of an original parameter: there may be no state of it where there is of others in the flat one."""
     if known.module is None:
         return False
-    return param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]].shape.numel() == 0
+    return known.layouts[fqn].shape.numel() == 0
 
 
 class _Whole(NamedTuple):
@@ -241,7 +240,13 @@ class OptimTarget:
         # whole state, by FQN and name, see [Note: Whole state] in fsdp_c/state/whole_state.py
         self.whole: dict[str, dict[str, _Whole]] = {}
         self.found = self._states()
-        self._scalars = self._names_of_scalars()
+        self._numbers = names_of_numbers(
+            (layout.full_shape, self._saved_shapes(fqn))
+            for params in self.groups
+            for _, known in params
+            if known.module is not None
+            for fqn, layout in known.layouts.items()
+        )
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
         # those to read before anything is changed: what must agree, and groups'
         self.scalars: dict[str, Tensor] = {}
@@ -269,6 +274,10 @@ class OptimTarget:
                     fqn, name = map(str, below)
                 found.setdefault(fqn, {})[name] = key
         return found
+
+    def _saved_shapes(self, fqn: str) -> dict[str, tuple[int, ...]]:
+        entries = {name: self.checkpoint.entries[key] for name, key in self.found.get(fqn, {}).items()}
+        return {name: entry.shape for name, entry in entries.items() if isinstance(entry, TensorEntry)}
 
     def strangers(self) -> set[str]:
         """Parameters of which the checkpoint has state, and that are not this optimizer's. Raises
@@ -329,7 +338,8 @@ class OptimTarget:
 
     def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Tensor | list[str]:
         """The tensor to read into, or the keys whose values must be one."""
-        keys = [self.found[fqn][name] for fqn in known.fqns if fqn in self.found]
+        present = [fqn for fqn in known.fqns if fqn in self.found]
+        keys = [self.found[fqn][name] for fqn in present]
         entries = [self.checkpoint.entries[key] for key in keys]
         if not all(isinstance(entry, TensorEntry) for entry in entries):
             self.object_keys += keys
@@ -340,7 +350,7 @@ class OptimTarget:
             in_parts = is_in_parts(param) and entry.shape == global_shape(param)
             value = self._memory(param, name, tuple(param.shape) if in_parts else entry.shape, entry.dtype)
             self.tensors[keys[0]] = value_of_state(value, param)
-        elif name in self._scalars:
+        elif name in self._numbers or (not entry.shape and known.layouts[present[0]].shape):
             self.scalars.update((key, self._scalar(key)) for key in keys)
             return keys
         elif known.is_original:
@@ -355,23 +365,6 @@ class OptimTarget:
                     self._expect_shape(key, layout.full_shape)
                     self.tensors[key] = part_value(known.owner, layout, part)
         return value
-
-    def _names_of_scalars(self) -> set[str]:
-        """The names of state that is a single number for each parameter."""
-        shapes = {
-            fqn: param_layouts(known.owner)[index].shape
-            for group in self.groups
-            for _, known in group
-            if known.module is not None
-            for fqn, index in zip(known.fqns, known.indices, strict=True)
-        }
-        names = {"step"}
-        for fqn, states in self.found.items():
-            for name, key in states.items():
-                entry = self.checkpoint.entries[key]
-                if isinstance(entry, TensorEntry) and not entry.shape and shapes.get(fqn):
-                    names.add(name)
-        return names
 
     def _expect_shape(self, key: str, shape: torch.Size) -> None:
         found = self.checkpoint.tensor(key).shape

@@ -505,17 +505,12 @@ def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Para
 
 
 def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """ValueError for a parameter no unit can own: a lazy one, a scalar, or one that another unit owns."""
+    """ValueError for a parameter no unit can own: a lazy one, or one that another unit owns."""
     for param in params:
         if nn.parameter.is_lazy(param):
             raise ValueError(
                 f"Attempted to use an uninitialized parameter: {tree.param_name(param)!r} of {unit} has no "
                 "shape yet. Call `forward` with a dummy batch on the module before wrapping it"
-            )
-        if param.dim() == 0:
-            raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor "
-                f"with numel equal to 1: it is in {unit}"
             )
         owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
         if owner is not None or is_flattened(param):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -101,6 +102,15 @@ def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
         return value
     # All ranks have the same value: nothing is sent.
     return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
+
+
+def divide_over_mesh(whole: Tensor, extension: FSDPExtensions, rank: int, mesh: DeviceMesh) -> Tensor:
+    """A DTensor over the root of ``mesh`` with this rank's rows of ``whole``; every rank has the whole of a
+    tensor without dimensions."""
+    if whole.dim():
+        return extension.chunk_dtensor(whole, rank, mesh)
+    root = mesh._get_root_mesh()
+    return DTensor.from_local(local(whole).detach().clone(), root, [Replicate()] * root.ndim, run_check=False)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import local_part
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
+from fsdp_c.state.optim_params import (
+    Key,
+    OptimParam,
+    OptimParams,
+    has_originals,
+    names_of_numbers,
+    with_params,
+)
 from fsdp_c.state.redistribution import join_ranges, rank0_partition, redistribute
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -86,7 +93,7 @@ def load_optim_state(
     if "state" not in osd:
         raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
     _check_groups(osd.get("param_groups", ()), params, keys)
-    states = osd["state"]
+    states = _with_vectors(params, osd["state"])
     if options.owned is not None:
         states = _with_whole_states(params, states, source, options)
     targets = _targets(params, states)
@@ -124,6 +131,52 @@ def _without_tensors(value: object) -> Any:
     return pytree.tree_map_only(Tensor, _without_tensors, value) if has_tensors(value) else value
 
 
+# ----------------------------------------------------------------- parameters without dimensions
+
+
+def _with_vectors(params: OptimParams, states: dict[str, ParamState]) -> dict[str, ParamState]:
+    """State of the shape of a parameter without dimensions becomes a vector of one element, as the parameter's
+    shard is. Single numbers, such as "step", stay as they are."""
+    if all(shape for module in params.units for shape in handle_of(module).flat_param._shapes):
+        return states
+    managed = [known for known in params.by_param.values() if known.module is not None]
+    numbers = names_of_numbers(
+        (
+            layout.full_shape,
+            {
+                name: shape_of(value)
+                for name, value in states.get(fqn, {}).items()
+                if isinstance(value, (Tensor, _OnRank0))
+            },
+        )
+        for known in managed
+        for fqn, layout in known.layouts.items()
+    )
+    scalars = {
+        fqn
+        for known in managed
+        if not known.is_whole
+        for fqn, layout in known.layouts.items()
+        if not layout.shape
+    }
+    return {
+        fqn: {
+            name: value.reshape(1)
+            if isinstance(value, Tensor) and not _is_tensor(value) and name not in numbers
+            else value
+            for name, value in state.items()
+        }
+        if fqn in scalars
+        else state
+        for fqn, state in states.items()
+    }
+
+
+def _fits(shape: torch.Size, layout: ParamLayout) -> bool:
+    """True for the parameter's shape, and for a vector in place of a parameter without dimensions."""
+    return shape == layout.full_shape or (not layout.shape and shape == (1,))
+
+
 # ----------------------------------------------------------------- whole state
 
 
@@ -139,10 +192,10 @@ def _with_whole_states(
     for known in params.by_param.values():
         if known.module is None:
             continue
-        for fqn in known.fqns:
-            shape = known.layout.full_shape
+        for fqn, layout in known.layouts.items():
             for name, value in sorted(states.get(fqn, {}).items()):
-                if shape_of(value) == shape if _is_tensor(value) else not has_tensors(value, _OnRank0):
+                is_tensor = _is_tensor(value)
+                if _fits(shape_of(value), layout) if is_tensor else not has_tensors(value, _OnRank0):
                     continue
                 if not options.rank0_only:
                     found[fqn, name] = loaded_state(value)
@@ -195,12 +248,8 @@ def _check_shape(
     known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0
 ) -> None:
     shape = shape_of(value)
-    kept = (
-        shape != layout.full_shape
-        and known.takes_any_shape
-        and not isinstance(value, (ShardedTensor, DTensor))
-    )
-    if shape != layout.full_shape and not kept:
+    is_kept = known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
+    if not _fits(shape, layout) and not is_kept:
         raise ValueError(
             f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
             f"{tuple(shape)}, the parameter {tuple(layout.full_shape)}"

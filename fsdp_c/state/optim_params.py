@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,20 @@ class OptimParam(NamedTuple):
         return param_layouts(self.owner)[self.indices[0]]
 
     @property
+    def layouts(self) -> dict[str, ParamLayout]:
+        """Of the original parameters, by FQN."""
+        layouts = param_layouts(self.owner)
+        return {fqn: layouts[index] for fqn, index in zip(self.fqns, self.indices, strict=True)}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank's optimizer has the original parameter, in its own shape."""
+        return self.is_original and not handle_of(self.owner).layout.sharded
+
+    @property
     def takes_any_shape(self) -> bool:
         """Whether state is kept as it is, of whatever shape: every rank has the whole of it."""
-        unit = self.owner
-        return self.is_original and not handle_of(unit).layout.sharded and unit._fsdp_extension is None
+        return self.is_whole and self.owner._fsdp_extension is None
 
 
 def has_originals(module: ShardedModule) -> bool:
@@ -155,6 +165,28 @@ class OptimParams:
                 "for its state outside of summon_full_params"
             )
         return dict(enumerate(found))
+
+
+# of torch's optimizers
+_NUMBERS = frozenset({"step", "mu", "eta", "mu_product"})
+
+
+def names_of_numbers(states: Iterable[tuple[torch.Size, Mapping[str, tuple[int, ...]]]]) -> set[str]:
+    """The names of states that are one number for each parameter, such as "step".
+
+    ``states``: the shape of each parameter, and those of its states by name. Parameters with dimensions show
+    which names are numbers. A parameter without dimensions does not, as its other states have no dimensions
+    either: without other parameters torch's own names decide.
+    """
+    numbers: set[str] = set()
+    others: set[str] = set()
+    for shape, shapes in states:
+        for name, own in shapes.items() if shape else ():
+            if not own:
+                numbers.add(name)
+            elif own == shape and shape.numel() > 1:
+                others.add(name)
+    return (numbers | _NUMBERS) - others
 
 
 def with_params(group: ParamGroup, params: list[Any]) -> ParamGroup:

@@ -25,6 +25,7 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
 from fsdp_c.state.redistribution import gather, join_ranges
 from fsdp_c.state.sharded_values import (
@@ -160,7 +161,7 @@ def _agree(
 
 def _told(managed: dict[str, OptimParam], own: dict[str, ParamState]) -> _Told:
     return _Told(
-        _described(own),
+        _described(managed, own),
         frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
         digest_of(repr(sorted(managed)).encode()),
         _misfit(managed, own),
@@ -204,12 +205,20 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
     )
 
 
-def _described(states: dict[str, ParamState]) -> dict[str, _Held]:
-    scalars = _scalar_values(states)
+def _described(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> dict[str, _Held]:
+    whole = {name for name in states if managed[name].takes_any_shape and not managed[name].layout.shape}
+    scalars = _scalar_values({name: state for name, state in states.items() if name not in whole})
     kinds: dict[_Tensors, _Tensors] = {}  # equal tuples become one object, which is pickled once
     result = {}
     for name, state in states.items():
-        tensors = tuple(sorted((key, v.dtype) for key, v in state.items() if _is_sharded(v)))
+        tensors = tuple(
+            sorted(
+                (key, value.dtype)
+                for key, value in state.items()
+                # state of a parameter without dimensions that every rank has
+                if _is_sharded(value) or (name in whole and isinstance(value, Tensor))
+            )
+        )
         others = tuple(
             sorted(
                 (key, value.described() if isinstance(value, WholeState) else value)
@@ -217,7 +226,7 @@ def _described(states: dict[str, ParamState]) -> dict[str, _Held]:
                 if not isinstance(value, Tensor)
             )
         )
-        result[name] = _Held(kinds.setdefault(tensors, tensors), tuple(scalars[name]), others)
+        result[name] = _Held(kinds.setdefault(tensors, tensors), tuple(scalars.get(name, ())), others)
     return result
 
 
@@ -448,7 +457,7 @@ def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, option
     if extension is not None and layout.parallel is not None:
         whole = extension.post_unflatten_transform(whole, layout.parallel)
     if options.shard_state and extension is not None and mesh is not None:
-        return extension.chunk_dtensor(whole, module.rank, mesh)
+        return divide_over_mesh(whole, extension, module.rank, mesh)
     return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole
 
 

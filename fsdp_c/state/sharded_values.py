@@ -2,8 +2,9 @@
 
 [Note: Rows of parameters that lie otherwise in memory]
 Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the
-outermost in memory: so it is for contiguous and channels_last parameters. Any other, and a scalar that every
-rank holds under a mesh, is gathered, and each rank takes its own part.
+outermost in memory: so it is for contiguous and channels_last parameters. Any other is gathered, and each rank
+takes its own part. A parameter without dimensions has no rows: every rank has it whole, as a plain tensor, or
+under a mesh as a DTensor.
 """
 
 from __future__ import annotations
@@ -92,8 +93,7 @@ def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
     memory = memory_shapes(module)
     for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
         memory_shape, order = memory[index]
-        by_rows = shape or module._device_mesh is None
-        by_rows = by_rows and (order is None or order[0] == 0)
+        by_rows = shape and (order is None or order[0] == 0)
         rows = chunk_partition(shape, module.world_size) if by_rows else None
         own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
@@ -135,8 +135,6 @@ def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 def rows_shape(shape: torch.Size, numel: int) -> list[int]:
     """The shape of ``numel`` elements that are whole rows of a tensor of ``shape``."""
-    if not shape:
-        return [] if numel else [0]
     row = shape[1:].numel()
     return [numel // row if row else 0, *shape[1:]]
 
@@ -151,9 +149,8 @@ def rows_of_shards(
 ) -> dict[ShardedModule, list[Tensor]]:
     """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and its 1-D part of each shard.
 
-    A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole
-    everywhere. In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large
-    transfers. See ``redistribution.redistribute``.
+    In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large transfers. See
+    ``redistribution.redistribute``.
     """
     result: dict[ShardedModule, list[Tensor]] = {}
     for group, members in by_group(modules):
@@ -221,11 +218,13 @@ def _offloaded(
 def _own_rows(flat: Tensor | None, layout: ParamLayout, group: dist.ProcessGroup) -> Tensor:
     assert flat is not None
     whole = from_memory_order(flat, layout.shape, layout.order)
-    return own_rows(whole, group.rank(), group.size()).clone() if layout.shape else whole.contiguous()
+    return own_rows(whole, group.rank(), group.size()).clone()
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
-    """A view of this rank's rows of a whole tensor."""
+    """A view of this rank's rows of a whole tensor; of the whole where it has no dimensions."""
+    if not whole.dim():
+        return whole
     start, end = chunk_partition(whole.shape, world_size).bounds(rank)
     shape = rows_shape(whole.shape, end - start)
     return whole.contiguous().view(-1)[start:end].view(shape)
@@ -260,7 +259,7 @@ def wholes_of_rows(
     """The whole of each tensor, contiguous, from every rank's rows. Collective."""
     natural = [chunk_partition(layout.shape, group.size()) for layout, _ in items]
     numels = [_numel_of(partition, group.rank()) for partition in natural]
-    # a scalar of a mesh is on every rank, and counts on the one that the partition says
+    # every rank has a tensor without dimensions; that of the rank that the partition says counts
     pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
     wholes = list(gather(pieces, natural, group, device=device))
     for (layout, _), whole in zip(items, wholes, strict=True):
@@ -279,9 +278,10 @@ def whole_of_rows(rows: Tensor, layout: ParamLayout, module: ShardedModule) -> T
 
 def sharded_values(
     module: ShardedModule, rows: Sequence[Tensor], layouts: Sequence[ParamLayout]
-) -> list[ShardedTensor] | list[DTensor]:
+) -> list[Any]:
     """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else
-    ShardedTensors (F-031, F-032), which are contiguous whatever the parameters are."""
+    ShardedTensors (F-031, F-032), which are contiguous whatever the parameters are; plain tensors for
+    parameters without dimensions."""
     if module._device_mesh is not None:
         return [_dtensor(own, layout, module._device_mesh) for own, layout in zip(rows, layouts, strict=True)]
     if not rows:
@@ -289,6 +289,8 @@ def sharded_values(
     places = _Places.of(module, rows[0].device.type)
     return [
         places.sharded_tensor(own.contiguous(), layout.shape, places.rows_metadata(layout.shape))
+        if layout.shape
+        else own
         for own, layout in zip(rows, layouts, strict=True)
     ]
 
@@ -348,7 +350,7 @@ class _Places:
         return self.rows[shape].copy()
 
     def _rows_metadata(self, shape: torch.Size) -> Iterator[ShardMetadata]:
-        if not shape or shape.numel() == 0:
+        if shape.numel() == 0:
             yield ShardMetadata([0] * len(shape), list(shape), self.devices[0])
             return
         step = -(-shape[0] // len(self.devices))
@@ -434,6 +436,8 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     if isinstance(value, DTensor):
         return _rows_of_dtensor(value, module)
     if not isinstance(value, ShardedTensor):
+        if isinstance(value, Tensor) and not layout.shape:
+            return value
         raise AssertionError(
             f"Expected ShardedTensor, got {type(value)}: a sharded state dict has no such {fqn}; "
             "load full tensors with StateDictType.FULL_STATE_DICT"
@@ -471,6 +475,6 @@ def _rows_of_dtensor(value: DTensor, module: ShardedModule) -> Tensor:
     local = value.to_local()
     mesh = value.device_mesh
     same = mesh.size(-1) == module.world_size and value.placements == _placements(mesh, value.dim() > 0)
-    if same and value.dim():
+    if same:
         return local
     return own_rows(value.full_tensor(), module.rank, module.world_size)

@@ -23,6 +23,7 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
+from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.redistribution import Space, are_large, gather, gather_flat
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -285,7 +286,7 @@ def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
     if extension is None:
         return [own_rows(full, module.rank, module.world_size).clone() for full in copies]
     assert mesh is not None
-    return [extension.chunk_dtensor(full, module.rank, mesh) for full in copies]
+    return [divide_over_mesh(full, extension, module.rank, mesh) for full in copies]
 
 
 @contextlib.contextmanager

@@ -252,6 +252,63 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
     assert torch.equal(torch.from_numpy(predictions)[:, : expected.shape[1]], expected)
 
 
+@both_views
+@on_ranks(2, TIMEOUT_S, LIBRARY)
+def test_clip_trains_as_the_unsharded_model(rank, world_size, use_orig_params):
+    """Its logit_scale has no dimensions, which torch's FSDP1 refuses."""
+    from transformers import CLIPConfig, CLIPModel
+    from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+
+    launched(rank, world_size)
+    FSDP = torch.distributed.fsdp.FullyShardedDataParallel
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "eos_token_id": VOCABULARY - 1,
+    }
+    vision = sizes | {"image_size": 8, "patch_size": 4}
+
+    def clip():
+        torch.manual_seed(0)
+        return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+    def loss_of(model, step, ranks, on="cpu"):
+        losses = []
+        for one in ranks:
+            generator = torch.Generator().manual_seed(10 * step + one)
+            tokens = torch.randint(1, VOCABULARY - 1, (BATCH, LENGTH), generator=generator)
+            tokens[:, -1] = VOCABULARY - 1
+            pixels = torch.randn(BATCH, 3, 8, 8, generator=generator)
+            losses.append(model(tokens.to(on), pixels.to(on), return_loss=True).loss)
+        return torch.stack(losses).mean()
+
+    plain = clip()
+    options = {"lr": 1e-2, "eps": ADAM_EPSILON}
+    losses = train_reference(
+        plain,
+        lambda model, step: loss_of(model, step, range(world_size)),
+        range(STEPS),
+        optimizer=torch.optim.AdamW(plain.parameters(), **options),
+        max_norm=0.5,
+    )
+    policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy({CLIPEncoderLayer})
+    model = FSDP(clip(), auto_wrap_policy=policy, device_id=device(), use_orig_params=use_orig_params)
+    assert_ours(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for step in range(STEPS):
+        loss = loss_of(model, step, [rank], device())
+        loss.backward()
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(mean := loss.detach() / world_size)
+        assert mean.item() == pytest.approx(losses[step], rel=1e-4)
+    assert_same_parameters(full_parameters(model), plain.state_dict())
+    state = FSDP.optim_state_dict(model, optimizer)["state"]["logit_scale"]
+    assert {name: value.shape for name, value in state.items()} == dict.fromkeys(state, ())
+
+
 @on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_uninstall_gives_the_library_torchs_class_back(rank, world_size):
     """The Trainer for sequences holds the class under a name of its own, bound when it was imported."""

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
@@ -60,6 +60,7 @@ from tests.parity.scenarios import (
     several_forwards_step,
 )
 from tests.ranks import both_views, device, on_ranks
+from tests.training import assert_same
 
 PER_LAYER = ModuleWrapPolicy({tp.Layer})
 PLANS = ("mlp", "sequence")
@@ -711,6 +712,67 @@ def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
     its_optimizer = torch.optim.Adam(parallel.parameters(), lr=0.02, eps=1e-3)
     load_optim_state(parallel, its_optimizer, by_name, "full")
     assert_is_reference(optim_state(parallel, its_optimizer, "full"))
+
+
+class ScaledLanguage(tp.Language):
+    """With parameters without dimensions: a plain one, and where it is parallelized a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.gain = nn.Parameter(torch.tensor(0.8)), nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        gain = self.gain.to_local() if isinstance(self.gain, DTensor) else self.gain
+        return super().forward(tokens) * self.scale * gain
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@both_views
+@on_ranks(4)
+def test_parameters_without_dimensions_are_saved_and_load_again(
+    rank: int, use_orig_params: bool, strategy: str
+) -> None:  # parity 87
+    def build() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        module = tp.parallelized(ScaledLanguage(), "mlp")
+        gain = distribute_tensor(module.gain.detach(), tp.mesh()["tp"], [Replicate()])
+        module.gain = nn.Parameter(gain)
+        options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+        model = wrap(module, **options)
+        return model, torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
+
+    torch.manual_seed(3)
+    plain_model = ScaledLanguage()
+    plain_optimizer = torch.optim.Adam(plain_model.parameters(), lr=0.02, eps=1e-3)
+    model, optimizer = build()
+    for index in range(2):
+        reference_backward(plain_model, (index,))
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    step(model, optimizer, rank // 2, range(2))
+    expected = {name: param.detach() for name, param in plain_model.named_parameters()}
+    assert_close(
+        expected, dict(sorted(full_params(model).items(), key=lambda one: list(expected).index(one[0])))
+    )
+    for kind, (of_model, _) in OPTIM_CONFIGS.items():
+        state = optim_state(model, optimizer, kind)
+        for name in ("scale", "gain") if state else ():
+            own = plain_optimizer.state[getattr(plain_model, name)]
+            for key, value in state["state"][name].items():
+                torch.testing.assert_close(full(value), own[key], check_device=False)
+        with FSDP.state_dict_type(model, of_model):
+            saved = model.state_dict()
+        other, other_optimizer = build()
+        step(other, other_optimizer, rank // 2, range(5, 6))
+        with FSDP.state_dict_type(other, of_model):
+            other.load_state_dict(saved)
+        load_optim_state(other, other_optimizer, state, kind)
+        again, again_optimizer = build()
+        load(again, full_state(model))
+        load_optim_state(again, again_optimizer, optim_state(model, optimizer, "full"), "full")
+        for each, its_optimizer in ((other, other_optimizer), (again, again_optimizer)):
+            step(each, its_optimizer, rank // 2, range(2, 4))
+        assert_same(full_params(again), full_params(other))
 
 
 @both_views

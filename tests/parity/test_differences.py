@@ -915,6 +915,26 @@ def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int)
     assert torch.equal(wrap(sliced(), "fsdp_c")(batch(rank)), sliced()(batch(rank)))
 
 
+@both_views
+@on_ranks(2)
+def test_row_87_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_params: bool) -> None:  # C-021
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            nn.init.eye_(self.weight)
+            nn.init.zeros_(self.bias)
+            self.scale = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    with pytest.raises(ValueError, match="Change scale to a 1D tensor with numel equal to 1"):
+        wrap(Scaled(), "torch", use_orig_params=use_orig_params)
+    model = wrap(Scaled(), "fsdp_c", use_orig_params=use_orig_params)
+    assert torch.equal(model(batch(rank)), batch(rank) * 3.0)
+    assert model.state_dict()["scale"].shape == ()
+
+
 @on_ranks(2)
 def test_row_30_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
     own, contiguous = (1, WIDTH + 1), (WIDTH, 1)

@@ -207,7 +207,7 @@ def torchs_words_of_a_holder() -> tuple[type[BaseException], str] | None:
     return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 14) else None
 
 
-CONSTRUCTION = [  # also, C-021, G-007, G-023, G-030 to G-032, G-034, G-037, G-038
+CONSTRUCTION = [  # also, G-007, G-023, G-030 to G-032, G-034, G-037, G-038
     Row(
         "X-001",
         UserWarning,
@@ -362,13 +362,6 @@ CONSTRUCTION = [  # also A-033, A-036, A-040, C-021, G-007, G-023, G-030 to G-03
         "'Module' object has no attribute 'reset_parameters'",
         initialise_without_reset,
         whole=True,
-    ),
-    Row(
-        "X-024",
-        ValueError,
-        "FSDP doesn't support scalar parameters. Change p0 to a 1D tensor with numel equal to 1",
-        lambda fsdp: fsdp.wrap(module_of(nn.Parameter(torch.tensor(1.0)))),
-        ours="Module",
     ),
     Row(
         "X-026",

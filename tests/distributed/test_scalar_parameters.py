@@ -1,0 +1,613 @@
+"""Parameters without dimensions, as the temperature of CLIP: torch refuses them (C-021, X-024, parity 87).
+
+What is expected comes from the plain module, gradients averaged over the ranks; and, bit for bit, from the same
+model with vectors of one element in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardedStateDictConfig,
+    StateDictType,
+    checkpoint,
+    iter_full_params,
+)
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.optim import ParameterAverage, WholeParameters
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests.ranks import all_strategies, both_views, device, on_ranks, pool
+from tests.training import assert_same, wrap
+
+WIDTH = 8
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full(shape, 0.7))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.offset = nn.Parameter(torch.full(shape, 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gain.dim() == self.offset.dim() < 2
+        return torch.tanh(self.linear(x)) * self.gain + self.offset
+
+
+class Alone(nn.Module):
+    """A unit of one parameter."""
+
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.exp()
+
+
+class Scaled(nn.Module):
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.logit_scale = nn.Parameter(torch.full(shape, 2.6592))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(2))
+        self.alone = Alone(shape)
+        self.head = nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.alone(x)) * self.logit_scale.exp()
+
+
+Build = Callable[..., nn.Module]
+POLICY = ModuleWrapPolicy({Block, Alone})
+
+
+def units(module: nn.Module, strategy: str, use_orig_params: bool, **options: Any) -> Any:
+    if strategy == "MESH":
+        options["device_mesh"] = init_device_mesh(device().type, (dist.get_world_size(),))
+    elif strategy.startswith("HYBRID"):
+        options["device_mesh"] = init_device_mesh(device().type, (2, dist.get_world_size() // 2))
+    strategy = "FULL_SHARD" if strategy == "MESH" else strategy
+    defaults = {"use_orig_params": use_orig_params, "auto_wrap_policy": POLICY}
+    return wrap(module, strategy=strategy, **(defaults | options))
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, amsgrad=True)
+
+
+def batch(rank: int, index: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
+
+
+def average_gradients(module: nn.Module) -> None:
+    for param in module.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> list[float]:
+    """Losses and norms of the gradients. The second step accumulates, where the model can."""
+    found = []
+    is_plain = not isinstance(model, FSDP)
+    for step in steps:
+        for part in range(2):
+            with nullcontext() if part or is_plain else model.no_sync():
+                loss = model(batch(dist.get_rank(), 2 * step + part)).float().square().mean()
+                loss.backward()
+                found.append(loss.item())
+        if is_plain:
+            average_gradients(model)
+        clip = (
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if is_plain
+            else model.clip_grad_norm_(0.5)
+        )
+        found.append(float(clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def values(model: Any) -> dict[str, Tensor]:
+    if not isinstance(model, FSDP):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+    with FSDP.summon_full_params(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=1e-4, atol=1e-5)
+
+
+# ----------------------------------------------------------------- training
+
+
+def assert_trains(build: Build, strategy: str, use_orig_params: bool, **options: Any) -> None:
+    """The bits of vectors, and in full precision the values of the plain module."""
+    found = {}
+    for shape in ((), (1,)):
+        model = units(build(shape), strategy, use_orig_params, **options)
+        losses = train(model, adamw(model.parameters()))
+        found[shape] = losses, {name: value.view(-1) for name, value in values(model).items()}
+        assert {name: value.shape for name, value in values(model).items()} == {
+            name: param.shape for name, param in build(shape).named_parameters()
+        }
+    assert found[()][0] == found[1,][0]
+    assert_same(found[1,][1], found[()][1])
+    if "mixed_precision" not in options:
+        plain = build(())
+        losses = train(plain, adamw(plain.parameters()))
+        assert found[()][0] == pytest.approx(losses, rel=1e-4)
+        assert_close(found[()][1], {name: value.view(-1) for name, value in values(plain).items()})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_training_has_the_bits_of_vectors(strategy: str, use_orig_params: bool, options: str) -> None:
+    assert_trains(Scaled, strategy, use_orig_params, **OPTIONS[options])
+
+
+@both_views
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_most_ranks_hold_nothing_of_the_parameter(strategy: str, use_orig_params: bool) -> None:
+    assert_trains(Scaled, strategy, use_orig_params)
+
+
+@both_views
+@on_ranks(1)
+def test_one_rank_trains_as_the_plain_module(use_orig_params: bool) -> None:
+    assert_trains(Scaled, "FULL_SHARD", use_orig_params)
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_a_model_of_one_parameter_trains(strategy: str, use_orig_params: bool) -> None:
+    assert_trains(Alone, strategy, use_orig_params)
+
+
+class Tied(nn.Module):
+    """One parameter under two names, of two dtypes, one of them frozen."""
+
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Block(shape), Block(shape)
+        self.second.gain = self.first.gain
+        self.frozen = nn.Parameter(torch.full(shape, 1.5), requires_grad=False)
+        self.wide = nn.Parameter(torch.full(shape, 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(self.first(x)) * self.frozen).double() * self.wide
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_tied_frozen_and_wide_parameters_train(strategy: str, use_orig_params: bool) -> None:
+    assert_trains(Tied, strategy, use_orig_params, auto_wrap_policy=None)
+    model = units(Tied(), strategy, use_orig_params, auto_wrap_policy=None)
+    saved = model.state_dict()
+    assert saved["first.gain"].shape == saved["second.gain"].shape == ()
+    assert saved["wide"].dtype is torch.float64
+
+
+@on_ranks(2)
+def test_compiled_blocks_train(rank: int) -> None:
+    model, plain = Scaled(), Scaled()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    sharded = units(model, "FULL_SHARD", True)
+    assert train(sharded, adamw(sharded.parameters())) == pytest.approx(
+        train(plain, adamw(plain.parameters())), rel=1e-4
+    )
+
+
+@both_views
+@on_ranks(2)
+def test_a_forward_may_clamp_the_parameter(use_orig_params: bool) -> None:
+    class Clamped(Alone):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.scale.clamp_(0, 1.0)
+            return super().forward(x)
+
+    found = []
+    for model in (Clamped(), units(Clamped(), "FULL_SHARD", use_orig_params)):
+        train(model, adamw(model.parameters()))
+        found.append(values(model))
+    assert_close(found[1], found[0])
+
+
+@both_views
+@on_ranks(2)
+def test_rank_0s_values_and_materialised_ones_are_everywhere(rank: int, use_orig_params: bool) -> None:
+    def build(fill: float | None) -> Scaled:
+        model = Scaled()
+        with torch.no_grad():
+            for param in model.parameters():
+                if fill is not None:
+                    param.fill_(fill)
+        return model
+
+    model = units(build(0.5 + rank), "FULL_SHARD", use_orig_params, sync_module_states=True)
+    assert_same(values(build(0.5)), values(model))
+
+    def initialise(module: nn.Module) -> None:
+        module.to_empty(device=device(), recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.constant_(param, 0.25)
+
+    with torch.device("meta"):
+        empty = Scaled()
+    assert_same(
+        values(build(0.25)), values(units(empty, "FULL_SHARD", use_orig_params, param_init_fn=initialise))
+    )
+
+
+@on_ranks(2)
+def test_ranks_show_a_vector_of_one_or_no_element_between_steps() -> None:
+    model = units(Scaled(), "FULL_SHARD", True)
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, model.module.logit_scale.shape)
+    assert sorted(told) == [(0,), (1,)]
+    (info,) = (
+        info
+        for fqn, info in zip(model._flat_param._fqns, model._flat_param._shard_param_infos, strict=True)
+        if fqn == "logit_scale"
+    )
+    assert info.in_shard == bool(model.module.logit_scale.numel())
+    shard = model.module.logit_scale.data
+    shard.clamp_(0, 0.5)
+    assert values(model)["logit_scale"].item() == 0.5
+
+
+@both_views
+@on_ranks(2)
+def test_whole_parameters_are_read_and_written(use_orig_params: bool) -> None:
+    model = units(Scaled(), "FULL_SHARD", use_orig_params)
+    with FSDP.summon_full_params(model):
+        assert model.module.logit_scale.item() == pytest.approx(2.6592)
+        model.module.logit_scale.data.fill_(1.25)
+    found = {name: value.clone() for name, value in iter_full_params(model)}
+    assert_same(values(model), found)
+    assert found["logit_scale"].shape == () and found["logit_scale"].item() == 1.25
+
+
+@all_strategies
+@on_ranks(2)
+def test_full_gradients_are_those_of_the_plain_module(rank: int, strategy: str) -> None:
+    model, plain = units(Scaled(), strategy, True), Scaled()
+    for one in (model, plain):
+        one(batch(rank, 0)).square().mean().backward()
+    average_gradients(plain)
+    with FSDP.summon_full_params(model, with_grads=True):
+        found = {
+            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+        }
+    assert_close(
+        found, {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    )
+
+
+# ----------------------------------------------------------------- the model's state
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "MESH"])
+@both_views
+@on_ranks(2)
+def test_state_dicts_are_exchanged_with_the_plain_module(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    plain = Scaled()
+    train(plain, adamw(plain.parameters()))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    vectors = {name: value.view(-1) if not value.dim() else value for name, value in expected.items()}
+    for given in (expected, vectors):  # nn.Module takes a vector of one element for a scalar
+        model = units(Scaled(), strategy, use_orig_params)
+        model.load_state_dict(given)
+        assert_same(expected, values(model))
+    for config in (FullStateDictConfig(), FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        with FSDP.state_dict_type(model, FULL, config):
+            saved = model.state_dict()
+        if config.rank0_only and rank:
+            assert not saved
+        else:
+            assert_same(expected, saved)
+    for kind in (SHARDED, LOCAL) if strategy != "MESH" else (SHARDED,):
+        other = units(Scaled(), strategy, use_orig_params)
+        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
+            other.load_state_dict(model.state_dict())
+        assert_same(expected, values(other))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "MESH"])
+@both_views
+@on_ranks(2)
+def test_a_sharded_state_dict_has_the_whole_parameter_on_every_rank(
+    strategy: str, use_orig_params: bool, offload: bool
+) -> None:  # F-031, F-032
+    model = units(Scaled(), strategy, use_orig_params)
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)):
+        value = model.state_dict()["logit_scale"]
+    assert isinstance(value, DTensor) == (strategy == "MESH") and value.shape == ()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    assert torch.equal(value.cpu(), torch.tensor(2.6592))
+
+
+# ----------------------------------------------------------------- the optimizer's state
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": adamw,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.02),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.02),
+}
+NUMBERS = ("step", "mu_product", "mu", "eta")
+
+
+class Trained:
+    """A plain model after some steps, its optimizer's state by names, and what two more steps make of it."""
+
+    def __init__(self, build: Build, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        model = build(())
+        made = optimizer(model.parameters())
+        train(model, made)
+        self.names = [name for name, _ in model.named_parameters()]
+        self.values = values(model)
+        self.by_id = copy.deepcopy(made.state_dict())
+        self.optim = self.named(made)
+        train(model, made, range(3, 5))
+        self.later = values(model)
+
+    def named(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        found = copy.deepcopy(optimizer.state_dict())
+        group = {**found["param_groups"][0], "params": self.names}
+        return {
+            "state": {self.names[key]: state for key, state in found["state"].items()},
+            "param_groups": [group],
+        }
+
+    def assert_state(self, found: dict[str, Any]) -> None:
+        """Exactly: names, shapes, values."""
+        assert found["state"].keys() == self.optim["state"].keys()
+        for fqn, state in self.optim["state"].items():
+            assert found["state"][fqn].keys() == state.keys()
+            assert {key: value.shape for key, value in found["state"][fqn].items()} == {
+                key: value.shape for key, value in state.items()
+            }
+            assert_same(state, {key: value.cpu() for key, value in found["state"][fqn].items()})
+
+    def assert_resumed(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.assert_state(FSDP.optim_state_dict(model, optimizer))
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                assert value.shape == (() if key in NUMBERS else param.shape), key
+        train(model, optimizer, range(3, 5))
+        assert_close(values(model), self.later)
+
+
+def fresh(
+    trained: Trained,
+    build: Build,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    strategy: str,
+    use_orig_params: bool,
+) -> tuple[Any, torch.optim.Optimizer]:
+    model = units(build(()), strategy, use_orig_params)
+    model.load_state_dict(trained.values)
+    return model, optimizer(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*((name, "FULL_SHARD") for name in OPTIMIZERS), *(("AdamW", other) for other in ("NO_SHARD", "MESH"))],
+)
+@pytest.mark.parametrize("build", [Scaled, Alone])
+@both_views
+@on_ranks(2)
+def test_optimizer_state_is_exchanged_with_the_plain_optimizer(
+    build: Build, name: str, strategy: str, use_orig_params: bool, tmp_path: Path
+) -> None:
+    """Whole, in rows and in checkpoints; numbers such as "step" stay numbers."""
+    trained = Trained(build, OPTIMIZERS[name])
+    start = (trained, build, OPTIMIZERS[name], strategy, use_orig_params)
+    model, optimizer = fresh(*start)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, trained.optim))
+    with FSDP.state_dict_type(model, SHARDED):
+        rows = FSDP.optim_state_dict(model, optimizer)
+    checkpoint.save(model, optimizer, tmp_path / "sharded")
+    trained.assert_resumed(model, optimizer)
+
+    model, optimizer = fresh(*start)
+    with FSDP.state_dict_type(model, SHARDED):
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, rows))
+    trained.assert_resumed(model, optimizer)
+
+    plain = build(())
+    its_optimizer = OPTIMIZERS[name](plain.parameters())
+    checkpoint.load(plain, its_optimizer, tmp_path / "sharded")
+    assert_same(trained.values, values(plain))
+    trained.assert_state(trained.named(its_optimizer))
+    checkpoint.save(plain, its_optimizer, tmp_path / "plain")
+    for folder in ("sharded", "plain"):
+        model, optimizer = fresh(*start)
+        checkpoint.load(model, optimizer, tmp_path / folder)
+        trained.assert_resumed(model, optimizer)
+
+
+def older_ways(
+    trained: Trained, rank: int
+) -> Iterator[Callable[[Any, torch.optim.Optimizer], dict[str, Any]]]:
+    yield lambda model, optimizer: FSDP.shard_full_optim_state_dict(trained.optim, model, optim=optimizer)
+    yield lambda model, optimizer: FSDP.scatter_full_optim_state_dict(
+        None if rank else trained.optim, model, optim=optimizer
+    )
+    yield lambda model, optimizer: FSDP.shard_full_optim_state_dict(
+        FSDP.rekey_optim_state_dict(trained.by_id, OptimStateKeyType.PARAM_NAME, Scaled()),
+        model,
+        optim=optimizer,
+    )
+    yield lambda model, optimizer: FSDP.optim_state_dict_to_load(
+        model, optimizer, {} if rank else trained.optim
+    )
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_older_functions_take_the_plain_optimizers_state(
+    rank: int, strategy: str, use_orig_params: bool
+) -> None:
+    trained = Trained(Scaled, adamw)
+    for index, way in enumerate(older_ways(trained, rank)):
+        model, optimizer = fresh(trained, Scaled, adamw, strategy, use_orig_params)
+        config = FullOptimStateDictConfig(rank0_only=index == 3, offload_to_cpu=True)
+        with FSDP.state_dict_type(model, FULL, FullStateDictConfig(), config):
+            loaded = way(model, optimizer)
+        optimizer.load_state_dict(loaded)
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+        trained.assert_resumed(model, optimizer)
+    model, optimizer = fresh(trained, Scaled, adamw, strategy, use_orig_params)
+    optimizer.load_state_dict(FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer))
+    trained.assert_resumed(model, optimizer)
+
+
+@on_ranks(2)
+def test_state_that_is_nan_is_saved() -> None:
+    """Where every rank has the whole parameter, its state is a tensor and no number that ranks compare."""
+    model = units(Scaled(), "NO_SHARD", True)
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(1))
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(torch.nan)
+    assert FSDP.optim_state_dict(model, optimizer)["state"]["logit_scale"]["exp_avg"].isnan()
+
+
+def dcp_folders(folder: Path, use_orig_params: bool, strategy: str, action: str) -> None:
+    trained = Trained(Scaled, adamw)
+    model, optimizer = fresh(trained, Scaled, adamw, strategy, use_orig_params)
+    with FSDP.state_dict_type(model, SHARDED):
+        if action == "save":
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, trained.optim))
+            state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+            return
+        train(model, optimizer, range(1))
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+    plain = {"model": Scaled().state_dict()}
+    dcp.load(plain, checkpoint_id=folder)
+    for found in (values(model), plain["model"]):
+        assert found["logit_scale"].shape == found["alone.scale"].shape == ()
+        assert_same(values(model), found)
+    state = FSDP.optim_state_dict(model, optimizer)["state"]
+    torch.save((values(model), state), folder / f"of-{dist.get_world_size()}")
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "MESH"])
+@both_views
+def test_torchs_checkpoints_are_loaded_by_other_numbers_of_ranks(
+    strategy: str, use_orig_params: bool, tmp_path: Path
+) -> None:  # F-036
+    options = {"folder": tmp_path, "use_orig_params": use_orig_params, "strategy": strategy}
+    pool(2).run(__name__, "dcp_folders", options | {"action": "save"})
+    found = []
+    for world_size in (1, 2, 4):
+        pool(world_size).run(__name__, "dcp_folders", options | {"action": "load"})
+        found.append(torch.load(tmp_path / f"of-{world_size}", map_location="cpu"))
+    for shown, state in found:
+        assert_same(found[0][0], shown)
+        for fqn in state:
+            assert_same(found[0][1][fqn], state[fqn])
+            assert state[fqn]["exp_avg"].shape == shown[fqn].shape and state[fqn]["step"].item() == 3
+
+
+# ----------------------------------------------------------------- optimizers of whole parameters, averages
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adafactor])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_an_optimizer_of_whole_parameters_steps_and_resumes(
+    strategy: str, use_orig_params: bool, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    trained = Trained(Scaled, lambda params: optimizer(params, lr=0.05))
+    model = units(Scaled(), strategy, use_orig_params)
+    own = WholeParameters(model, optimizer, lr=0.05)
+    train(model, own)
+    assert_close(values(model), trained.values)
+    saved = FSDP.optim_state_dict(model, own)
+    for fqn, state in trained.optim["state"].items():
+        assert_close(saved["state"][fqn], state)
+    for given in (saved, trained.optim):
+        again = units(Scaled(), strategy, use_orig_params)
+        again.load_state_dict(trained.values)
+        resumed = WholeParameters(again, optimizer, lr=0.05)
+        resumed.load_state_dict(FSDP.optim_state_dict_to_load(again, resumed, given))
+        train(again, resumed, range(3, 5))
+        assert_close(values(again), trained.later)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_an_average_is_exchanged_with_torchs(strategy: str, use_orig_params: bool) -> None:
+    plain, model = Scaled(), units(Scaled(), strategy, use_orig_params)
+    expected = torch.optim.swa_utils.AveragedModel(
+        plain, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    average = ParameterAverage(model, decay=0.5)
+    optimizers = [adamw(one.parameters()) for one in (plain, model)]
+    for step in range(3):
+        train(plain, optimizers[0], range(step, step + 1))
+        expected.update_parameters(plain)
+        train(model, optimizers[1], range(step, step + 1))
+        average.update()
+    found = average.state_dict()
+    assert_close(found, expected.state_dict())
+    average.load_state_dict(expected.state_dict())
+    assert_same(dict(expected.state_dict()), average.state_dict())
