@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fsdp_c
 from fsdp_c import checkpoint
-from fsdp_c.optim import ParameterAverage
 
 RUN_FILE = "run.json"
 OWN_FILES = (RUN_FILE, "loss.png", "sample.txt")
@@ -99,13 +98,11 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     extra: dict[str, Any],
     keep: int,
-    averages: dict[str, ParameterAverage],
 ) -> checkpoint.BackgroundSave | None:
     """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective. fsdp_c does so beside the
     next steps, and returns what waits for it."""
     if isinstance(model, fsdp_c.FullyShardedDataParallel):
-        more: dict[str, Any] = {"extra": extra, "averages": averages}
-        return checkpoint.save(model, optimizer, path, keep=keep, background=True, **more)
+        return checkpoint.save(model, optimizer, path, extra=extra, keep=keep, background=True)
     save_of_torch(model, optimizer, path, extra)
     if dist.get_rank() == 0:
         for old in checkpoints_in(path.parent)[:-keep]:
@@ -114,14 +111,12 @@ def save_checkpoint(
     return None
 
 
-def load_checkpoint(
-    path: Path, model: Any, optimizer: torch.optim.Optimizer, averages: dict[str, ParameterAverage]
-) -> dict[str, Any]:
-    """Load model, optimizer and averages; returns ``extra``. Collective; InputError on all ranks for a checkpoint of
+def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load model and optimizer; returns ``extra``. Collective; InputError on all ranks for a checkpoint of
     another model, or a damaged one."""
     try:
         if isinstance(model, fsdp_c.FullyShardedDataParallel):
-            return checkpoint.load(model, optimizer, path, averages=averages)
+            return checkpoint.load(model, optimizer, path)
         return load_of_torch(model, optimizer, path)
     except checkpoint.CheckpointError as error:
         raise InputError(str(error)) from error

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -39,7 +39,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from fsdp_c.checkpoint import BackgroundSave
-from fsdp_c.optim import ParameterAverage
 
 # The same names come from either: choosing one is all that differs.
 IMPLEMENTATIONS = {"fsdp_c": "fsdp_c", "torch": "torch.distributed.fsdp"}
@@ -126,13 +125,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--lr", type=positive_float, default=3e-3, help="peak learning rate")
     add("--warmup", type=positive, default=20, help="steps of linear warmup before the cosine")
-    add(
-        "--ema",
-        type=positive_float,
-        metavar="DECAY",
-        help="average the parameters over steps, 0.999 for instance; what is evaluated and writes the sample is "
-        "the average",
-    )
     add("--clip", type=positive_float, default=1.0, help="largest norm of the gradients")
     add("--seed", type=int, default=0)
     add("--eval-every", type=positive, default=50, metavar="STEPS")
@@ -144,8 +136,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.width % args.heads:
         parser.error(f"--width {args.width} is not divisible by --heads {args.heads}")
-    if args.ema and (args.ema > 1 or args.impl != "fsdp_c"):
-        parser.error("--ema takes a decay of at most 1, and --impl fsdp_c")
     if args.overwrite and args.resume:
         parser.error("--overwrite and --resume exclude each other")
     if args.against == args.impl:
@@ -225,8 +215,6 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
         )
-        averages = args.ema and implementation == "fsdp_c"
-        self.average = ParameterAverage(self.model, args.ema) if averages else None
 
     def wrap(self, model: GPT) -> Any:
         """One FSDP unit per block, and one for the rest."""
@@ -288,8 +276,6 @@ class Trainer:
             total += loss.detach()
         self.model.clip_grad_norm_(self.args.clip)
         self.optimizer.step()
-        if self.average:
-            self.average.update()
         self.optimizer.zero_grad()
         return self.mean_over_ranks(total)
 
@@ -312,9 +298,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Note and print the loss on the held-out text."""
         self.model.eval()
-        with self.averaged():
-            batches = self.batches.evaluation(self.args.eval_batches)
-            losses = [self.loss(inputs, targets) for inputs, targets in batches]
+        batches = self.batches.evaluation(self.args.eval_batches)
+        losses = [self.loss(inputs, targets) for inputs, targets in batches]
         self.model.train()
         nats = self.mean_over_ranks(torch.stack(losses).mean())
         self.progress.evaluations.append((self.progress.step, nats))
@@ -326,10 +311,6 @@ class Trainer:
 
     # State
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """The model has the average of its parameters meanwhile, where one is kept."""
-        return self.average.shown() if self.average else nullcontext()
-
     def full_parameters(self) -> dict[str, Tensor]:
         """A copy of all unsharded parameters under the names of the plain model. Collective."""
         with self.fsdp.FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
@@ -339,15 +320,12 @@ class Trainer:
         """Write a checkpoint, or begin to. Collective."""
         extra = {"data": self.batches.text.checksum} | asdict(self.progress)
         path = out / f"step-{self.progress.step:06d}"
-        return save_checkpoint(path, self.model, self.optimizer, extra, self.args.keep, self.averages())
-
-    def averages(self) -> dict[str, ParameterAverage]:
-        return {"ema": self.average} if self.average else {}
+        return save_checkpoint(path, self.model, self.optimizer, extra, self.args.keep)
 
     def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint. Collective; InputError on all ranks if it is damaged or of another
         model."""
-        extra = load_checkpoint(checkpoint, self.model, self.optimizer, self.averages())
+        extra = load_checkpoint(checkpoint, self.model, self.optimizer)
         try:
             evaluations = [(step, nats) for step, nats in extra["evaluations"]]
             self.progress = Progress(extra["step"], list(extra["losses"]), evaluations)
@@ -449,8 +427,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         ranks.say(f"resumed from {checkpoint}: {trainer.progress.step} of {args.steps} steps done")
 
     trainer.train(args.out)
-    with trainer.averaged():
-        parameters = trainer.full_parameters()
+    parameters = trainer.full_parameters()
     if ranks.is_first:
         draw_losses(trainer.progress, text.unigram_entropy(), args.out / "loss.png")
         write_sample(trainer, parameters, args.out)

@@ -627,8 +627,8 @@ class FullyShardedDataParallel(ShardedModule):
         raise TypeError(
             f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the "
             "plain module and wrap the copy, as for a frozen teacher; to save a model, save its "
-            "state_dict(). An average of the weights, as of AveragedModel, needs no copy: "
-            "fsdp_c.optim.ParameterAverage(model) keeps one of this rank's shards"
+            "state_dict(). An average of the weights, as of AveragedModel, needs no copy: keep "
+            "one of this rank's model.parameters(), as examples/ema.py does"
         )
 
     __reduce_ex__ = __deepcopy__

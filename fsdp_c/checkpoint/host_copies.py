@@ -6,9 +6,9 @@ parameters. On a GPU shards and the optimizer's state are copied by a stream of 
 beside the forward and the backward of the next step, which only read them. The host does not wait. Who writes
 to them next is an optimizer: its step is preceded by a wait of its stream for the copy, through torch's hook
 for steps of all optimizers. What a forward may change, buffers and what the script passes in ``extra``, is
-copied by the current stream, in its order; so are averages of parameters, which ``update()`` may write to
-before the next step. What else writes to parameters or to the optimizer's state before that shows in their
-versions, which are compared when the copy is over, or right before the optimizer's step: such a save fails.
+copied by the current stream, in its order. What else writes to parameters or to the optimizer's state before
+that shows in their versions, which are compared when the copy is over, or right before the optimizer's step:
+such a save fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_c.checkpoint.values import LocalParts, PartialTensor, RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 
-EXTRA, AVERAGES = "extra", "averages"  # the keys in a checkpoint under which these are
+EXTRA = "extra"  # its key in a checkpoint
 _ALIGNMENT = 64
 _GAP_NBYTES = 4096  # between what is copied in one piece
 
@@ -189,7 +189,7 @@ def _is_of_optimizer(path: PathInDict) -> bool:
 
 def _is_of_training(source: _Source, path: PathInDict) -> bool:
     """Whether an optimizer is the next to write to it."""
-    is_param = isinstance(source.value, RangeTensor) and path[0] not in (EXTRA, AVERAGES)
+    is_param = isinstance(source.value, RangeTensor) and path[0] != EXTRA
     return is_param or _is_of_optimizer(path)
 
 

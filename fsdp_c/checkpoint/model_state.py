@@ -24,7 +24,6 @@ from fsdp_c.compat.errors import IGNORED_AND_TRAINED
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
-from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.state.sharded_values import ParamLayout
 from fsdp_c.state.state_dict_saving import local_shard, split_shard
 from fsdp_c.training.unshard_params import check_idle
@@ -94,7 +93,7 @@ def _model_state(model: nn.Module, as_saved: bool, waits: bool = True) -> StateD
     Without ``waits`` the host does not wait for a GPU that holds the shards: who reads them does so in its
     order.
     """
-    managed = _params_of_units(model, lambda module: _settled_shard(module, waits))
+    managed = _params_of_units(model, waits)
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
     for module in units_of(model) if as_saved else ():
         original.update(_buffer_dtypes(module))
@@ -153,26 +152,13 @@ def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
     return any(rank > 0 and (placement is None or placement.is_replicate()) for rank, placement in places)
 
 
-def average_state(average: ParameterAverage) -> StateDict:
-    """The same of an average of parameters, in its memory; of buffers those that are averaged."""
-    shards, others = average.held()
-    of_module = _params_of_units(average.model, shards.__getitem__)
-    uncompiled = uncompiled_names(average.model)
-    found = {uncompiled(name): _plain(name, tensor) for name, tensor in others.items()}
-    for prefix, owner in named_modules(average.model):
-        found.update((prefix + name, value) for name, value in of_module.get(owner, {}).items())
-    return found
-
-
-def _params_of_units(
-    model: nn.Module, shard_of: Callable[[ShardedModule], Tensor]
-) -> dict[nn.Module, dict[str, Tensor]]:
-    """By the module and the name there, of what has the form of the units' shards."""
+def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str, Tensor]]:
+    """By the module and the name there."""
     found: dict[nn.Module, dict[str, Tensor]] = {}
     for path, module in units_with_paths(model):
         if module._handle is not None:
             _refuse_parts(path, module)
-            parts = split_shard(module, shard_of(module))
+            parts = split_shard(module, _settled_shard(module, waits))
             values = [part_value(module, layout, part) for layout, part in parts]
             for param in module._handle.managed_params:
                 found.setdefault(param.module, {})[param.name] = values[param.place]

@@ -34,13 +34,12 @@ from fsdp_c.checkpoint.folder import (
     new_folder,
     unless_replaced,
 )
-from fsdp_c.checkpoint.host_copies import AVERAGES, EXTRA, HostCopies
+from fsdp_c.checkpoint.host_copies import EXTRA, HostCopies
 from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
 from fsdp_c.checkpoint.metadata import Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import (
     EXTRA_STATE,
     _model_state,
-    average_state,
     extra_state_takers,
     is_extra_state,
     model_state,
@@ -68,11 +67,9 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import tell
 from fsdp_c.sharding.holders import group_of_model, ranks_of
-from fsdp_c.state.parameter_average import ParameterAverage
 from fsdp_c.tools import collective_errors, phases
 
 T = TypeVar("T")
-Averages = Mapping[str, ParameterAverage]
 _TRIES = 100  # to find one checkpoint on all ranks, while others save
 
 
@@ -83,7 +80,6 @@ def save(
     path: StrPath,
     *,
     extra: StateDict | None = None,
-    averages: Averages | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -100,7 +96,6 @@ def save(
     path: StrPath,
     *,
     extra: StateDict | None = None,
-    averages: Averages | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -117,7 +112,6 @@ def save(
     path: StrPath,
     *,
     extra: StateDict | None = None,
-    averages: Averages | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -132,8 +126,7 @@ def save(
     written. An existing checkpoint is replaced once the new one is complete and on disk, and what else is in
     its folder stays: see [Note: In place at once] in fsdp_c/checkpoint/folder.py, also for what file systems
     must do. ``extra``: nested dicts and lists of tensors, numbers, strings and other values that
-    ``torch.load(weights_only=True)`` loads; keys become strings. ``averages``: averages of the model's
-    parameters, by a name for each, on all ranks.
+    ``torch.load(weights_only=True)`` loads; keys become strings.
 
     Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and
     groups of the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
@@ -175,9 +168,7 @@ def save(
         if process_group is None and own_group is not None and ranks.is_first:
             _claim(target, own_group)
         own = extra if ranks.is_first else None
-        return _saved_state(
-            model, optimizer, own, averages or {}, model_key, optim_key, count, waits=not background
-        )
+        return _saved_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
 
     if not background:
         _write(path, target, state, ranks, progress, keep)
@@ -225,7 +216,6 @@ def load(
     optimizer: Optimizers | None,
     path: StrPath,
     *,
-    averages: Averages | None = None,
     strict: bool = True,
     model_key: str = "model",
     optim_key: str = "optim",
@@ -235,8 +225,7 @@ def load(
     """Load what ``save``, or torch's DCP, wrote into ``path``; returns ``extra``.
 
     Each rank reads the parts that it holds into its shards, whatever the number of ranks, the wrapping and
-    the strategy were, of ``averages`` those that ``save`` had under these names. State that the optimizer
-    lacks is made, without a step. Everything read is compared
+    the strategy were. State that the optimizer lacks is made, without a step. Everything read is compared
     with its checksum, where fsdp_c wrote the checkpoint. Without ``strict`` names that only the model or only
     the checkpoint has are passed over. With an empty ``model_key`` the model's names are at the top level.
 
@@ -256,9 +245,7 @@ def load(
 
     def prepare() -> _Loading:
         read = functools.partial(read_checkpoint, whole=False) if checked is None else read_layout
-        make = functools.partial(
-            _Loading, model, optimizer, averages or {}, Path(path), read, model_key, optim_key, strict
-        )
+        make = functools.partial(_Loading, model, optimizer, Path(path), read, model_key, optim_key, strict)
         return unless_replaced(Path(path), make)
 
     for _ in range(_TRIES):
@@ -340,7 +327,6 @@ def _saved_state(
     model: nn.Module,
     optimizer: Optimizers | None,
     extra: StateDict | None,
-    averages: Averages,
     model_key: str,
     optim_key: str,
     world_size: int,
@@ -355,9 +341,6 @@ def _saved_state(
             "state": {fqn: _plain_values(values) for fqn, values in of_optimizer["state"].items()},
             "param_groups": [_plain_values(group) for group in of_optimizer["param_groups"]],
         }
-    for name, average in averages.items():
-        count = torch.tensor(average.n_averaged, device="cpu")
-        state.setdefault(AVERAGES, {})[name] = {"n_averaged": count, "module": average_state(average)}
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
@@ -444,7 +427,6 @@ class _Loading:
         self,
         model: nn.Module,
         optimizer: Optimizers | None,
-        averages: Averages,
         path: Path,
         read: Callable[[Path], Checkpoint],
         model_key: str,
@@ -459,10 +441,7 @@ class _Loading:
         # modules' own state by name: its key, and what it is now
         self.nested: dict[str, tuple[str, Any]] = {}
         prefix = f"{model_key}." if model_key else ""
-        self._add_model(model, prefix, set() if prefix else {EXTRA, AVERAGES, optim_key}, strict)
-        self.counts: list[tuple[ParameterAverage, Tensor]] = []
-        for name, average in averages.items():
-            self._add_average(f"{AVERAGES}.{name}.", average, strict)
+        self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optims: list[OptimTarget] = []
         for each in [] if optimizer is None else as_list(optimizer):
             first_group = sum(len(optim.groups) for optim in self.optims)
@@ -535,14 +514,6 @@ class _Loading:
                 f"{self.checkpoint.folder} has optimizer state of {of_none[:8]}, which {optimizers} not hold"
             )
 
-    def _add_average(self, prefix: str, average: ParameterAverage, strict: bool) -> None:
-        count = torch.zeros((), dtype=torch.int64, device="cpu")
-        values = {f"{prefix}module.{name}": value for name, value in average_state(average).items()}
-        missing, errors = self._add_tensors({f"{prefix}n_averaged": count, **values})
-        self._refuse([*errors, *(f"{key} is missing" for key in missing if strict)])
-        if not missing:
-            self.counts.append((average, count))
-
     def _read_items(self, key: str, target: Tensor) -> list[Item]:
         items: list[Item] = []
         numel = 0
@@ -577,8 +548,6 @@ class _Loading:
         """Once no rank can fail any more."""
         for optim in self.optims:
             optim.apply()
-        for average, count in self.counts:
-            average.n_averaged = int(count)
         return self.extra
 
 

@@ -24,21 +24,15 @@ def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
     return [] if handle is None else handle.managed_params
 
 
-def unmanaged_tensors(model: nn.Module, buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that no unit manages, and where ``buffers`` are asked for all of these, under all
-    names that the unwrapped model has for them."""
+def unmanaged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that no unit manages, under all names that the unwrapped model has for them."""
     managed = {
         (param.module, param.name) for unit in units_of(model) for param in managed_params(unit._handle)
     }
     for path, module in model.named_modules(remove_duplicate=False):
-        own = [
-            (name, param)
-            for name, param in module._parameters.items()
-            if (module, name) not in managed and not is_flat_param_name(name)
-        ]
-        for name, tensor in [*own, *(module._buffers.items() if buffers else ())]:
-            if tensor is not None:
-                yield clean_name(joined(path, name)), tensor
+        for name, param in module._parameters.items():
+            if param is not None and (module, name) not in managed and not is_flat_param_name(name):
+                yield clean_name(joined(path, name)), param
 
 
 @contextlib.contextmanager

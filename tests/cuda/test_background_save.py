@@ -19,7 +19,6 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, saving
 from fsdp_c.checkpoint.host_copies import HostCopies
-from fsdp_c.optim import ParameterAverage
 from tests import simulated_gpu
 
 WIDTH = 640
@@ -120,24 +119,6 @@ def test_without_the_optimizers_wait_the_copy_is_a_race(tmp_path: Path, is_left_
         over.set()
         handle.wait()
     assert bool(device.reports()) == is_left_out
-
-
-@pytest.mark.skipif(not simulated_gpu.is_on(), reason="only the simulated GPU finds races")
-def test_averages_may_be_updated_and_shown_right_after_a_save(tmp_path: Path) -> None:
-    import simulated_gpu as device
-
-    model, _ = made()
-    averages = {"ema": ParameterAverage(model, 0.9), "second": ParameterAverage(model, 0.5)}
-    for average in averages.values():
-        average.update()
-    with thread_held_back() as over:
-        handle = checkpoint.save(model, None, tmp_path / "ckpt", averages=averages, background=True)
-        averages["ema"].update()
-        with averages["second"].shown():
-            pass
-        over.set()
-        handle.wait()
-    assert not device.reports()
 
 
 def test_the_script_may_write_to_what_is_in_extra_right_after_a_save(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from fsdp_c import (
     iter_full_params,
 )
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.optim import ParameterAverage, WholeParameters
+from fsdp_c.optim import WholeParameters
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import all_strategies, both_views, device, on_ranks, pool
 from tests.training import assert_same, wrap
@@ -590,24 +590,3 @@ def test_an_optimizer_of_whole_parameters_steps_and_resumes(
         resumed.load_state_dict(FSDP.optim_state_dict_to_load(again, resumed, given))
         train(again, resumed, range(3, 5))
         assert_close(values(again), trained.later)
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_an_average_is_exchanged_with_torchs(strategy: str, use_orig_params: bool) -> None:
-    plain, model = Scaled(), units(Scaled(), strategy, use_orig_params)
-    expected = torch.optim.swa_utils.AveragedModel(
-        plain, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
-    average = ParameterAverage(model, decay=0.5)
-    optimizers = [adamw(one.parameters()) for one in (plain, model)]
-    for step in range(3):
-        train(plain, optimizers[0], range(step, step + 1))
-        expected.update_parameters(plain)
-        train(model, optimizers[1], range(step, step + 1))
-        average.update()
-    found = average.state_dict()
-    assert_close(found, expected.state_dict())
-    average.load_state_dict(expected.state_dict())
-    assert_same(dict(expected.state_dict()), average.state_dict())

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from tests.processes import ROOT, run_python
 
@@ -101,28 +100,6 @@ def test_resuming_continues_as_if_never_interrupted(finished_run: tuple[Path, st
     out, _ = finished_run
     succeed("--out", str(tmp_path / "resumed"), "--resume", str(out / "step-000002"))
     assert_same_checkpoint(out / "step-000004", tmp_path / "resumed" / "step-000004")
-
-
-def test_averages_change_what_is_evaluated_alone_and_are_resumed(
-    finished_run: tuple[Path, str], tmp_path: Path
-) -> None:
-    out, printed = finished_run
-    averaged = succeed("--out", str(tmp_path / "1"), "--ema", "0.5")
-    held_out = [
-        [line for line in one.splitlines() if "held-out loss" in line][:2] for one in (printed, averaged)
-    ]
-    assert held_out[0] != held_out[1]
-    half = tmp_path / "1" / "step-000002"
-    succeed("--out", str(tmp_path / "2"), "--ema", "0.5", "--resume", str(half))
-    assert_same_checkpoint(tmp_path / "1" / "step-000004", tmp_path / "2" / "step-000004")
-    trained, average = plain_model(out / "step-000004"), plain_model(tmp_path / "1" / "step-000004")
-    assert all(map(torch.equal, trained.parameters(), average.parameters()))
-    names = {entry for entry in tensors_of(tmp_path / "1" / "step-000004") if "ema" in entry}
-    assert len(names) > len(list(trained.parameters()))
-
-
-def tensors_of(path: Path) -> set[str]:
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
 def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, str], tmp_path: Path) -> None:
