@@ -112,7 +112,8 @@ def test_a_save_that_would_mix_experts_is_refused(
     assert [*path.parent.iterdir()] == []
     before = values(model, None)
     step(model, optimizer, seed=3)  # training goes on
-    assert [name for name, value in values(model, None).items() if same_bits(value, before[name])] == []
+    after = {name: value for name, value in values(model, None).items() if value.numel()}
+    assert after and not [name for name in after if same_bits(after[name], before[name])]
 
 
 @on_ranks(4)
