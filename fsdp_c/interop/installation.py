@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
@@ -41,6 +42,7 @@ from fsdp_c.sharding.traversal import is_unit
 from fsdp_c.training import rank_local
 from fsdp_c.training.forward_methods import register_forward_method
 from fsdp_c.training.grad_clipping import clip_params_
+from fsdp_c.training.sharded_errors import explain_unused
 
 # ----------------------------------------------------------------- what replaces torch's names
 
@@ -70,6 +72,20 @@ def _clip_grad_norm_(
         if total_norm is not None:
             return total_norm
     return torchs_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _explaining(grad: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.autograd.grad``, whose error on parameters of units says what to pass instead."""
+
+    @functools.wraps(grad)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return grad(*args, **kwargs)
+        except RuntimeError as error:
+            explain_unused(error)
+            raise
+
+    return explained
 
 
 def _telling(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +161,7 @@ def _replacements() -> dict[int, tuple[object, object]]:
         pairs.append((fully_shard, _telling(fully_shard)))
     pairs.append((torchs_clip_grad_norm_, _clip_grad_norm_))
     pairs.append((rank_local.torchs_get_total_norm, rank_local.get_total_norm))
+    pairs.append((torch.autograd.grad, _explaining(torch.autograd.grad)))
     return {id(theirs): (theirs, ours) for theirs, ours in pairs}
 
 

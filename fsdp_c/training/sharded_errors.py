@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, is_sharded_module, parts_of, units_of
@@ -25,6 +27,7 @@ _WHOLE_PARAMETERS = "fsdp_c.optim.WholeParameters"
 _OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 # what kernels say of shards, and of views of nothing
 _OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0|are not gathered|data pointer of Storage")
+_GRAD = inspect.unwrap(torch.autograd.grad).__code__
 # it explains best
 _in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)
 
@@ -79,8 +82,43 @@ def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.Me
 
 
 def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None:
-    """The same for an ``error`` in the unit's forward, of a layer that was called past its unit."""
+    """The same for an ``error`` in the unit's forward, of a layer that was called past its unit, or of
+    ``torch.autograd.grad``."""
+    explain_unused(error)
     _explain_layer(error, units_of(fsdp_module))
+
+
+def explain_unused(error: BaseException) -> None:
+    """Add to autograd's ``error`` that an input of ``torch.autograd.grad`` is in no graph which parameters of
+    units are among the inputs, and what to pass instead."""
+    if len(error.args) != 1 or not str(error).endswith(
+        "Set allow_unused=True if this is the desired behavior."
+    ):
+        return
+    given = {id(one) for one in _inputs_of_grad(error)}
+    for unit in claimed_units():
+        if (handle := unit._handle) is None:
+            continue
+        own = handle.flat_param._fqns if handle.flat_param._params else ["_flat_param"]
+        names = [name for name, one in zip(own, handle.script_params, strict=True) if id(one) in given]
+        if names:
+            error.args = (
+                f"{error.args[0]}\n(rank {unit.rank}, unit {unit_name(unit.module)}: the graph of a forward "
+                f"has views of gathered parameters, and not {first_names(names)} as between forwards. Read "
+                "the parameter inside the forward, return it from there, and pass that to "
+                "torch.autograd.grad(), which gives the whole gradient of this rank's batch. The reduced "
+                "gradient of the shard is in .grad after backward().)",
+            )
+            return
+
+
+def _inputs_of_grad(error: BaseException) -> Sequence[Any]:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not _GRAD:
+        traceback = traceback.tb_next
+    found = traceback.tb_frame.f_locals if traceback is not None else {}
+    inputs = found.get("inputs_tuple", found.get("inputs", ()))
+    return [inputs] if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
 
 class CallGuard:

@@ -633,6 +633,57 @@ def test_frozen_units_free_their_storage_during_backward(rank: int, strategy: st
     assert live_nbytes() == before
 
 
+class Adaptive(nn.Module):
+    """Weighs one loss by how large the gradients of another are, as a VQGAN does for its discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.last[0].register_forward_pre_hook(self._keep)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x))
+
+    def _keep(self, module: nn.Linear, args: Any) -> None:
+        self.kept = [module.weight]
+
+    def loss(self, output: Tensor, weight: Tensor) -> Tensor:
+        losses = output.square().mean(), output.sin().mean()
+        one, other = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses)
+        assert one.shape == (WIDTH, WIDTH)
+        return losses[0] + one.norm() / other.norm() * losses[1]
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["of the root", "of a unit inside"])
+@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_the_last_layer_weighs_losses_by_its_gradient_of_each(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, inside: bool, inner: bool
+) -> None:
+    """Of the weight that the forward computed with; what modules show between forwards is in no graph."""
+
+    def step(model: Any, rank: int) -> None:
+        for index in range(2):
+            output = model(batch(rank, index))
+            net = getattr(model, "module", model)
+            weight = net.kept[0] if inside else getattr(net.last, "module", net.last)[0].weight
+            net.loss(output, weight).backward()
+
+    policy = ModuleWrapPolicy({nn.Sequential}) if inner else None
+    model, reference = seeded(Adaptive), seeded(Adaptive)
+    model = wrap(model, strategy=strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+    if inside or not use_orig_params or strategy == "SHARD_GRAD_OP":
+        assert_same_gradients(model, reference, step, rank, world_size)
+        return
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        step(model, rank)
+    model(batch(rank)).sum().backward()
+
+
 # ----------------------------------------------------------------- outputs
 
 

@@ -349,6 +349,41 @@ def installed() -> Iterator[None]:
         fsdp_c.uninstall()
 
 
+class DifferentiatesItsHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.net(x)
+        torch.autograd.grad(output.sum(), [self.net.blocks[0].module.up.weight], retain_graph=True)
+        return output
+
+
+@both_views
+@on_ranks(2)
+def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(rank: int, use_orig_params: bool) -> None:
+    """Where fsdp_c is installed, and inside a unit's forward."""
+    model = wrapped(use_orig_params=use_orig_params)
+    asked = list(model.parameters())
+    first = "blocks" if use_orig_params else "_flat_param"
+
+    def grad() -> None:
+        torch.autograd.grad(model(batch(rank)).sum(), asked)
+
+    said = rf"not have been used.*\n\(rank {rank}, unit \w+.*: .*not .*\b({first}|up.weight|head|embed).* Read the"
+    with installed(), pytest.raises(RuntimeError, match=said):
+        grad()
+    with pytest.raises(RuntimeError, match="this is the desired behavior.$"):
+        grad()
+    backward(model, rank)
+    if use_orig_params:
+        inside = wrapped(net=DifferentiatesItsHead(), use_orig_params=True)
+        said = rf"\(rank {rank}, unit Block at 'net.blocks.0': .*not \['up.weight'\] as between forwards"
+        with pytest.raises(RuntimeError, match=said):
+            inside(batch(rank))
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @both_views
