@@ -28,7 +28,6 @@ OPTIONS = (
     "free_host",
     "offload",
     "ahead",
-    "to_node",
     "recompute",
     "clip",
     "adapters",
@@ -120,7 +119,6 @@ def table(results: list[Result], alone: Result) -> str:
     for each in results:
         prefetches = each.row.forward_prefetch and each.row.implementation != "torch.fsdp2"
         name = each.row.implementation + (", forward_prefetch" if prefetches else "")
-        name += ", to the node" if each.row.to_node and each.row.implementation != "torch.fsdp1" else ""
         name += (
             f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
         )
@@ -237,11 +235,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
     parser.add_argument(
         "--ahead", type=int, default=1, metavar="N", help="units that fsdp_c gathers ahead, where it does (1)"
-    )
-    parser.add_argument(
-        "--to-node",
-        action="store_true",
-        help="after a forward fsdp_c and FSDP2 reshard to a node, not to all ranks",
     )
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from benchmarks.common import fsdp_class
 from benchmarks.lora import with_adapters
-from fsdp_c.wrap import reshard_after_forward, split_frozen
+from fsdp_c.wrap import split_frozen
 
 if TYPE_CHECKING:
     from benchmarks.model_shapes import Model
@@ -202,15 +202,12 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
         return model.to(torch.bfloat16), parameters
     mesh = mesh_of_nodes(machine) if row.strategy == "HYBRID_SHARD" else None
     if row.implementation == "torch.fsdp2":
-        return fsdp2(row, model, mesh, machine), parameters
+        return fsdp2(row, model, mesh), parameters
     if row.implementation == "fsdp_c":
         # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
         torch.autograd.profiler._is_profiler_enabled = True
     splits = split_frozen() if row.adapters and row.implementation == "fsdp_c" else nullcontext()
-    within = (
-        reshard_after_forward(mesh_of_nodes(machine)["shard"]) if reshards_to_node(row) else nullcontext()
-    )
-    with within, splits:
+    with splits:
         wrapped: Any = fsdp1(row, model, device_mesh=mesh)
     if row.implementation == "fsdp_c":
         order = wrapped._exec_order_data
@@ -248,10 +245,6 @@ def mesh_of_nodes(machine: dict[str, Any]) -> DeviceMesh:
     return init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
 
 
-def reshards_to_node(row: Row) -> bool:
-    return row.implementation == "fsdp_c" and row.to_node
-
-
 def reduced_in(row: Row) -> torch.dtype:
     return torch.bfloat16 if row.reduce_in_bf16 else torch.float32
 
@@ -276,9 +269,9 @@ def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
         )
 
 
-def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None, machine: dict[str, Any]) -> nn.Module:
+def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, reduced_in(row))
-    reshards = machine["gpus_per_node"] if row.to_node else row.strategy != "SHARD_GRAD_OP"
+    reshards = row.strategy != "SHARD_GRAD_OP"
     offload = CPUOffloadPolicy() if row.offload else OffloadPolicy()
     settings = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for block in model.blocks:  # type: ignore[union-attr]

@@ -40,7 +40,6 @@ class Row:
     backward_prefetch: str = "BACKWARD_PRE"
     offload: bool = False  # parameters, gradients and the optimizer to the CPU
     ahead: int = 1  # units that fsdp_c gathers ahead
-    to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
     adapters: bool = False  # are trained on the linear layers of the blocks, and nothing else
     recompute: str = ""  # activations, in backward: full, operators, or of every nth block
     clip: bool = False  # gradients, by their norm

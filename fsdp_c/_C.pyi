@@ -145,8 +145,6 @@ class Handle:
         param_views: list[tuple[int, nn.Module, str, int]],
         process_group: ProcessGroup,
         replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
-        # a part of process_group within which backwards gather what forwards had
-        node_group: ProcessGroup | None,
         device: torch.device,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -228,7 +226,7 @@ class Handle:
         gradient)``. With a dtype, which says that ``function`` is torch's low-precision hook for it: in that
         dtype, with the group and factors of ``state``, without a call. RuntimeError for a second hook, or
         inside a backward."""
-    def fake_all_gather(self, group: ProcessGroup, node_group: ProcessGroup | None, /) -> None:
+    def fake_all_gather(self, group: ProcessGroup, /) -> None:
         """Send the all-gathers to ``group``, of the same rank and size, which does not send them."""
     def fake_reduce_scatter(self, group: ProcessGroup, /) -> None:
         """The same for reduce-scatters; all-reduces stay."""

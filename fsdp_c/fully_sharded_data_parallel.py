@@ -39,7 +39,6 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
-from fsdp_c.sharding.node_groups import make_groups, node_group
 from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.sharded_module import (
     Segment,
@@ -227,7 +226,6 @@ class FullyShardedDataParallel(ShardedModule):
         self._ignored_buffer_names = ignored.buffer_names
         self._device_mesh = device_mesh
         self.sharding_strategy = construction.resolve_strategy(sharding_strategy, self.world_size)
-        self._node_group = node_group(groups.shard, self.sharding_strategy)
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -348,7 +346,6 @@ class FullyShardedDataParallel(ShardedModule):
             self._use_orig_params,
             fsdp_extension=self._fsdp_extension,
             replicate_group=self._replicate_group,
-            node_group=self._node_group,
             tree=tree,
             flat_param_name=flat_param_name,
         )
@@ -407,8 +404,6 @@ class FullyShardedDataParallel(ShardedModule):
         elif error is not None:
             raise error
         members = [module for _, module in modules]
-        if not alone:
-            make_groups(members)
         misuse_checks.warn_of_lowered_frequencies(self, modules)
         buffers.cast_for_computation(members, self.compute_device)
         for path, module in modules:  # inner units may be bound to another tree

@@ -18,7 +18,6 @@ from fsdp_c.compat.upstream import (
     wrap,
 )
 from fsdp_c.sharding.grouping import split_frozen
-from fsdp_c.sharding.node_groups import reshard_after_forward
 
 __all__ = [
     "CustomPolicy",
@@ -26,7 +25,6 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
-    "reshard_after_forward",
     "size_based_auto_wrap_policy",
     "split_frozen",
     "transformer_auto_wrap_policy",

@@ -68,10 +68,9 @@ static int init_shapes(struct flat_param *param) {
 static int init_groups(struct flat_param *param, const struct handle_spec *spec) {
     if (collective_group_init(&param->shard_group, spec->process_group) < 0)
         return -1;
-    if (spec->replicate_group != Py_None &&
-        collective_group_init(&param->replicate_group, spec->replicate_group) < 0)
-        return -1;
-    return spec->node_group == Py_None ? 0 : collective_group_init(&param->node_group, spec->node_group);
+    return spec->replicate_group == Py_None
+               ? 0
+               : collective_group_init(&param->replicate_group, spec->replicate_group);
 }
 
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
@@ -104,7 +103,6 @@ void flat_param_fini(struct flat_param *param) {
     param->param_shapes = NULL;
     collective_group_fini(&param->shard_group);
     collective_group_fini(&param->replicate_group);
-    collective_group_fini(&param->node_group);
     Py_CLEAR(param->layout_owner);
     Py_CLEAR(param->name);
     Py_CLEAR(param->tensor);
@@ -137,7 +135,6 @@ void flat_param_check(const struct flat_param *param) {
     INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
     INVARIANT((param->strategy != FULL_SHARD && param->strategy != SHARD_GRAD_OP) ||
               !param->replicate_group.group);
-    INVARIANT(!param->node_group.group || param->layout.padded_numel % param->node_group.world_size == 0);
     INVARIANT(param->layout.rank == param->shard_group.rank);
     INVARIANT(param->layout.num_params == param->num_params);
     INVARIANT(PyTuple_Size(param->shapes) == param->num_params &&

@@ -65,7 +65,6 @@ struct flat_param {
     struct collective_group shard_group;
     /* .group NULL unless hybrid, or NO_SHARD that was hybrid over shard groups of one rank */
     struct collective_group replicate_group;
-    struct collective_group node_group; /* .group NULL unless backwards gather within a part of shard_group */
 };
 
 /* Everything handle_init needs; references are borrowed for the call. */
@@ -74,8 +73,7 @@ struct handle_spec {
     PyObject *layout_owner; /* the object that owns the layout's arrays */
     PyObject *flat_param, *params /* or None */, *shapes, *strides,
         *param_views /* list of (param, module, name, setting) */;
-    PyObject *process_group, *replicate_group /* or None */, *node_group /* or None */, *device, *param_dtype,
-        *reduce_dtype, *name;
+    PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
     PyObject *flat_param_owner; /* the dict where it is registered, or None */
     PyObject *flat_param_name;  /* by which it is registered there */
     PyObject *wrap_views;       /* or None */

@@ -161,17 +161,14 @@ static inline int handle_take_over_views(struct handle *handle) {
     return writeback_take_over_views(&handle->writeback, &last) < 0 ? -1 : 0;
 }
 
-/* What the module has written in place to its parameters in a forward goes into the shard, and to the ranks
- * of a node, before what is gathered goes (parity 52). 0 or -1. */
+/* What the module has written in place to its parameters in a forward goes into the shard, before what is
+ * gathered goes (parity 52). 0 or -1. */
 static inline int handle_take_over_writes(struct handle *handle) {
     struct storage *storage = &handle->storage;
     if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED ||
         handle->param.skip_writeback_check)
         return 0;
-    int written = writeback_take_over_writes(&handle->writeback);
-    if (written > 0 && storage_gathers_in_node(storage))
-        return storage_keep_secondary_shard(storage);
-    return written < 0 ? -1 : 0;
+    return writeback_take_over_writes(&handle->writeback) < 0 ? -1 : 0;
 }
 
 /* No backward comes for which views would stay. 0 or -1. */

@@ -65,8 +65,7 @@ int storage_refuse_elsewhere(const struct storage *storage) {
 int storage_leave_device(struct storage *storage) {
     if (!storage->elsewhere)
         return 0;
-    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0 ||
-        storage_forget_secondary_shard(storage) < 0)
+    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0)
         return -1;
     return storage->pool ? pool_empty(storage->pool) : 0;
 }
@@ -147,32 +146,13 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-static bool wants_secondary_shard(const struct flat_param *param, const struct precision_copy *copy) {
-    return param->node_group.group && !copy->is_local && flat_param_reshards_after_forward(param);
-}
-
-static int init_secondary_shard(const struct flat_param *param, struct precision_copy *copy) {
-    if (!wants_secondary_shard(param, copy))
-        return 0;
-    int64_t numel = param->layout.padded_numel / param->node_group.world_size;
-    if (buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
-        return -1;
-    return buffer_free(&copy->secondary_shard);
-}
-
 /* The parts of `full` that a gather and its readers use. 0 or -1 */
 static int take_parts(const struct flat_param *param, struct precision_copy *copy, PyObject *full) {
     const struct flat_layout *layout = &param->layout;
     ref_set(&copy->full_data, torch_part(full, 0, layout->numel));
     ref_set(&copy->own_part,
             torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel));
-    if (!copy->full_data || !copy->own_part)
-        return -1;
-    if (!wants_secondary_shard(param, copy))
-        return 0;
-    int64_t numel = layout->padded_numel / param->node_group.world_size;
-    ref_set(&copy->secondary_source, torch_part(full, param->node_group.rank * numel, numel));
-    return copy->secondary_source ? 0 : -1;
+    return copy->full_data && copy->own_part ? 0 : -1;
 }
 
 /* The storage is there while views of it are made, and not after. */
@@ -186,7 +166,7 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     if (copy->views &&
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
-    if (!copy->views || init_secondary_shard(storage->param, copy) < 0 ||
+    if (!copy->views ||
         (!copy->is_local &&
          (buffer_free(&copy->full) < 0 || freed_views_init(&copy->freed_views, copy->views) < 0)))
         return -1;
@@ -207,8 +187,6 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->full_data);
     buffer_fini(&copy->full);
     Py_CLEAR(copy->own_part);
-    Py_CLEAR(copy->secondary_source);
-    buffer_fini(&copy->secondary_shard);
     Py_CLEAR(copy->low_precision_shard);
     Py_CLEAR(copy->reduce_input_like);
     Py_CLEAR(copy->reduce_output_like);
@@ -406,28 +384,6 @@ int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
         return 0;
     ref_set(&storage->copy->reduce_dtype, Py_NewRef(dtype));
     return init_likes(storage, storage->copy);
-}
-
-/* ---- what the ranks of a node keep of a forward's unsharded parameters, for the backward to gather from
- * ---- */
-
-/* On the stream that computes, to which the memory belongs: the backward's gather comes after the last use of
- * what is gathered now, and is waited for before the part is forgotten. */
-int storage_keep_secondary_shard(struct storage *storage) {
-    struct precision_copy *copy = storage->copy;
-    if (!copy->secondary_source || storage->param_state == PARAM_SHARDED)
-        return 0;
-    if (buffer_alloc(&copy->secondary_shard) < 0)
-        return -1;
-    return torch_copy(copy->secondary_shard.tensor, copy->secondary_source);
-}
-
-/* A gather that is in flight may read it: whoever waits for that forgets it. */
-int storage_forget_secondary_shard(struct storage *storage) {
-    for (int i = 0; storage->param_state != PARAM_UNSHARDING && i < PRECISIONS; i++)
-        if (buffer_free(&storage->copies[i].secondary_shard) < 0)
-            return -1;
-    return 0;
 }
 
 /* ---- attributes ---- */

@@ -3,11 +3,6 @@
  *   local_shard --(upload)--> device_shard --(cast)--> this rank's part of copy->full --all-gather-->
  * copy->full SHARDED -> UNSHARDING -> UNSHARDED
  *
- * [Note: secondary shards] Under a `node_group` the ranks of a node keep what a forward has gathered, each
- * its secondary_shard, and the backward gathers within the node from these:
- *
- *   copy->full --copy--> secondary_shard    ...    secondary_shard --all-gather--> copy->full
- *
  * Where the shard lies elsewhere or in another precision it is brought to its place in what is gathered,
  * which the collective leaves as it is; otherwise the collective reads the shard.
  *
@@ -44,10 +39,6 @@ struct precision_copy {
     bool is_local;
     struct buffer full; /* unused when is_local */
     PyObject *own_part; /* owned; this rank's part of full, all of it under NO_SHARD */
-    /* owned; the part of full that secondary_shard is a copy of, NULL where none is kept */
-    PyObject *secondary_source;
-    /* allocated while the next gather reads it; see [Note: secondary shards] */
-    struct buffer secondary_shard;
     /* owned; only with low_precision and sharded: its memory is own_part's, this is never allocated */
     PyObject *low_precision_shard;
     PyObject *full_data; /* owned; full without right padding */
@@ -162,25 +153,6 @@ int storage_take_written(const struct storage *storage, int64_t param);
 
 static inline enum precision storage_precision(const struct storage *storage) {
     return (enum precision)(storage->copy - storage->copies);
-}
-
-/* ---- storage.c: see [Note: secondary shards] ---- */
-
-/* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
-int storage_keep_secondary_shard(struct storage *storage);
-int storage_forget_secondary_shard(struct storage *storage); /* the next gather reads the shards. 0 or -1 */
-
-static inline bool storage_keeps_secondary_shards(const struct storage *storage) {
-    return storage->copy->secondary_source;
-}
-
-static inline bool storage_gathers_in_node(const struct storage *storage) {
-    return storage->copy->secondary_shard.allocated;
-}
-
-/* Over which the next gather is. */
-static inline const struct collective_group *storage_gather_group(const struct storage *storage) {
-    return storage_gathers_in_node(storage) ? &storage->param->node_group : &storage->param->shard_group;
 }
 
 /* ---- unshard.c ---- */

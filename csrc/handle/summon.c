@@ -47,7 +47,7 @@ static PyObject *gather(struct handle *handle) {
                      ? handle_use_precision(handle, PRECISION_FULL)
                      : 0;
     if (result < 0 || storage_reshard(&handle->storage, true) < 0 ||
-        storage_forget_secondary_shard(&handle->storage) < 0 || handle_unshard_outside_step(handle) < 0) {
+        handle_unshard_outside_step(handle) < 0) {
         leave_full_precision(handle);
         return NULL;
     }

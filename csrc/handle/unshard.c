@@ -32,7 +32,6 @@ void storage_check(const struct storage *storage) {
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
     INVARIANT(!gathered || copy->is_local || copy->full.allocated);
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
-    INVARIANT(!storage_gathers_in_node(storage) || storage_keeps_secondary_shards(storage));
     for (int i = 0; i < PRECISIONS; i++)
         INVARIANT(&storage->copies[i] == copy || !storage->copies[i].full.allocated ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));
@@ -98,8 +97,7 @@ bool storage_wants_memory(const struct storage *storage) {
 /* ---- what a gather reads ---- */
 
 bool storage_makes_input(const struct storage *storage) {
-    return !storage->copy->is_local && (storage->copy->low_precision || storage->offload) &&
-           !storage_gathers_in_node(storage);
+    return !storage->copy->is_local && (storage->copy->low_precision || storage->offload);
 }
 
 static int cast_shard(const struct storage *storage, const struct tensor_view *shard) {
@@ -163,8 +161,6 @@ static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
 
 /* Borrowed. */
 static PyObject *gather_input(const struct storage *storage) {
-    if (storage_gathers_in_node(storage))
-        return storage->copy->secondary_shard.tensor;
     return storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
 }
 
@@ -177,7 +173,7 @@ int storage_unshard_enqueue(struct storage *storage) {
         input = as_sent(storage, gather_input(storage));
         output = input ? as_sent(storage, storage->copy->full.tensor) : NULL;
         ref_set(&storage->unshard_work,
-                output ? collective_all_gather(storage_gather_group(storage), output, input) : NULL);
+                output ? collective_all_gather(&storage->param->shard_group, output, input) : NULL);
         result = storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
         Py_XDECREF(input);
         Py_XDECREF(output);

@@ -34,7 +34,6 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "param_views",
                             "process_group",
                             "replicate_group",
-                            "node_group",
                             "device",
                             "param_dtype",
                             "reduce_dtype",
@@ -56,12 +55,12 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
     if (inside(self)->param.tensor)
         return RAISED(PyExc_RuntimeError, "a Handle is initialised once");
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOO!O!O!OOOOOOUOUOippppddp", names, &layout, &spec.flat_param, &spec.params,
+            args, kwargs, "OOOO!O!O!OOOOOUOUOippppddp", names, &layout, &spec.flat_param, &spec.params,
             &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.param_views,
-            &spec.process_group, &spec.replicate_group, &spec.node_group, &spec.device, &spec.param_dtype,
-            &spec.reduce_dtype, &spec.name, &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views,
-            &spec.strategy, &spec.use_orig_params, &spec.keep_low_precision_grads, &spec.skip_writeback_check,
-            &spec.verbose, &spec.predivide, &spec.postdivide, &spec.offload))
+            &spec.process_group, &spec.replicate_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype,
+            &spec.name, &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views, &spec.strategy,
+            &spec.use_orig_params, &spec.keep_low_precision_grads, &spec.skip_writeback_check, &spec.verbose,
+            &spec.predivide, &spec.postdivide, &spec.offload))
         return -1;
     spec.layout_owner = layout;
     if (!(spec.layout = layout_of(layout)))
@@ -208,16 +207,11 @@ static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(handle->param.sharded && handle->storage.param_state == PARAM_SHARDED);
 }
 
-/* Between steps, and between a forward and its backward, what is freed may have changed: so what a node keeps
- * of it goes as well. */
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = made(self);
     PyObject *free_storage = handle ? only_argument(args, kwargs, "free_unsharded_flat_param") : NULL;
     int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
-    int result = wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted);
-    if (!result && wanted && handle->training_state == USE_IDLE)
-        result = storage_forget_secondary_shard(&handle->storage);
-    return none_or_error(result);
+    return none_or_error(wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted));
 }
 
 static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
@@ -228,15 +222,9 @@ static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
     return none_or_error(handle_set_comm_hook(handle, function, state, dtype));
 }
 
-static PyObject *fake_all_gather(PyObject *self, PyObject *args) {
+static PyObject *fake_all_gather(PyObject *self, PyObject *group) {
     struct handle *handle = made(self);
-    PyObject *group, *node_group;
-    if (!handle || !PyArg_ParseTuple(args, "OO", &group, &node_group))
-        return NULL;
-    int result = collective_fake_all_gather(&handle->param.shard_group, group);
-    if (!result && handle->param.node_group.group)
-        result = collective_fake_all_gather(&handle->param.node_group, node_group);
-    return none_or_error(result);
+    return none_or_error(handle ? collective_fake_all_gather(&handle->param.shard_group, group) : -1);
 }
 
 static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
@@ -245,7 +233,7 @@ static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
 }
 
 static PyMethodDef methods[] = {
-    {"fake_all_gather", fake_all_gather, METH_VARARGS, NULL},
+    {"fake_all_gather", fake_all_gather, METH_O, NULL},
     {"fake_reduce_scatter", fake_reduce_scatter, METH_O, NULL},
     {"set_comm_hook", set_comm_hook, METH_VARARGS, NULL},
     {"summon_enter", summon_enter, METH_O, NULL},

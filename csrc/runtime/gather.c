@@ -114,11 +114,9 @@ static bool goes_together(struct unit *unit) {
         unit->runtime->operations->gather != unit_enqueue_gather)
         return false;
     FOR_PARTS(part, unit)
-        if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED ||
-            storage_gathers_in_node(&part->handle->storage) !=
-                storage_gathers_in_node(&unit->handle->storage))
+        if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
             return false;
-    return collective_gathers_together(storage_gather_group(&unit->handle->storage));
+    return collective_gathers_together(&unit->handle->param.shard_group);
 }
 
 static int enqueue_together(struct unit *unit) {
@@ -130,8 +128,7 @@ static int enqueue_together(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (make_input(part) < 0 || handle_unshard_add(part->handle, &batch) < 0)
             return -1;
-    OWNED *work =
-        collective_all_gather_together(storage_gather_group(&unit->handle->storage), outputs, inputs);
+    OWNED *work = collective_all_gather_together(&unit->handle->param.shard_group, outputs, inputs);
     if (!work)
         return -1;
     FOR_PARTS(part, unit) /* what comes next is after the first one's */
@@ -198,28 +195,6 @@ int unit_reshard(struct unit *unit, bool free_storage) {
         storage_reshard(storage, free_storage) < 0)
         return -1;
     return frees ? schedule_note_free(&unit->runtime->schedule) : 0;
-}
-
-/* ---- what the ranks of a node keep: see [Note: secondary shards] in storage.h ---- */
-
-int unit_forget_secondary_shards(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (storage_forget_secondary_shard(&part->handle->storage) < 0)
-            return -1;
-    return 0;
-}
-
-/* Before the module may change what is gathered, as a gather over all ranks would not see that. The root
- * stays gathered until its backward, and an optional unit need not run on all ranks of a node. */
-int unit_keep_secondary_shards(struct unit *unit) {
-    if (!storage_keeps_secondary_shards(&unit->handle->storage))
-        return 0;
-    if (unit->is_root || unit->optional.enclosing || !torch_grad_enabled())
-        return unit_forget_secondary_shards(unit);
-    FOR_PARTS(part, unit)
-        if (storage_keep_secondary_shard(&part->handle->storage) < 0)
-            return explain_gather(part, false);
-    return 0;
 }
 
 /* ---- in which precision ---- */

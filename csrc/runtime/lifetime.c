@@ -64,8 +64,7 @@ int unit_prefetch(struct unit *candidate, enum training_state state) {
         return 0;
     bool in_forward = state == USE_FORWARD;
     int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || (in_forward && unit_forget_secondary_shards(candidate) < 0) ||
-        unit_gather(candidate) < 0)
+    if (chosen < 0 || unit_gather(candidate) < 0)
         return -1;
     unit_set_prefetched(candidate, true);
     return 0;
@@ -106,11 +105,11 @@ static int take_turn(struct unit *unit) {
 int unit_unshard_for_forward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_forward(unit);
-    if (take_turn(unit) < 0 || begin_step_alone(unit) < 0 || unit_forget_secondary_shards(unit) < 0 ||
-        unit_give_back_stale(unit) < 0 || unit_gather_and_wait(unit) < 0)
+    if (take_turn(unit) < 0 || begin_step_alone(unit) < 0 || unit_give_back_stale(unit) < 0 ||
+        unit_gather_and_wait(unit) < 0)
         return -1;
     unit_note_used(unit);
-    if (unit_keep_secondary_shards(unit) < 0 || optional_begin_forward(unit) < 0)
+    if (optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
     return prefetch_next(unit, USE_FORWARD);
@@ -143,8 +142,7 @@ static int end_use(struct unit *unit) {
                 return -1;
         return optional_hold(unit) < 0 ? -1 : unit_set_training_state(unit, USE_IDLE);
     }
-    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 ||
-        (!unit->needs_pre_backward_unshard && unit_forget_secondary_shards(unit) < 0))
+    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
         return -1;
     FOR_PARTS(part, unit)
         if (reshard_after_forward(part, unit) < 0)
@@ -170,8 +168,7 @@ int unit_unshard_for_backward(struct unit *unit) {
         return -1;
     if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0 ||
-        unit_forget_secondary_shards(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
     unit_expect_backward(unit, false);
     unit_set_prefetched(unit, false);
@@ -283,8 +280,7 @@ int unit_unshard(struct unit *unit) {
     if (handle->training_state == USE_SUMMON_FULL_PARAMS)
         return unit_error(PyExc_RuntimeError, handle->param.layout.rank, unit->name,
                           "its full parameters are summoned: prefetch it outside of summon_full_params");
-    if (begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 ||
-        unit_forget_secondary_shards(unit) < 0 || gather_for_next(unit) < 0)
+    if (begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || gather_for_next(unit) < 0)
         return -1;
     FOR_PARTS(part, unit)
         if (handle_show_views(part->handle) < 0)

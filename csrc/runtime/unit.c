@@ -170,8 +170,6 @@ int unit_end_step(struct unit *unit) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = unit->named = false;
     unit->prefetched = false;
     order_place_end_step(&unit->place);
-    if (unit->handle && storage_forget_secondary_shard(&unit->handle->storage) < 0)
-        return -1;
     return unit_set_phase(unit, PHASE_IDLE);
 }
 

@@ -157,10 +157,7 @@ int unit_wait_gathered(struct unit *unit); /* computation waits for them */
 int unit_gather_and_wait(struct unit *unit);
 /* one part of a unit, as all that reshards in backward */
 int unit_reshard(struct unit *unit, bool free_storage);
-/* of what this forward has gathered, where a backward may follow */
-int unit_keep_secondary_shards(struct unit *unit);
-int unit_forget_secondary_shards(struct unit *unit); /* what is gathered next comes from the shards */
-int unit_await_step(struct unit *part);              /* its optimizers have stepped */
+int unit_await_step(struct unit *part); /* its optimizers have stepped */
 /* Of one part, after the limiter: for the table of operations. */
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */

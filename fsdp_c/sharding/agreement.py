@@ -100,7 +100,6 @@ def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
         "dtype": str(flat_param.dtype),
         "mixed_precision": f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
         "padded number of elements": handle.layout.padded_numel,
-        "reshard_after_forward": 0 if module._node_group is None else module._node_group.size(),
         "optional": is_optional,
     }
     return UnitPlan(clean_path(path), tuple(flat_param._fqns), needs)

@@ -286,8 +286,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``.
     ``replicate_group`` is the group over which a hybrid strategy reduces its shards' gradients,
-    ``node_group`` the part of ``process_group`` within which a backward gathers what the forward has
-    gathered, ``tree`` what a walk over the module has found already. With a ``flat_param_name``, under which
+    ``tree`` what a walk over the module has found already. With a ``flat_param_name``, under which
     a unit registers it, parameters may be integers. ValueError for parameters that cannot share one.
     """
 
@@ -309,7 +308,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         *,
         fsdp_extension: FSDPExtensions | None = None,
         replicate_group: dist.ProcessGroup | None = None,
-        node_group: dist.ProcessGroup | None = None,
         tree: Subtree | None = None,
         flat_param_name: str | None = None,
     ) -> None:
@@ -329,7 +327,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         self.device = device
         self.process_group = process_group
         self.replicate_group = replicate_group
-        self.node_group = node_group
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
@@ -375,7 +372,6 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             param_views=found.param_views(),
             process_group=process_group,
             replicate_group=replicate_group,
-            node_group=node_group,
             device=device,
             param_dtype=mp_param_dtype,
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
@@ -395,7 +391,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         if use_orig_params:
             found.come_last()
         if self._use_fake_all_gather:
-            self.fake_all_gather(_fake_group(process_group), node_group and _fake_group(node_group))
+            self.fake_all_gather(_fake_group(process_group))
         if self._use_fake_reduce:
             self.fake_reduce_scatter(_fake_group(process_group))
 

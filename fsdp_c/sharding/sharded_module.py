@@ -85,7 +85,6 @@ class ShardedModule(nn.Module, _FSDPState):
     world_size: int
     _inter_node_pg: dist.ProcessGroup  # there for hybrid strategies, as is the next
     _inter_node_state: DefaultState
-    _node_group: dist.ProcessGroup | None  # within which backwards gather what forwards have gathered
     _device_mesh: DeviceMesh | None
     _fsdp_extension: FSDPExtensions | None
     _gradient_predivide_factor: float

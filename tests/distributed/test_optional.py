@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import fsdp_c.checkpoint
 from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.sharding.optional import is_marked
-from fsdp_c.wrap import ModuleWrapPolicy, reshard_after_forward
+from fsdp_c.wrap import ModuleWrapPolicy
 from tests.distributed.test_collective_calls import calls, counted
 from tests.ranks import both_views, device, on_ranks
 from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
@@ -306,8 +305,7 @@ def test_random_programs_on_four_ranks(rank: int, strategy: ShardingStrategy) ->
         options = some_options(
             random.Random(seed), in_double=not is_hybrid, sharding_strategy=strategy, device_mesh=mesh
         )
-        with reshard_after_forward(2) if seed % 2 else nullcontext():
-            check(options, seed, rank)
+        check(options, seed, rank)
 
 
 # ----------------------------------------------------------------- beside an unsharded model

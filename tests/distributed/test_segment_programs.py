@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import fsdp_c
 from fsdp_c import BackwardPrefetch, ShardingStrategy, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.wrap import CustomPolicy, reshard_after_forward, split_frozen
+from fsdp_c.wrap import CustomPolicy, split_frozen
 from tests.ranks import device, on_ranks
 
 WIDTH = 6
@@ -242,11 +242,7 @@ def test_programs_train_as_the_plain_model(rank: int, world_size: int, seed: int
     run(seed, rank, world_size)
 
 
-@pytest.mark.parametrize("to_node", [False, True], ids=["over all", "to the node"])
 @pytest.mark.parametrize("seed", SEEDS_OF_FOUR)
 @on_ranks(4)
-def test_programs_of_four_ranks_train_as_the_plain_model(
-    rank: int, world_size: int, seed: int, to_node: bool
-) -> None:
-    with reshard_after_forward(2) if to_node else nullcontext():
-        run(seed, rank, world_size)
+def test_programs_of_four_ranks_train_as_the_plain_model(rank: int, world_size: int, seed: int) -> None:
+    run(seed, rank, world_size)

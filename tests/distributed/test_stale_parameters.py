@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.wrap import reshard_after_forward, split_frozen
+from fsdp_c.wrap import split_frozen
 from tests.distributed.test_collective_calls import calls, counted
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
@@ -561,17 +561,6 @@ def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(argum
         trainer.train(1)
         with torch.inference_mode():
             trainer.loss(2)
-    check(trainers[0].model, trainers[1].model)
-
-
-@strategies
-@on_ranks(4)
-def test_so_it_does_where_backwards_gather_within_a_node(strategy: str) -> None:
-    with reshard_after_forward(2):
-        trainers = both_writing("inside", strategy=strategy)
-    for trainer in trainers:
-        trainer.train(0)
-        trainer.train(1)
     check(trainers[0].model, trainers[1].model)
 
 

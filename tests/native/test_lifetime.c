@@ -35,7 +35,7 @@ static bool it_said(const char *expected) {
 
 /* In the place of the all-gather. */
 static int gather(struct unit *unit) {
-    say(storage_gathers_in_node(&unit->handle->storage) ? "within" : "gather", unit);
+    say("gather", unit);
     unit->handle->storage.param_state = PARAM_UNSHARDED;
     return 0;
 }
@@ -48,16 +48,6 @@ int storage_reshard(struct storage *storage, bool free_storage) {
         return 0;
     say("free", &units[i]);
     storage->param_state = PARAM_SHARDED;
-    return 0;
-}
-
-int storage_keep_secondary_shard(struct storage *storage) {
-    storage->copy->secondary_shard.allocated = true;
-    return 0;
-}
-
-int storage_forget_secondary_shard(struct storage *storage) {
-    storage->copy->secondary_shard.allocated = false;
     return 0;
 }
 
@@ -302,29 +292,6 @@ TEST(test_copies_of_what_is_not_sharded_are_freed_at_once) {
     build(NO_SHARD, PREFETCH_NONE, false);
     forward(true);
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0"));
-}
-
-static void keep_in_nodes(void) {
-    static char source;
-    for (int i = 0; i < UNITS; i++)
-        handles[i].storage.copy->secondary_source = (PyObject *)&source; /* is not followed */
-}
-
-TEST(test_what_a_node_keeps_is_gathered_by_the_backward_alone) {
-    build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
-    keep_in_nodes();
-    for (int step = 0; step < 2; step++) {
-        forward(true);
-        CHECK(it_said(step == 0 ? "gather0 gather1 free1 gather2 free2 gather3 free3"
-                                : "gather0 gather1 gather2 free1 gather3 free2 free3"));
-        backward();
-        CHECK(it_said("within3 within2 free3 flush within1 free2 flush free1 flush free0 flush"));
-        end_backward();
-    }
-    forward(true); /* no backward follows: the next forward is of other parameters */
-    said[0] = '\0';
-    forward(false);
-    CHECK(it_said("free0 gather0 gather1 gather2 free1 gather3 free2 free3 free0 flush"));
 }
 
 TEST(test_a_forward_gathers_anew_what_one_without_backward_has_left) {

@@ -7,7 +7,6 @@ there. The harness of the ranks looks for races and for memory that is given bac
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import replace
 from typing import Any
@@ -16,9 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_c.wrap import reshard_after_forward
 from tests import simulated_gpu as device
 from tests.models import HIDDEN, WIDTH
 from tests.ranks import on_ranks
@@ -55,11 +52,6 @@ def name_of(settings: dict[str, Any]) -> str:
 
 ON_ONE_NODE = [settings for settings in STANDARD if is_on_one_node(settings)]
 ON_NODES = [settings for settings in STANDARD if not is_on_one_node(settings)]
-ON_NODES += [
-    {"model": "1.3B", "machine": machine, "to_node": True, **more}
-    for machine in ("ib512", "ethernet64")
-    for more in ({}, {"offload": True}, {"forward_prefetch": True})  # type: ignore[var-annotated]
-]
 
 
 def twin_of(model: Model) -> Model:
@@ -90,12 +82,6 @@ def groups_of(row: Row) -> Any:
     return nccl_group()
 
 
-def within_nodes(row: Row) -> contextlib.AbstractContextManager[None]:
-    if not timeline_models.reshards_to_node(row):
-        return contextlib.nullcontext()
-    return reshard_after_forward(DeviceMesh.from_group(group_of(((0, 1), (2, 3))), "cuda"))
-
-
 def train(row: Row, rank: int) -> list[Tensor]:
     """Everything a user can see, on the CPU."""
     torch.manual_seed(7)
@@ -106,8 +92,7 @@ def train(row: Row, rank: int) -> list[Tensor]:
         getattr(model, name).copy_(
             torch.linspace(-1, 1, getattr(model, name).numel()).view_as(getattr(model, name))
         )
-    with within_nodes(row):
-        model = timeline_models.fsdp1(row, model, process_group=groups_of(row))
+    model = timeline_models.fsdp1(row, model, process_group=groups_of(row))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     seen: list[Tensor] = []
     for step in range(STEPS):

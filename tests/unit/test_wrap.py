@@ -51,7 +51,7 @@ def paths(model: nn.Module) -> list[str]:
 
 
 def test_policies_are_the_objects_of_torch() -> None:  # G-001, G-003
-    for name in set(fsdp_wrap.__all__) - {"reshard_after_forward", "split_frozen"}:
+    for name in set(fsdp_wrap.__all__) - {"split_frozen"}:
         assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
 
 
