@@ -68,7 +68,7 @@ help:
 # The environment: one stamp per step, newer than what the step was made from.
 $(VENV)/.made:
 	@command -v cc >/dev/null || { echo 'error: no C compiler found (cc): install gcc or clang' >&2; exit 1; }
-	@for python in $(or $(PYTHON),$(CANDIDATES)); do \
+	@for python in $(if $(PYTHON),"$(PYTHON)",$(CANDIDATES)); do \
 	    if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then \
 	        echo "making $(VENV) with $$("$$python" -c 'import sys; print(sys.executable)')"; \
 	        "$$python" -m venv $(VENV) && touch $@ && exit 0; \
@@ -103,7 +103,7 @@ build: $(VENV)/.installed
 
 demo: build
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_lm.py \
-	    --out $(DEMO_OUT) $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
+	    --out "$(DEMO_OUT)" $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
 
 # `make test` meets every file: all of SHORT, and of each file of LONG, and of those on the simulated GPU, one test in PART, always the same
 # ones. `make test-all` runs the others too, the libraries, the wheel, and a minute each of what is drawn at random.
@@ -203,10 +203,10 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 	tar -cf - --exclude '*.so' --exclude __pycache__ --exclude .venv --exclude ./build --exclude ./runs --exclude .git . \
 	    | tar -xf - -C $(ASAN)
 	cd $(ASAN) && rm -f fsdp_c/*.so && FSDP_C_CUDA=0 FSDP_C_SANITIZE=address,undefined FSDP_C_OPT=-O1 \
-	    $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	    "$(abspath $(BIN))/python" setup.py -q build_ext --inplace
 	cd $(ASAN) && LD_PRELOAD="$$(for one in asan ubsan stdc++; do cc -print-file-name=lib$$one.so; done | xargs)" \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
+	    PYTHONMALLOC=malloc "$(abspath $(BIN))/python" -m pytest $(ASAN_TESTS)
 
 # A debug build checks each result against the exception that is set, references and the interpreter's lock. torch and the extension of
 # the .venv load into one of the same version: Debian's python3.11-dbg for 3.11. Without one nothing is run.
@@ -218,7 +218,7 @@ test-debug-python: build $(VENV)/.dev
 
 # For another processor than this one, emulated. What it needs: tests/aarch64/run.
 test-aarch64: $(VENV)/.dev
-	PYTHON=$(abspath $(BIN))/python tests/aarch64/run
+	PYTHON="$(abspath $(BIN))/python" tests/aarch64/run
 
 # What is released, in dist/, and what a change must keep of it: see .ci/wheel.
 wheel: build $(VENV)/.release

@@ -93,7 +93,8 @@ def c_sources() -> list[str]:
 
 def headers_of(depfile: Path) -> list[str]:
     """The files an object was made from, as the compiler's -MMD wrote them down."""
-    return depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
+    names = re.split(r"(?<!\\)\s+", depfile.read_text().replace("\\\n", " ").partition(": ")[2].strip())
+    return [re.sub(r"\\([ #])", r"\1", name).replace("$$", "$") for name in names]
 
 
 def is_stale(target: Path, inputs: list[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +47,7 @@ class Unit:
         depfile, stamp = self.object.with_suffix(".d"), self.object.with_suffix(".json")
         if not depfile.exists() or not stamp.exists() or stamp.read_text() != self.stamp:
             return True
-        inputs = depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
-        return is_stale(self.object, [Path(name) for name in inputs])
+        return is_stale(self.object, inputs_of(depfile))
 
     def compile(self) -> None:
         call(*self.command)
@@ -69,9 +69,16 @@ class Library:
         objects = [*(unit.object for unit in self.units), *self.further]
         if is_stale(self.target, [*objects, *filter(None, [self.names])]):
             made = self.target.with_name(f"{self.target.name}.new")
-            shown = [f"-Wl,--version-script={self.names}"] if self.names else []
+            # -Wl splits at commas
+            shown = ["-Xlinker", f"--version-script={self.names}"] if self.names else []
             call("g++", "-shared", *map(str, objects), *self.linking, *shown, "-o", str(made))
             made.replace(self.target)  # processes that have the old one keep it
+
+
+def inputs_of(depfile: Path) -> list[Path]:
+    """The files that an object was made from, which the compiler wrote down for make, with its escapes."""
+    names = re.split(r"(?<!\\)\s+", depfile.read_text().replace("\\\n", " ").partition(": ")[2].strip())
+    return [Path(re.sub(r"\\([ #])", r"\1", name).replace("$$", "$")) for name in names]
 
 
 def is_stale(target: Path, inputs: Sequence[Path]) -> bool:

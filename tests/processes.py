@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,3 +29,20 @@ def output_of_python(
     done = run_python(*arguments, cwd=cwd, timeout_s=timeout_s, **variables)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
+
+
+def as_nobody(work: Callable[[], None]) -> None:
+    """Do it in a forked process that has no rights of root's."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

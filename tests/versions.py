@@ -14,6 +14,7 @@ At the end, and with ``--report`` alone, one table shows all that the folder has
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import platform
@@ -155,11 +156,12 @@ def checkout(folder: Path) -> tuple[Path, str]:
 def interpreter(version: str) -> str:
     """A Python of ``version``, as "3.12", from the path or from pyenv, or the one at a path. SystemExit if
     none."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    pyenv = glob.escape(os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv"))
+    # Path.glob() raises where a folder may not be read
     candidates = [
         version,
         f"python{version}",
-        *map(str, sorted(pyenv.glob(f"{version}.*/bin/python{version}"))),
+        *sorted(glob.glob(f"{pyenv}/versions/{version}.*/bin/python{version}")),
     ]
     for candidate in candidates:
         found = shutil.which(candidate)  # perhaps a shim of pyenv, which may refuse to run

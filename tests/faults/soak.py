@@ -254,14 +254,14 @@ def torchrun(out: Path, steps: int, seed: int, kills: int, disturbed: bool) -> N
     out.mkdir(parents=True)
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {kills} -m tests.faults.soak"
     role = "disturbed" if disturbed else "undisturbed"
-    flags = f"--steps {steps} --seed {seed} --kills {kills} --out {out} --rank {role}"
+    flags = f"--steps {steps} --seed {seed} --kills {kills} --rank {role}"
     environment = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with (out / "stderr").open("w") as stderr:
-        command = [sys.executable, *launcher.split(), *flags.split()]
+        command = [sys.executable, *launcher.split(), *flags.split(), "--out", str(out)]
         done = subprocess.run(command, stderr=stderr, env=os.environ | environment, cwd=ROOT)
     if done.returncode:
         sys.exit(f"torchrun failed:\n{(out / 'stderr').read_text()[-4000:]}")

@@ -71,7 +71,8 @@ def torch_library() -> Library:
     flags = [*TORCH_FLAGS, *(word for path in includes for word in ("-isystem", str(path)))]
     of_torch = (
         f"-L{torch / 'lib'}",
-        f"-Wl,-rpath,{torch / 'lib'}",
+        "-Xlinker",  # -Wl splits at commas
+        f"-rpath={torch / 'lib'}",
         "-lc10",
         "-ltorch_cpu",
         "-ltorch",

@@ -1000,7 +1000,7 @@ def two(first: list[int], second: list[int]) -> dict[str, Any]:
 )
 def test_safetensors_hold_each_byte_once(header: Any, nbytes: int, reason: str, tmp_path: Path) -> None:
     path = safetensors_file(tmp_path / "model.safetensors", header, bytes(nbytes))
-    with pytest.raises(CheckpointError, match=f"{path}: .*{reason}"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}: .*{reason}"):
         open_source(path)
     library = pytest.importorskip("safetensors")
     if "begin" in reason or "end" in reason and "half" not in reason:

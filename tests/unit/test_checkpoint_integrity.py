@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -281,7 +282,7 @@ def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there
 
     with (
         mock.patch("os.fsync", failing),
-        pytest.warns(UserWarning, match=f"{path}: saved and in its place.*output"),
+        pytest.warns(UserWarning, match=f"{re.escape(str(path))}: saved and in its place.*output"),
     ):
         save(path, 2)
     assert loaded_version(path) == 2

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import pickletools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +114,8 @@ def test_getattr_gives_members_of_enums_and_nothing_else(
 ) -> None:
     path = written(tmp_path / "ckpt", b"c" + module + b"\ngetattr\n(" + arguments + b"tR.")
     with pytest.raises(
-        CheckpointError, match=f"{path / METADATA}: damaged, or not written by DCP .it names .*getattr"
+        CheckpointError,
+        match=f"{re.escape(str(path / METADATA))}: damaged, or not written by DCP .it names .*getattr",
     ):
         read_checkpoint(path)
 

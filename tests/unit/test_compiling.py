@@ -21,7 +21,8 @@ from torch._dynamo.trace_rules import check_file
 assert check_file(fsdp_c.fully_sharded_data_parallel.__file__).skipped
 from torch._dynamo import utils
 tried = {one.co_filename for one in utils.get_compilation_metrics() if one.co_filename}
-assert tried and not [name for name in tried if name.startswith(fsdp_c.__path__[0])], tried
+ours = fsdp_c.__path__[0] + "/"
+assert tried and not [name for name in tried if name.startswith(ours)], tried
 assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("fsdp_c")]
 print("compiled")
 """

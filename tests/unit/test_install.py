@@ -185,6 +185,19 @@ def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
         assert link_time_flags(["cc"]) == ["-flto=auto"]
 
 
+def test_headers_in_folders_with_spaces_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    headers_of = runpy.run_path("setup.py")["headers_of"]
+    folder = tmp_path / "a b, #1 $c"
+    folder.mkdir()
+    (folder / "one.h").touch()
+    (folder / "one.c").write_text('#include "one.h"')
+    command = ["cc", "-MMD", "-c", str(folder / "one.c"), "-o", str(folder / "one.o")]
+    assert call(*command, cwd=folder).returncode == 0
+    assert headers_of(folder / "one.d") == [str(folder / name) for name in ("one.c", "one.h")]
+
+
 def test_a_torch_for_the_cpu_is_found_where_the_build_cannot_import_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +228,8 @@ def test_kernels_of_another_cuda_than_torchs_are_left_alone(installed: Path, tmp
     for name, code in LIBRARIES_OF_TORCH.items():
         (tmp_path / f"{name}.c").write_text(code)
         linking = [
-            f"-Wl,-soname,{name},--no-as-needed,-rpath,{tmp_path}",
+            f"-Wl,-soname,{name},--no-as-needed",
+            *("-Xlinker", f"-rpath={tmp_path}"),  # -Wl splits at commas
             *map(str, tmp_path.glob("*.so.12")),
         ]
         done = call("cc", "-shared", "-fPIC", f"{name}.c", "-o", name, *linking, cwd=tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import versions
+from tests.processes import as_nobody
 from tests.versions import Result, Row, Version
 
 SUITE = """
@@ -198,6 +199,30 @@ def test_requirements_leave_torch_to_the_version() -> None:
     assert "torch" not in names and {"numpy", "pytest", "setuptools"} <= set(names)
 
 
-def test_a_missing_python_is_named() -> None:
-    with pytest.raises(SystemExit, match="no Python 2.99 found"):
-        versions.interpreter("2.99")
+@pytest.mark.parametrize("version", ["2.99", "/nowhere/python"])
+def test_a_missing_python_is_named(version: str) -> None:
+    with pytest.raises(SystemExit, match=f"no Python {version} found"):
+        versions.interpreter(version)
+
+
+def test_a_python_is_found_at_its_path_and_by_pyenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.interpreter(sys.executable) == sys.executable
+    made = tmp_path / "[a] b/versions/2.99.1/bin/python2.99"
+    made.parent.mkdir(parents=True)
+    made.symlink_to(sys.executable)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "[a] b"))
+    assert versions.interpreter("2.99") == str(made)
+
+
+def test_a_folder_of_pyenv_that_may_not_be_read_has_no_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    monkeypatch.setenv("PYENV_ROOT", str(closed / "pyenv"))
+
+    def work() -> None:
+        with pytest.raises(SystemExit, match="no Python 2.99 found"):
+            versions.interpreter("2.99")
+
+    as_nobody(work)
