@@ -15,7 +15,7 @@ commands:
   run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp as it is
   run -m MODULE [ARGUMENT ...]    the same for a module
   env                             show versions, what was found here, and which kernels are used: for reports
-  selftest                        try kernels, training, memory, time and a checkpoint on this machine, beside torch's
+  selftest                        try kernels, training beside torch's FSDP1 and a checkpoint on this machine
 
   torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
   torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
@@ -86,7 +86,7 @@ def env(argv: Sequence[str]) -> int:
 def selftest(argv: Sequence[str]) -> int:
     """Try fsdp_c on this rank of torchrun or on ranks started here. 1 if anything failed."""
     parser = _parser(
-        "selftest", description="Try fsdp_c on this machine, beside torch's FSDP1 and FSDP2: some minutes."
+        "selftest", description="Try fsdp_c on this machine, beside torch's FSDP1."
     )
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
     parser.add_argument(
