@@ -85,9 +85,7 @@ def env(argv: Sequence[str]) -> int:
 
 def selftest(argv: Sequence[str]) -> int:
     """Try fsdp_c on this rank of torchrun or on ranks started here. 1 if anything failed."""
-    parser = _parser(
-        "selftest", description="Try fsdp_c on this machine, beside torch's FSDP1."
-    )
+    parser = _parser("selftest", description="Try fsdp_c on this machine, beside torch's FSDP1.")
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
     parser.add_argument(
         "--width", type=int, default=512, metavar="N", help="of the model (default: %(default)s)"
