@@ -21,7 +21,9 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
@@ -73,11 +75,25 @@ def link_time_flags(compiler: list[str]) -> list[str]:
     if is_on("FSDP_C_OLD_GLIBC"):
         flags.append("-flto-partition=one")  # csrc/base/old_glibc.h is heeded in no other
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.c")
-        source.write_text("int probe(void) {\n    return 0;\n}\n")
-        command = [*compiler, "-fPIC", "-shared", *flags, str(source), "-o", str(source.with_suffix(".so"))]
-        can = subprocess.run(command, capture_output=True).returncode == 0
+        Path(folder, "probe.c").write_text("int probe(void) {\n    return 0;\n}\n")
+        command = [*compiler, "-fPIC", "-shared", *flags, "probe.c", "-o", "probe.so"]
+        with link_temporaries_in("."):
+            can = subprocess.run(command, cwd=folder, capture_output=True).returncode == 0
     return flags if can else []
+
+
+@contextmanager
+def link_temporaries_in(folder: str) -> Iterator[None]:
+    """Across files gcc optimises by a makefile in TMPDIR, in which paths with spaces or quotes go wrong."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def version() -> str:
@@ -151,13 +167,15 @@ class IncrementalBuild(build_ext):
             list(pool.map(lambda source: self.compile_one(ext, source), stale))
         if stale or is_stale(target, [str(obj) for obj in objects.values()]):
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.compiler.link_shared_object(
-                [str(obj) for obj in objects.values()],
-                str(target),
-                extra_postargs=ext.extra_link_args,
-                build_temp=self.build_temp,
-                target_lang="c",
-            )
+            Path("build").mkdir(exist_ok=True)
+            with link_temporaries_in("build"):
+                self.compiler.link_shared_object(
+                    [str(obj) for obj in objects.values()],
+                    str(target),
+                    extra_postargs=ext.extra_link_args,
+                    build_temp=self.build_temp,
+                    target_lang="c",
+                )
 
     def compile_one(self, ext: Extension, source: str) -> None:
         """Compile one source; an error of the compiler ends the build."""

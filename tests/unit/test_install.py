@@ -175,7 +175,7 @@ def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) 
 
 
 def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     monkeypatch.chdir(ROOT)
@@ -183,6 +183,11 @@ def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
     assert link_time_flags(["false"]) == []
     if "Free Software Foundation" in call("cc", "--version", cwd=ROOT).stdout:
         assert link_time_flags(["cc"]) == ["-flto=auto"]
+        folder = tmp_path / "Ann's files"
+        folder.mkdir()
+        monkeypatch.setenv("TMPDIR", str(folder))
+        assert link_time_flags(["cc"]) == ["-flto=auto"]
+        assert os.environ["TMPDIR"] == str(folder)
 
 
 def test_headers_in_folders_with_spaces_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
