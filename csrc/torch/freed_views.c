@@ -22,6 +22,7 @@ int freed_views_init(struct freed_views *views, PyObject *tuple) {
     }
     for (; views->count < count; views->count++) {
         PyObject *view = PyTuple_GetItem(tuple, views->count);
+        views->tensors[views->count] = Py_None;
         if (!Py_IS_TYPE(view, (PyTypeObject *)torch_names.tensor_type))
             continue;
         if (PyObject_SetAttrString(view, "__class__", (PyObject *)views->type) < 0)
@@ -34,7 +35,7 @@ int freed_views_init(struct freed_views *views, PyObject *tuple) {
 
 void freed_views_fini(struct freed_views *views) {
     for (int64_t i = 0; i < views->count; i++)
-        if (views->tensors[i])
+        if (views->tensors[i] != Py_None)
             Py_DECREF(Py_IS_TYPE(views->tensors[i], views->type) ? torch_names.tensor_type
                                                                  : (PyObject *)views->type);
     PyMem_Free(views->tensors);
@@ -44,9 +45,10 @@ void freed_views_fini(struct freed_views *views) {
 void freed_views_set(const struct freed_views *views, bool freed) {
     PyTypeObject *plain_type = (PyTypeObject *)torch_names.tensor_type;
     PyTypeObject *from = freed ? plain_type : views->type, *to = freed ? views->type : plain_type;
-    for (int64_t i = 0; i < views->count; i++)
-        if (views->tensors[i] && Py_IS_TYPE(views->tensors[i], from))
-            Py_SET_TYPE(views->tensors[i], to);
+    PyObject **end = views->tensors + views->count;
+    for (PyObject **tensor = views->tensors; tensor != end; tensor++)
+        if (Py_IS_TYPE(*tensor, from))
+            Py_SET_TYPE(*tensor, to);
 }
 
 int64_t freed_views_find(const struct freed_views *views, const PyObject *tensor) {

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 struct freed_views {
-    PyObject **tensors; /* owned array of borrowed views; NULL for one that is no plain tensor */
+    PyObject **tensors; /* owned array of borrowed views; None for one that is no plain tensor */
     PyTypeObject *type; /* borrowed; their class while they are freed */
     int64_t count;
 };
