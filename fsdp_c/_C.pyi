@@ -205,6 +205,8 @@ class Handle:
     def hide_views(self) -> None:
         """Original parameters that a forward has left whole for its backward are shown sharded from now on;
         what was written to them in place goes into the shard. A no-op else, and amid a step."""
+    def note_assigned(self) -> None:
+        """Without original parameters: a Parameter was assigned to the place of a view; the next forward looks."""
     def unshard(self) -> None:
         """Gather the parameters in compute dtype and wait; a no-op unless sharded. Collective. The modules'
         parameters stay as they are."""
@@ -285,6 +287,8 @@ class Unit:
         Collective. A no-op before lazy init; RuntimeError inside summon_full_params."""
     def wait_unsharded(self) -> None:
         """Wait for ``unshard``."""
+    def note_walk(self) -> None:
+        """A script walks over the modules: notice from now on what it writes to views through ``.data``."""
     def post_backward_reshard(self) -> None:
         """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code
         that takes the place of ``_runtime_utils._post_backward_reshard``."""

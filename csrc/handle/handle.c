@@ -196,8 +196,36 @@ static int init_shard(struct handle *handle) {
                : 0;
 }
 
+/* Is the flat parameter's data the shard, as it is known? 1, 0 or -1 */
+static int has_shard_data(const struct handle *handle) {
+    struct tensor_view view;
+    const struct storage *storage = &handle->storage;
+    if (tensor_view_of(handle->param.tensor, &view) < 0)
+        return -1;
+    return view.data == storage->local_view.data && view.dtype == storage->local_view.dtype;
+}
+
+/* [Note: another shard] What the user puts in the place of parameters, or of their data, goes into a copy of
+ * the shard, which becomes the shard. The old one keeps its values: whoever puts averaged weights in by
+ * `param.data = average` and holds what was there, to put it back after an evaluation, holds the old shard.
+ * 1: there is another, which the handle does not follow yet. 0 or -1 */
+static int replace_shard(struct handle *handle) {
+    PyObject *left;
+    int replaced = writeback_find_replaced(&handle->writeback);
+    if (replaced <= 0)
+        return replaced;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    OWNED *shard = storage_copy_shard(&handle->storage);
+    int result = shard ? writeback_take_over_params(&handle->writeback, shard) : -1;
+    if (!result)
+        result = torch_set_data(handle->param.tensor, shard);
+    return torch_return_to_inference_mode(left) < 0 || result < 0 ? -1 : 1;
+}
+
 int handle_lazy_init(struct handle *handle) {
-    if (handle->storage.local_shard && !handle->ready && writeback_take_over_params(&handle->writeback) < 0)
+    int known = handle->storage.local_shard && !handle->ready ? has_shard_data(handle) : 0;
+    if (known < 0 || (known && replace_shard(handle) < 0))
         return -1;
     if (init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
@@ -226,25 +254,42 @@ static int follow_other_data(struct handle *handle) {
 
 /* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
 int handle_follow_flat_param(struct handle *handle) {
-    struct tensor_view view;
     PyObject *left;
     if (!handle->ready)
         return handle_lazy_init(handle);
-    if (tensor_view_of(handle->param.tensor, &view) < 0)
-        return -1;
-    const struct storage *storage = &handle->storage;
-    if (view.data == storage->local_view.data && view.dtype == storage->orig_kind) /* is it the shard? */
-        return 0;
+    int known = has_shard_data(handle);
+    if (known)
+        return known < 0 ? -1 : 0;
     if (torch_leave_inference_mode(&left) < 0)
         return -1;
     int result = follow_other_data(handle);
     return torch_return_to_inference_mode(left) < 0 ? -1 : result;
 }
 
+/* Without original parameters the flat one is what functional_call swaps: see [Note: swapped parameters] in
+ * writeback.c. */
+int handle_check_flat_param(const struct handle *handle) {
+    const struct summon *summon = &handle->summon;
+    PyObject *shown = handle->param.use_orig_params || !summon->flat_param_owner
+                          ? NULL
+                          : PyDict_GetItemWithError(summon->flat_param_owner, summon->flat_param_name);
+    if (!shown || shown == handle->param.tensor)
+        return PyErr_Occurred() ? -1 : 0;
+    return flat_param_error(
+        &handle->param, PyExc_RuntimeError,
+        "%S is another tensor than the unit's flat parameter, as torch.func.functional_call puts one there, "
+        "and would be ignored. Make the call under torch.no_grad() inside "
+        "FullyShardedDataParallel.summon_full_params(module), with full parameters by their own names, or on "
+        "a submodule inside the unit's forward. To change the shard, assign to flat_param.data.",
+        summon->flat_param_name);
+}
+
 int handle_writeback(struct handle *handle) {
-    if (handle_follow_flat_param(handle) < 0 || handle_take_over_views(handle) < 0)
+    if (handle_check_flat_param(handle) < 0 || handle_follow_flat_param(handle) < 0 ||
+        handle_take_over_views(handle) < 0)
         return -1;
-    return writeback_take_over_params(&handle->writeback);
+    int replaced = replace_shard(handle);
+    return replaced > 0 ? handle_follow_flat_param(handle) : replaced;
 }
 
 /* ---- a flat parameter that moves ---- */

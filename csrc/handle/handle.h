@@ -75,6 +75,8 @@ int handle_ops_init(void); /* handle_ops.c: register the ops, once per process. 
 int handle_lazy_init(struct handle *handle); /* storage, views and dtypes */
 /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_follow_flat_param(struct handle *handle);
+/* RuntimeError where another tensor than the flat parameter is registered in its place */
+int handle_check_flat_param(const struct handle *handle);
 /* that, and take over Parameters that the user replaced. 0 or -1 */
 int handle_writeback(struct handle *handle);
 int handle_publish(struct handle *handle); /* attributes of the flat parameter, from now on. 0 or -1 */
@@ -135,6 +137,11 @@ static inline int handle_show_sharded(struct handle *handle) {
     return result ? result : param_views_place_guards(&handle->param_views, is_trained);
 }
 
+static inline int handle_note_assigned(struct handle *handle) {
+    param_views_note_assigned(&handle->param_views);
+    return 0;
+}
+
 /* A layer that is called now computes with sharded parameters. */
 static inline bool handle_shows_sharded(const struct handle *handle) {
     bool freed =
@@ -158,7 +165,10 @@ static inline int handle_take_over_views(struct handle *handle) {
     if (!expected || handle->storage.copy->is_local || handle->param_views.shown != SHOWN_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
-    return writeback_take_over_views(&handle->writeback, &last) < 0 ? -1 : 0;
+    int result = writeback_take_over_views(&handle->writeback, &last) < 0 ? -1 : 0;
+    if (!result)
+        storage_drop_snapshot(&handle->storage);
+    return result;
 }
 
 /* What the module has written in place to its parameters in a forward goes into the shard, before what is

@@ -226,6 +226,14 @@ static int put_params(struct param_views *param_views, PyObject *params) {
     return 0;
 }
 
+int param_views_put_back(const struct param_views *param_views, int64_t param) {
+    PyObject *value = PyList_GetItem(param_views->param->params, param);
+    for (int64_t i = 0; i < param_views->count; i++)
+        if (param_views->all[i].param == param && show_in_parameters(&param_views->all[i], value) < 0)
+            return -1;
+    return 0;
+}
+
 /* Nothing is shown until all modules agree. */
 static int change(struct param_views *param_views, enum shown to,
                   int (*put)(struct param_views *, PyObject *), PyObject *values) {
@@ -234,8 +242,25 @@ static int change(struct param_views *param_views, enum shown to,
     return param_views_set_shown(param_views, to);
 }
 
+void param_views_note_assigned(struct param_views *param_views) {
+    param_views->assigned = true;
+}
+
+int param_views_take_back(struct param_views *param_views, PyObject *views) {
+    for (int64_t i = 0; param_views->assigned && i < param_views->count; i++) {
+        const struct param_view *param_view = &param_views->all[i];
+        PyObject *view = PyTuple_GetItem(views, param_view->param);
+        if (PyDict_GetItemWithError(param_view->parameters, param_view->name) == view &&
+            show_as_attribute(param_view, view) < 0)
+            return -1;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* What modules keep from forward to forward is still there, or was deleted. */
-static int check_kept(const struct param_views *param_views, PyObject *views) {
+static int check_kept(struct param_views *param_views, PyObject *views) {
+    if (param_views_take_back(param_views, views) < 0)
+        return -1;
     for (int64_t i = 0; i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
         PyObject *value = PyDict_GetItemWithError(param_view->attributes, param_view->name);
@@ -255,6 +280,7 @@ static int check_kept(const struct param_views *param_views, PyObject *views) {
             "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
             fqn);
     }
+    param_views->assigned = false;
     return 0;
 }
 
@@ -264,10 +290,14 @@ int param_views_show_views(struct param_views *param_views, PyObject *views) {
             return -1;
         return change(param_views, SHOWN_VIEWS, put_views, param_views->wrapped_views);
     }
-    if (param_views->shown == SHOWN_VIEWS && !param_views->param->use_orig_params && !param_views->watched) {
+    if (param_views->shown == SHOWN_VIEWS && !param_views->param->use_orig_params) {
         /* in the first two forwards, later in one of eight: to look costs a lookup for each parameter */
         uint32_t kept = param_views->num_kept++;
-        return kept < 2 || kept % 8 == 0 ? check_kept(param_views, views) : 0;
+        bool looks = kept < 2 || kept % 8 == 0 || param_views->assigned || param_views->watched;
+        if (looks && check_kept(param_views, views) < 0)
+            return -1;
+        if (!param_views->watched)
+            return 0;
     }
     return change(param_views, SHOWN_VIEWS, put_views, views);
 }

@@ -61,6 +61,7 @@ struct param_views {
     /* original parameters may have full values for their data, and are pointed back first */
     bool params_are_full;
     uint32_t num_kept; /* forwards that have found the views where an earlier one had put them */
+    bool assigned; /* without original parameters: a Parameter was, to a module, since they were all found */
     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
     PyObject *empty_param;
 
@@ -83,6 +84,10 @@ void param_views_check(const struct param_views *param_views);
 
 /* `views`: a tuple, one per parameter. Modules show them, or what wrap_views makes of them. 0 or -1. */
 int param_views_show_views(struct param_views *param_views, PyObject *views);
+void param_views_note_assigned(struct param_views *param_views);
+/* Without original parameters: views that torch.func.functional_call has put back among the parameters, where it
+ * had assigned Parameters, are attributes again. 0 or -1. */
+int param_views_take_back(struct param_views *param_views, PyObject *views);
 int param_views_wrap_views(struct param_views *param_views,
                            /* anew, after their history has changed; a no-op without wrap_views */
                            PyObject *views);
@@ -98,6 +103,8 @@ int param_views_point_params_at(struct param_views *param_views, PyObject *shard
 /* The entry in the module's _parameters. Borrowed, or NULL where it is not there; look at
  * PyErr_Occurred(). */
 PyObject *param_views_value(const struct param_views *param_views, int64_t index);
+int param_views_put_back(const struct param_views *param_views,
+                         int64_t param); /* the sharded Parameter, under all its names. 0 or -1 */
 /* borrowed; what a DTensor holds here */
 PyObject *param_views_local_value(const struct param_views *param_views, PyObject *value);
 /* inside summon: on the Parameters shown there */

@@ -47,6 +47,14 @@ int storage_read_shard(struct storage *storage) {
                             (long long)numel, (long long)want);
 }
 
+PyObject *storage_copy_shard(const struct storage *storage) {
+    PyObject *shard = storage->offload ? torch_empty_pinned_like(storage->shard_like)
+                                       : torch_empty_like(storage->local_shard);
+    if (shard && torch_copy(shard, storage->local_shard) < 0)
+        Py_CLEAR(shard);
+    return shard;
+}
+
 /* ---- where it computes ---- */
 
 int storage_refuse_elsewhere(const struct storage *storage) {
@@ -166,9 +174,8 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     if (copy->views &&
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
-    if (!copy->views ||
-        (!copy->is_local &&
-         (buffer_free(&copy->full) < 0 || freed_views_init(&copy->freed_views, copy->views) < 0)))
+    if (!copy->views || (!copy->is_local && (buffer_free(&copy->full) < 0 ||
+                                             freed_views_init(&copy->freed_views, copy->views) < 0)))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
@@ -185,6 +192,7 @@ static void copy_fini(struct precision_copy *copy) {
     PyMem_Free(copy->view_versions);
     copy->view_versions = NULL;
     Py_CLEAR(copy->full_data);
+    Py_CLEAR(copy->snapshot);
     buffer_fini(&copy->full);
     Py_CLEAR(copy->own_part);
     Py_CLEAR(copy->low_precision_shard);
@@ -358,11 +366,42 @@ int storage_free_full(struct storage *storage) {
     return buffer_free(full);
 }
 
+/* ---- writes ---- */
+
+int storage_take_snapshot(struct storage *storage) {
+    struct precision_copy *copy = storage->copy;
+    if (!copy->snapshot)
+        copy->snapshot = PyObject_CallMethod(copy->own_part, "clone", NULL);
+    return copy->snapshot ? 0 : -1;
+}
+
+void storage_drop_snapshot(struct storage *storage) {
+    Py_CLEAR(storage->copy->snapshot);
+}
+
+/* The bytes of a part: NaN equals itself there. New reference. */
+static PyObject *bytes_of(PyObject *tensor, const struct layout_shard_range *range) {
+    OWNED *part = torch_part(tensor, range->offset_in_shard, range->numel_in_shard);
+    return part ? PyObject_CallMethodObjArgs(part, torch_names.view, torch_names.uint8, NULL) : NULL;
+}
+
+/* 1, 0 or -1 */
+static int differs_from_snapshot(const struct precision_copy *copy, const struct layout_shard_range *range) {
+    if (!copy->snapshot || !range->in_shard)
+        return 0;
+    OWNED *now = bytes_of(copy->own_part, range);
+    OWNED *before = now ? bytes_of(copy->snapshot, range) : NULL;
+    OWNED *equal = before ? PyObject_CallMethod(now, "equal", "O", before) : NULL;
+    return equal ? equal == Py_False : -1;
+}
+
 int storage_take_written(const struct storage *storage, int64_t param) {
     int64_t *seen = &storage->copy->view_versions[param];
     int64_t version = torch_version(PyTuple_GetItem(storage->copy->views, param));
-    if (version < 0 || version == *seen)
-        return version < 0 ? -1 : 0;
+    if (version < 0)
+        return -1;
+    if (version == *seen)
+        return differs_from_snapshot(storage->copy, &storage->param->layout.shard_ranges[param]);
     *seen = version;
     return 1;
 }

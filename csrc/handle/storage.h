@@ -46,6 +46,7 @@ struct precision_copy {
     PyObject *views;
     struct freed_views freed_views; /* of `views`, freed unless the copy is in use and UNSHARDED */
     int64_t *view_versions;         /* owned array; theirs, when they were last asked for */
+    PyObject *snapshot;             /* owned; see [Note: snapshots of views], NULL: none */
     /* owned; freed tensors that say how gradients look, for torch_empty_like: padded size in reduce and
      * compute dtype, shard size in reduce dtype */
     PyObject *reduce_input_like, *gradient_like, *reduce_output_like;
@@ -76,6 +77,7 @@ struct storage {
     struct precision_copy copies[PRECISIONS];
     struct precision_copy *copy; /* borrowed; the one in use; written by storage.c */
     bool input_ready;            /* what the next gather reads was made ahead of it */
+    bool shows_full;             /* the flat parameter's data is full_data */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
     /* borrowed from the root; NULL without streams: memory is freed at once */
@@ -104,7 +106,8 @@ void storage_check(const struct storage *storage); /* the invariant, where FSDP_
 
 /* ---- storage.c: the shard, after the flat parameter as it is now ---- */
 
-int storage_read_shard(struct storage *storage); /* its dtype and data. 0 or -1 */
+int storage_read_shard(struct storage *storage);             /* its dtype and data. 0 or -1 */
+PyObject *storage_copy_shard(const struct storage *storage); /* new reference, where the shard is */
 /* after that: the device that computes, and the precision copies. 0 or -1 */
 int storage_follow_shard(struct storage *storage);
 /* 0, or -1 where the user has moved the shard away */
@@ -150,6 +153,13 @@ int storage_free_full(struct storage *storage);
 /* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or
  * -1. */
 int storage_take_written(const struct storage *storage, int64_t param);
+
+/* [Note: snapshots of views] A write through `.data` counts in no version, and after a forward that leaves
+ * views the user may write to the shard as well as to them: a difference between the two does not say where.
+ * So where a script walks over the modules and finds views, this rank's part of them is copied, and compared
+ * with the copy when the views go. */
+int storage_take_snapshot(struct storage *storage); /* of UNSHARDED parameters; a no-op with one. 0 or -1 */
+void storage_drop_snapshot(struct storage *storage);
 
 static inline enum precision storage_precision(const struct storage *storage) {
     return (enum precision)(storage->copy - storage->copies);

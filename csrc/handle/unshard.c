@@ -32,6 +32,7 @@ void storage_check(const struct storage *storage) {
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
     INVARIANT(!gathered || copy->is_local || copy->full.allocated);
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
+    INVARIANT(storage->param_state == PARAM_UNSHARDED || !copy->snapshot);
     for (int i = 0; i < PRECISIONS; i++)
         INVARIANT(&storage->copies[i] == copy || !storage->copies[i].full.allocated ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));
@@ -210,6 +211,7 @@ int storage_unshard_wait(struct storage *storage) {
         storage_set_state(storage, PARAM_SHARDED);
         return free_after_failure(storage);
     }
+    storage->shows_full = !storage->copy->is_local;
     return storage_set_state(storage, PARAM_UNSHARDED);
 }
 
@@ -219,9 +221,12 @@ int storage_reshard(struct storage *storage, bool free_storage) {
         return -1;
     if (storage->param_state != PARAM_UNSHARDED)
         return 0;
+    storage_drop_snapshot(storage);
+    /* what shows the shard already may have been given other data since */
+    if (storage->shows_full && torch_set_data(storage->param->tensor, storage->local_shard) < 0)
+        return -1;
+    storage->shows_full = false;
     if (!storage->copy->is_local) {
-        if (torch_set_data(storage->param->tensor, storage->local_shard) < 0)
-            return -1;
         /* computation on it is enqueued, and with streams may not have run */
         if (free_storage &&
             (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further)

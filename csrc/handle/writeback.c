@@ -46,6 +46,66 @@ static int warn(struct writeback *writeback, int64_t param, const char *what, Py
     return result;
 }
 
+/* [Note: swapped parameters] torch.func.functional_call and its kin put other tensors into `_parameters` for
+ * the time of a call, past register_parameter. The shard must not take their values: the unit's own
+ * parameters return, and a backward would gather those. Assigning to an attribute, and load_state_dict() with
+ * assign=True, register: a hook (fsdp_c/sharding/registrations.py) marks what they register with the handle
+ * in whose place it is. */
+static int check_registered(const struct writeback *writeback, int64_t param, PyObject *value) {
+    const struct flat_param *is = writeback->param;
+    PyObject *views = writeback->storage->copy->views;
+    if (value == Py_None)
+        return 0;
+    if (views && value == PyTuple_GetItem(views, param)) /* where a call began while views were shown */
+        return param_views_put_back(writeback->param_views, param);
+    int is_param = PyObject_IsInstance(value, torch_names.parameter_type);
+    OWNED *mark = is_param > 0 ? PyObject_GetAttrString(value, "_fsdp_registered_for") : NULL;
+    if (is_param < 0)
+        return -1;
+    if (mark && PyLong_AsLongLong(mark) == is->op_id)
+        return 0;
+    PyErr_Clear();
+    OWNED *fqn = flat_param_fqn(is, param);
+    return flat_param_error(
+        is, PyExc_RuntimeError,
+        "%S is another tensor than the unit's, and was put into its module without being registered, as "
+        "torch.func.functional_call does for the time of a call. The shards would take its values for good. "
+        "Make the call under torch.no_grad() inside FullyShardedDataParallel.summon_full_params(module), or "
+        "on a submodule inside the unit's forward. To change a weight, assign an nn.Parameter to the "
+        "attribute of its module.",
+        fqn);
+}
+
+/* What is missing from its module is skipped, unless something is computed from it in its place. */
+static int check_missing(const struct writeback *writeback, int64_t param) {
+    const struct param_view *param_view = &writeback->param_views->all[param];
+    if (PyErr_Occurred())
+        return -1;
+    int replaced =
+        param_view->setting == SETTING_BYPASS ? 0 : PyDict_Contains(param_view->attributes, param_view->name);
+    OWNED *of_class =
+        replaced ? NULL : PyObject_GetAttr((PyObject *)Py_TYPE(param_view->module), param_view->name);
+    if (replaced < 0)
+        return -1;
+    PyErr_Clear();
+    if (!replaced && !(of_class && PyObject_TypeCheck(of_class, &PyProperty_Type)))
+        return 0;
+    OWNED *fqn = flat_param_fqn(writeback->param, param);
+    return flat_param_error(
+        writeback->param, PyExc_RuntimeError,
+        "%S was taken from its module after wrapping, and is computed now from this rank's shard of it, as "
+        "torch.nn.utils.parametrize, weight_norm, spectral_norm and prune do. Apply these before wrapping.",
+        fqn);
+}
+
+/* What the module has, borrowed, where that is not the unit's Parameter; NULL where it is missing, or with an
+ * exception. */
+static PyObject *check_other(const struct writeback *writeback, int64_t param, PyObject *value) {
+    if ((value ? check_registered(writeback, param, value) : check_missing(writeback, param)) < 0)
+        return NULL;
+    return param_views_value(writeback->param_views, param);
+}
+
 /* `value` is the parameter from now on. */
 static int keep_object(struct writeback *writeback, int64_t param, PyObject *value) {
     if (PyList_GetItem(writeback->param->params, param) == value)
@@ -55,8 +115,8 @@ static int keep_object(struct writeback *writeback, int64_t param, PyObject *val
     return PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
 }
 
-/* shard part <- value, then value.data = shard part, and `value` is the parameter from now on. */
-static int take_over(struct writeback *writeback, int64_t param, PyObject *value) {
+/* Part of `shard` <- value, which is the parameter from now on. */
+static int take_over(struct writeback *writeback, int64_t param, PyObject *value, PyObject *shard) {
     const struct flat_param *is = writeback->param;
     const struct layout_shard_range *range = &is->layout.shard_ranges[param];
     OWNED *source = torch_data(value);
@@ -65,31 +125,45 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
     PyObject *shape = is->sharded ? flat_shape : PyTuple_GetItem(is->shapes, param);
     PyObject *strides = is->sharded ? Py_None : PyTuple_GetItem(is->strides, param);
     if (source && flat_shape)
-        part = torch_view(writeback->storage->local_shard, range->offset_in_shard, range->numel_in_shard,
-                          shape, strides);
-    writeback->copied = true;
-    if (!part || torch_copy(part, source) < 0 || torch_set_data(value, part) < 0)
+        part = torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, strides);
+    if (!part || torch_copy(part, source) < 0)
         return -1;
     return keep_object(writeback, param, value);
 }
 
-static int take_back_param(struct writeback *writeback, int64_t param) {
+static bool lies_in_shard(const struct writeback *writeback, int64_t param, const struct tensor_view *view) {
+    const struct tensor_view *shard = &writeback->storage->local_view;
+    const char *expected =
+        (const char *)shard->data +
+        writeback->param->layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
+    return (const char *)view->data == expected || tensor_view_numel(view) == 0;
+}
+
+/* 1: the user replaced it, or its data. 0 or -1 */
+static int find_replaced(struct writeback *writeback, int64_t param) {
+    PyObject *own = PyList_GetItem(writeback->param->params, param);
+    PyObject *value = param_views_value(writeback->param_views, param);
+    struct tensor_view view;
+    if (value != own && !(value = check_other(writeback, param, value)))
+        return PyErr_Occurred() ? -1 : 0;
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    if (value == own && lies_in_shard(writeback, param, &view))
+        return 0;
+    if (warn(writeback, param, "Parameter", value) < 0 || check_shape(writeback, param, value, &view) < 0)
+        return -1;
+    return 1;
+}
+
+static int take_over_replaced(struct writeback *writeback, int64_t param, PyObject *shard) {
     PyObject *value = param_views_value(writeback->param_views, param);
     struct tensor_view view;
     if (!value)
         return PyErr_Occurred() ? -1 : 0; /* deregistered */
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    const struct tensor_view *shard = &writeback->storage->local_view;
-    const char *expected =
-        (const char *)shard->data +
-        writeback->param->layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
     bool same = value == PyList_GetItem(writeback->param->params, param);
-    if (same && ((const char *)view.data == expected || tensor_view_numel(&view) == 0))
-        return 0;
-    if (warn(writeback, param, "Parameter", value) < 0 || check_shape(writeback, param, value, &view) < 0)
-        return -1;
-    return take_over(writeback, param, value);
+    return same && lies_in_shard(writeback, param, &view) ? 0 : take_over(writeback, param, value, shard);
 }
 
 /* ---- parameters that lie in other shards alone (parity 20) ---- */
@@ -102,11 +176,12 @@ static bool is_held(const struct writeback *writeback, int64_t param) {
  * same object in one parameter per gather, in turn: most parameters lie elsewhere, and asking each for its
  * size would be a third of the host work of a step. */
 static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
+    PyObject *own = PyList_GetItem(writeback->param->params, param);
     PyObject *value = param_views_value(writeback->param_views, param);
     struct tensor_view view;
-    if (!value)
-        return PyErr_Occurred() ? -1 : 0; /* deregistered */
-    if (!in_turn && value == PyList_GetItem(writeback->param->params, param))
+    if (value != own && !(value = check_other(writeback, param, value)))
+        return PyErr_Occurred() ? -1 : 0;
+    if (!in_turn && value == own)
         return 0;
     if (tensor_view_of(value, &view) < 0)
         return -1;
@@ -164,18 +239,29 @@ static int check_shared(struct writeback *writeback, const struct param_view *pa
     return -1;
 }
 
-/* Sharded parameters as the user left them go into the shard that they were shown from. */
-int writeback_take_over_params(struct writeback *writeback) {
+int writeback_find_replaced(struct writeback *writeback) {
     if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_SHARDED ||
         writeback->param->skip_writeback_check)
         return 0;
+    int any = 0;
     int64_t turn = next_unheld(writeback);
-    for (int64_t i = 0; i < writeback->param->num_params; i++)
-        if ((is_held(writeback, i) ? take_back_param(writeback, i)
-                                   : look_at_unheld(writeback, i, i == turn)) < 0)
+    for (int64_t i = 0; i < writeback->param->num_params; i++) {
+        int replaced =
+            is_held(writeback, i) ? find_replaced(writeback, i) : look_at_unheld(writeback, i, i == turn);
+        if (replaced < 0)
             return -1;
+        any = any || replaced;
+    }
     for (int64_t i = writeback->param->num_params; i < writeback->param_views->count; i++)
         if (check_shared(writeback, &writeback->param_views->all[i]) < 0)
+            return -1;
+    return any;
+}
+
+int writeback_take_over_params(struct writeback *writeback, PyObject *shard) {
+    writeback->copied = true;
+    for (int64_t i = 0; i < writeback->param->num_params; i++)
+        if (is_held(writeback, i) && take_over_replaced(writeback, i, shard) < 0)
             return -1;
     return 0;
 }
@@ -185,10 +271,11 @@ int64_t writeback_count_writes(const struct writeback *writeback) {
         return torch_version(writeback->param->tensor);
     int64_t sum = 0;
     for (int64_t i = 0; i < writeback->param->num_params; i++) {
-        int64_t version = torch_version(PyList_GetItem(writeback->param->params, i));
+        PyObject *param = PyList_GetItem(writeback->param->params, i);
+        int64_t version = torch_version(param);
         if (version < 0)
             return -1;
-        sum += version;
+        sum += version + (param_views_value(writeback->param_views, i) != param);
     }
     return sum;
 }
@@ -277,9 +364,12 @@ int writeback_check_views(struct writeback *writeback) {
         PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
         int64_t offset = layout_param_offset(&writeback->param->layout, param_view->param);
         struct tensor_view view;
-        if (!value && PyErr_Occurred())
+        if (!value &&
+            (i < writeback->param->num_params ? check_missing(writeback, i) < 0 : PyErr_Occurred() != NULL))
             return -1;
-        if (!value || !layout_param_numel(&writeback->param->layout, param_view->param))
+        /* the sharded Parameter that belongs there is no other value: functional_call may have put it back */
+        if (!value || value == PyList_GetItem(writeback->param->params, param_view->param) ||
+            !layout_param_numel(&writeback->param->layout, param_view->param))
             continue;
         if (tensor_view_of(param_views_local_value(writeback->param_views, value), &view) < 0)
             return -1;

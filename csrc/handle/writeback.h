@@ -1,8 +1,8 @@
 /* What the user did to a unit's parameters and gradients between steps, and is taken over before the next
  * gather (C-130 to C-136).
  *
- * Invariant: after writeback_take_over_params the Parameters that modules show lie in the shard, and are
- * the objects in `params`; after writeback_collect_grads the flat parameter's gradient is made of theirs.
+ * Invariant: after handle_writeback the Parameters that modules show lie in the shard, and are the objects in
+ * `params`; after writeback_collect_grads the flat parameter's gradient is made of theirs.
  * Both are taken over only while the storage is SHARDED, and what was written to views only while it is
  * UNSHARDED. */
 #ifndef FSDP_HANDLE_WRITEBACK_H
@@ -46,12 +46,14 @@ static inline bool writeback_take_copied(struct writeback *writeback) {
 }
 
 /* writeback.c. 0 or -1 */
-/* sharded parameters go into the shard that they were shown from */
-int writeback_take_over_params(struct writeback *writeback);
+/* 1: sharded parameters, or their data, were replaced. An error comes before anything is taken over. */
+int writeback_find_replaced(struct writeback *writeback);
+/* these go into `shard`, a copy of the shard: see [Note: another shard] in handle.c */
+int writeback_take_over_params(struct writeback *writeback, PyObject *shard);
 /* so does what was written to the views of what is gathered. 1: something was, `*last` the last parameter */
 int writeback_take_over_views(struct writeback *writeback, int64_t *last);
 int writeback_take_over_writes(struct writeback *writeback); /* the same, at the end of a forward */
-/* in place to parameters, as far as they leave a trace; or -1 */
+/* in place to parameters, as far as they leave a trace, and those replaced; or -1 */
 int64_t writeback_count_writes(const struct writeback *writeback);
 /* RuntimeError for data where this rank holds nothing */
 int writeback_check_unheld(struct writeback *writeback);

@@ -101,6 +101,7 @@ METHOD(show_sharded, made, handle_follow)
 METHOD(leave_shard, made, handle_leave)
 METHOD(collect_user_grads, made, handle_collect_user_grads)
 METHOD(hide_views, made, handle_hide_views)
+METHOD(note_assigned, made, handle_note_assigned)
 METHOD(writeback, ready, handle_writeback)
 METHOD(publish, ready, handle_publish)
 
@@ -251,6 +252,7 @@ static PyMethodDef methods[] = {
     {"writeback", writeback, METH_NOARGS, NULL},
     {"publish", publish, METH_NOARGS, NULL},
     {"hide_views", hide_views, METH_NOARGS, NULL},
+    {"note_assigned", note_assigned, METH_NOARGS, NULL},
     {"flat_param_to", (PyCFunction)(void (*)(void))flat_param_to, METH_VARARGS | METH_KEYWORDS,
      "flat_param_to($self, *args, **kwargs)\n--\n\n"},
     {"unshard", unshard, METH_NOARGS, "unshard($self)\n--\n\n"},

@@ -180,6 +180,23 @@ bool unit_shows_views(struct unit *part) {
            part->handle->training_state == USE_IDLE && unit->gathered_for != FOR_NEXT_FORWARD;
 }
 
+int unit_note_walk(struct unit *unit) {
+    const struct runtime *runtime = unit->runtime;
+    if (!runtime || !unit->handle || runtime->num_in_forward || runtime->callback_queued)
+        return 0;
+    FOR_PARTS(part, unit) {
+        struct handle *handle = part->handle;
+        if (!handle->param.use_orig_params &&
+            param_views_take_back(&handle->param_views, handle->storage.copy->views) < 0)
+            return -1;
+        bool may_be_written = unit_shows_views(part) && !handle->param.skip_writeback_check &&
+                              handle->storage.param_state == PARAM_UNSHARDED;
+        if (may_be_written && storage_take_snapshot(&handle->storage) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 /* The outputs of the last forward are gone, and no backward has come through them. */
 static int graph_dropped(void *target, const void *hook) {
     struct unit *unit = target;

@@ -91,7 +91,9 @@ static int begin_gather(struct unit *unit) {
 
 static int gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
-        return unit_await_step(unit) < 0 ? -1 : writeback_check_views(&unit->handle->writeback);
+        return unit_await_step(unit) < 0 || handle_check_flat_param(unit->handle) < 0
+                   ? -1
+                   : writeback_check_views(&unit->handle->writeback);
     if (is_there(unit))
         return unit_await_step(unit) < 0 ? -1 : handle_unshard_enqueue(unit->handle);
     if (begin_gather(unit) < 0) {
@@ -260,7 +262,8 @@ int unit_precision_for_backward(struct unit *unit) {
  *
  * What is gathered on the user's word is for the next forward that it runs in. So is what a backward under
  * no_sync keeps, whose use is that nothing is sent: it goes where any parameter of the root, empty or not,
- * has been written to in a way that can be seen. */
+ * has been written to in a way that can be seen, and in a forward without gradients, which is no part of an
+ * accumulation and may be an evaluation of averaged weights. */
 static bool is_stale(const struct unit *unit) {
     bool gathered = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
     return gathered && unit->gathered_for != unit->runtime->num_forwards &&
@@ -341,7 +344,8 @@ int runtime_check_kept(struct runtime *runtime) {
     if (!runtime->keeps || runtime->num_in_forward > 1)
         return 0;
     int64_t writes = count_writes(runtime);
-    for (int64_t i = 0; i < runtime->num_units && writes != runtime->num_writes; i++)
+    bool anew = writes != runtime->num_writes || !torch_grad_enabled();
+    for (int64_t i = 0; i < runtime->num_units && anew; i++)
         if (runtime->units[i]->gathered_for == FOR_NEXT_FORWARD)
             runtime->units[i]->gathered_for = 0;
     return writes < 0 ? -1 : 0;

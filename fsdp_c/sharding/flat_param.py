@@ -24,7 +24,7 @@ from fsdp_c.compat.upstream import (
     ShardingStrategy,
     _ShardParamInfo,
 )
-from fsdp_c.sharding import subclasses, tensor_parallel
+from fsdp_c.sharding import registrations, subclasses, tensor_parallel
 from fsdp_c.sharding.freed_views import FreedView
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
 
@@ -358,6 +358,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         self._wrap_views = tensor_parallel.views_wrapper(
             extensions, fsdp_extension
         ) or subclasses.views_wrapper(self._guises)
+        param_views = found.param_views()
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = predivide_factor(data_parallel_size)
         super().__init__(
@@ -369,7 +370,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
                 None if contiguous else stride
                 for stride, contiguous in zip(strides, contiguities, strict=True)
             ),
-            param_views=found.param_views(),
+            param_views=param_views,
             process_group=process_group,
             replicate_group=replicate_group,
             device=device,
@@ -390,6 +391,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         )
         if use_orig_params:
             found.come_last()
+        registrations.watch((view[1:3] for view in param_views), self)
         if self._use_fake_all_gather:
             self.fake_all_gather(_fake_group(process_group))
         if self._use_fake_reduce:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 Views = tuple[Tensor, ...]
 
 # what wrapping and its policies leave on plain parameters
-_MARKS = frozenset({"_fsdp_flattened", "_fsdp_owner", "_is_flat_param"})
+_MARKS = frozenset({"_fsdp_flattened", "_fsdp_owner", "_fsdp_registered_for", "_is_flat_param"})
 
 
 class Guise(NamedTuple):

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -990,6 +991,64 @@ def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int) -
     found = {which: wrap(CalledWithOthers(), which)(batch(rank)) for which in BOTH}
     assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
     assert torch.equal(found["fsdp_c"], expected)
+
+
+def full_values(model: Any) -> list[Tensor]:
+    with type(model).summon_full_params(model):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@on_ranks(2)
+def test_row_90_functional_call_on_a_unit_leaves_its_weights(rank: int) -> None:
+    for which in BOTH:
+        model = wrap(nn.Linear(WIDTH, WIDTH), which)
+        before = full_values(model)
+        halves = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+        refused = pytest.raises(RuntimeError, match=f"rank {rank}, unit Linear: weight is another tensor")
+        with torch.no_grad(), refused if which == "fsdp_c" else contextlib.nullcontext():
+            functional_call(model, halves, (batch(rank),))
+        factor = 0.5 if which == "torch" else 1
+        assert all(map(torch.equal, full_values(model), [factor * value for value in before]))
+
+
+@on_ranks(2)
+def test_row_90_flat_parameters_that_are_passed_are_not_ignored(rank: int) -> None:
+    for which in BOTH:
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
+        own = model(batch(rank)).detach()
+        halves = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+        if which == "torch":
+            assert torch.equal(functional_call(model, halves, (batch(rank),)).detach(), own)
+        else:
+            with pytest.raises(RuntimeError, match="another tensor than the unit's flat parameter"):
+                functional_call(model, halves, (batch(rank),))
+
+
+@on_ranks(2)
+def test_row_90_a_weight_is_parametrized_before_wrapping(rank: int) -> None:
+    for which in BOTH:
+        model = wrap(nn.Linear(WIDTH, WIDTH), which)
+        parametrize.register_parametrization(model.module, "weight", nn.Tanh())
+        said = "no deleter" if which == "torch" else f"rank {rank}, unit ParametrizedLinear: weight was taken"
+        with pytest.raises(AttributeError if which == "torch" else RuntimeError, match=said):
+            model(batch(rank))
+
+
+@both_views
+@on_ranks(2)
+def test_row_91_averaged_weights_are_taken_out_again(rank: int, use_orig_params: bool) -> None:
+    for which in BOTH:
+        model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=use_orig_params)
+        before = full_values(model)
+        held = {param: param.data for param in model.parameters()}
+        for param in held:
+            param.data = param.detach() * 0.5
+        with torch.no_grad():
+            model(batch(rank))
+        for param, data in held.items():
+            param.data = data
+        factor = 0.5 if which == "torch" else 1
+        assert all(map(torch.equal, full_values(model), [factor * value for value in before]))
 
 
 class Shared(nn.Module):

@@ -1,0 +1,522 @@
+"""Tensors that stand in the place of a unit's parameters for the time of a call, and averaged weights that are put
+in for an evaluation: each is computed with and gone afterwards, as in the plain module, or refused by name before
+anything is changed. The plain module is what results are held to: both ranks are given the same data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils as nn_utils
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize, prune, stateless
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests.ranks import all_strategies, both_views, device, on_ranks
+
+WIDTH = 6
+LARGE = 420  # a unit of more than 1 MiB
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.block, self.last = nn.Linear(width, width), Block(width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)))
+
+
+def plain(width: int = WIDTH) -> Net:
+    return Net(width).to(device(), torch.float64)
+
+
+def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> FSDP:
+    arguments = {"use_orig_params": True, "device_id": device()} | arguments
+    return FSDP(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        **arguments,
+    )
+
+
+def batch(width: int = WIDTH) -> Tensor:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(4, width, generator=numbers, dtype=torch.float64, device="cpu").to(device())
+
+
+def evaluated(model: nn.Module, width: int = WIDTH) -> Tensor:
+    with torch.no_grad():
+        return model(batch(width)).double()
+
+
+def train(model: nn.Module, steps: int = 1, width: int = WIDTH) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for _ in range(steps):
+        model(batch(width)).double().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def halved(
+    params: dict[str, Any], of: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> dict[str, Tensor]:
+    return {name: of(param.detach() * 0.5) for name, param in params.items()}
+
+
+# ----------------------------------------------------------------- for the time of a call
+
+
+def tensors(model: FSDP) -> None:
+    functional_call(model, halved(dict(model.named_parameters())), (batch(),))
+
+
+def new_parameters(model: FSDP) -> None:
+    functional_call(model, halved(dict(model.named_parameters()), nn.Parameter), (batch(),))
+
+
+def whole_tensors(model: FSDP) -> None:
+    functional_call(model, halved(full(plain())), (batch(),))
+
+
+def one_tensor(model: FSDP) -> None:
+    name, param = list(model.named_parameters())[-1]
+    functional_call(model, {name: param.detach() * 0.5}, (batch(),))
+
+
+def parameters_of_another(model: FSDP) -> None:
+    other = wrap(plain(), model.sharding_strategy.name, use_orig_params=model._use_orig_params)
+    evaluated(other)
+    functional_call(model, dict(other.named_parameters()), (batch(),))
+
+
+def by_stateless(model: FSDP) -> None:
+    stateless.functional_call(model, halved(dict(model.named_parameters())), (batch(),))
+
+
+def by_reparametrizing(model: FSDP) -> None:
+    with stateless._reparametrize_module(model, halved(dict(model.named_parameters()), nn.Parameter)):
+        model(batch())
+
+
+def by_grad(model: FSDP) -> None:
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, params, (batch(),)).square().mean()
+
+    with torch.no_grad():
+        torch.func.grad(loss)(halved(dict(model.named_parameters())))
+
+
+def by_vmap(model: FSDP) -> None:
+    stacked = {name: torch.stack([param.detach()] * 2) for name, param in model.named_parameters()}
+    x = batch()
+    with torch.no_grad():
+        torch.vmap(lambda params: functional_call(model, params, (x,)))(stacked)
+
+
+def from_outside(model: FSDP) -> None:
+    outer = nn.Sequential(model)
+    functional_call(outer, halved(dict(outer.named_parameters())), (batch(),))
+
+
+def after_a_kept_forward(model: FSDP) -> None:
+    kept = model(batch())  # noqa: F841  # a backward can follow
+    tensors(model)
+
+
+def after_no_sync(model: FSDP) -> None:
+    with model.no_sync():
+        model(batch()).sum().backward()
+    tensors(model)
+
+
+SWAPS: list[Callable[[FSDP], None]] = [
+    tensors,
+    new_parameters,
+    one_tensor,
+    parameters_of_another,
+    by_stateless,
+    by_reparametrizing,
+    by_grad,
+    by_vmap,
+    from_outside,
+    after_a_kept_forward,
+    after_no_sync,
+]
+
+
+def check_refused(swap: Callable[[FSDP], None], rank: int, steps: int, **arguments: Any) -> None:
+    model = wrap(plain(), **arguments)
+    train(model, steps)
+    before, objects = full(model), list(model.parameters())
+    with pytest.raises(Exception, match="another tensor than the unit's|was replaced") as found:
+        swap(model)
+    message = str(found.value)
+    assert f"rank {rank}" in message and "unit " in message, message
+    if "another tensor" in message:
+        assert "summon_full_params(module)" in message and "submodule" in message
+    del found
+    torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+    assert all(one is other for one, other in zip(model.parameters(), objects, strict=True))
+    for param in objects:
+        param.grad = None
+    expected = wrap(plain(), **arguments)
+    train(expected, steps)
+    for one in (model, expected):
+        train(one)
+    torch.testing.assert_close(full(model), full(expected), rtol=0, atol=0)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_what_is_swapped_in_for_a_call_is_refused_before_anything_is_changed(
+    rank: int, use_orig_params: bool, strategy: str
+) -> None:
+    for swap in SWAPS:
+        for steps in (0, 1):
+            check_refused(swap, rank, steps, strategy=strategy, use_orig_params=use_orig_params)
+
+
+@all_strategies
+@on_ranks(2)
+def test_whole_values_are_refused_on_each_rank_alike(rank: int, strategy: str) -> None:
+    check_refused(whole_tensors, rank, 1, strategy=strategy)
+
+
+@on_ranks(1)
+def test_one_rank_refuses_it_too(rank: int) -> None:
+    for swap in (tensors, new_parameters):
+        check_refused(swap, rank, 1)
+
+
+@on_ranks(2)
+def test_precisions_offload_and_segments_refuse_it_too(rank: int) -> None:
+    for arguments in (
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        {"cpu_offload": CPUOffload(True)},
+    ):
+        check_refused(tensors, rank, 1, **arguments)
+
+    def mixed() -> Net:
+        net = plain()
+        net.first.float()
+        return net
+
+    model = wrap(mixed())
+    before = full(model)
+    with pytest.raises(RuntimeError, match="another tensor than the unit's"):
+        functional_call(model, halved(dict(model.named_parameters())), (batch(),))
+    torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_the_units_own_parameters_may_be_passed(strategy: str, use_orig_params: bool) -> None:
+    model, expected = wrap(plain(), strategy, use_orig_params=use_orig_params), plain()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, expected)]
+    for _ in range(3):
+        for one, optimizer in zip((model, expected), optimizers, strict=True):
+            functional_call(one, dict(one.named_parameters()), (batch(),)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(full(model), full(expected))
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_inside_summon_full_params_a_call_takes_what_it_is_given(
+    strategy: str, use_orig_params: bool
+) -> None:
+    model, expected = wrap(plain(), strategy, use_orig_params=use_orig_params), plain()
+    before = full(model)
+    halves = halved(full(expected))
+    with FSDP.summon_full_params(model), torch.no_grad():
+        out = functional_call(model, halves, (batch(),))
+    torch.testing.assert_close(out, functional_call(expected, halves, (batch(),)).detach())
+    torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+
+
+@all_strategies
+@on_ranks(2)
+def test_without_original_parameters_whole_ones_by_name_are_right_or_refused(strategy: str) -> None:
+    """Parameters always are; of plain tensors nobody tells, and one forward in eight looks."""
+    model, expected = wrap(plain(), strategy, use_orig_params=False), plain()
+    before, right = full(model), 0
+    for index in range(18):
+        of = nn.Parameter if index >= 9 else Tensor.requires_grad_
+        halves, twins = halved(full(expected), of), halved(full(expected), of)
+        try:
+            loss = functional_call(model, halves, (batch(),)).square().mean()
+        except RuntimeError as error:
+            assert "something else was assigned to" in str(error) and "summon_full_params" in str(error)
+        else:
+            loss.backward()
+            functional_call(expected, twins, (batch(),)).square().mean().backward()
+            for name, half in halves.items():
+                torch.testing.assert_close(half.grad, twins[name].grad)
+            right += 1
+        torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+        assert all(param.is_leaf for param in model.parameters())
+    assert 0 < right < 9
+    train(model)
+    train(expected)
+    torch.testing.assert_close(full(model), full(expected))
+
+
+@all_strategies
+@on_ranks(2)
+def test_a_parameter_that_is_assigned_is_no_swap(strategy: str) -> None:
+    """Before any forward and later, twice in a row, and where it was deleted before."""
+    model, expected = wrap(plain(), strategy), plain()
+    for _ in range(2):
+        for one in (model, expected):
+            last = one.last
+            for factor in (3, 2):
+                last.weight = nn.Parameter(last.weight.detach() * factor)
+            bias = last.bias
+            del last.bias
+            last.bias = nn.Parameter(bias.detach() + 1)
+        torch.testing.assert_close(evaluated(model), evaluated(expected))
+        train(model)
+        train(expected)
+        torch.testing.assert_close(full(model), full(expected))
+
+
+# ----------------------------------------------------------------- averaged weights, for an evaluation
+
+
+def assign_data(model: nn.Module) -> Callable[[], None]:
+    """What most scripts with an average of their own do."""
+    held = {param: param.data for param in model.parameters()}
+    for param in held:
+        param.data = param.detach() * 0.5
+
+    def restore() -> None:
+        for param, data in held.items():
+            param.data = data
+
+    return restore
+
+
+def copy_data(model: nn.Module) -> Callable[[], None]:
+    """What torch_ema and ema_pytorch do."""
+    held = [(param, param.detach().clone()) for param in model.parameters()]
+    for param, value in held:
+        param.data.copy_(value * 0.5)
+
+    def restore() -> None:
+        for param, value in held:
+            param.data.copy_(value)
+
+    return restore
+
+
+def assign_parameters(model: nn.Module) -> Callable[[], None]:
+    held = [
+        (module, name, param)
+        for module in model.modules()
+        for name, param in list(module._parameters.items())
+        if param is not None
+    ]
+    for module, name, param in held:
+        setattr(module, name, nn.Parameter(param.detach() * 0.5))
+
+    def restore() -> None:
+        for module, name, param in held:
+            setattr(module, name, param)
+
+    return restore
+
+
+def swap_tensors(model: nn.Module) -> Callable[[], None]:
+    pairs = [(param, nn.Parameter(param.detach() * 0.5)) for param in model.parameters()]
+
+    def swap() -> None:
+        for pair in pairs:
+            torch.utils.swap_tensors(*pair)
+
+    swap()
+    return swap
+
+
+AVERAGES: list[Callable[[nn.Module], Callable[[], None]]] = [
+    assign_data,
+    copy_data,
+    assign_parameters,
+    swap_tensors,
+]
+OF_FLAT = AVERAGES[:2]  # the others replace the flat parameter itself
+
+
+def compare_average(
+    put_in: Callable[[nn.Module], Callable[[], None]], width: int = WIDTH, **arguments: Any
+) -> None:
+    """An evaluation with halved weights between training steps, twice."""
+    model, expected = wrap(plain(width), **arguments), plain(width)
+    rtol = 1e-2 if arguments.get("mixed_precision") else 1e-9
+    for _ in range(2):
+        results = []
+        for one in (model, expected):
+            train(one, width=width)
+            before = full(one)
+            restore = put_in(one)
+            results.append(evaluated(one, width))
+            restore()
+            torch.testing.assert_close(full(one), before, rtol=0, atol=0)
+            results.append(evaluated(one, width))
+        torch.testing.assert_close(results[0], results[2], rtol=rtol, atol=rtol)
+        torch.testing.assert_close(results[1], results[3], rtol=rtol, atol=rtol)
+    torch.testing.assert_close(full(model), full(expected), rtol=rtol, atol=rtol)
+
+
+@all_strategies
+@on_ranks(2)
+def test_an_evaluation_of_averaged_weights_leaves_the_weights(strategy: str) -> None:
+    for put_in in AVERAGES:
+        compare_average(put_in, strategy=strategy)
+    for put_in in OF_FLAT:
+        compare_average(put_in, strategy=strategy, use_orig_params=False)
+
+
+@on_ranks(2)
+def test_it_does_in_low_precision_with_offload_and_in_large_units() -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for put_in in AVERAGES:
+        compare_average(put_in, mixed_precision=low)
+        compare_average(put_in, cpu_offload=CPUOffload(True))
+    compare_average(assign_data, width=LARGE)
+
+
+@on_ranks(1)
+def test_it_does_on_one_rank() -> None:
+    for put_in in AVERAGES:
+        compare_average(put_in)
+
+
+@both_views
+@on_ranks(2)
+def test_an_evaluation_amid_an_accumulation_sees_what_was_put_in(use_orig_params: bool) -> None:
+    """Under SHARD_GRAD_OP no_sync keeps parameters gathered."""
+    for put_in in (copy_data, assign_data):
+        model, expected = wrap(plain(), "SHARD_GRAD_OP", use_orig_params=use_orig_params), plain()
+        for one in (model, expected):
+            with getattr(one, "no_sync", contextlib.nullcontext)():
+                one(batch()).square().mean().backward()
+            put_in(one)
+        torch.testing.assert_close(evaluated(model), evaluated(expected))
+
+
+@all_strategies
+@on_ranks(2)
+def test_data_assigned_to_a_flat_parameter_after_a_forward_is_what_the_next_one_computes_with(
+    strategy: str,
+) -> None:
+    model, expected = wrap(plain(), strategy, use_orig_params=False), plain()
+    kept = [one(batch()) for one in (model, expected)]
+    for one in (model, expected):
+        assign_data(one)
+    torch.testing.assert_close(evaluated(model), evaluated(expected))
+    torch.testing.assert_close(full(model), full(expected))
+    del kept
+
+
+@all_strategies
+@on_ranks(2)
+def test_data_written_to_after_a_forward_whose_graph_is_kept_is_seen(strategy: str) -> None:
+    """Through the parameters that are shown then, from inside and around the unit, and through those of before."""
+    for around, held in ((False, False), (True, False), (False, True)):
+        for backward in (False, True):
+            results = []
+            for one in (wrap(plain(), strategy), plain()):
+                walked = nn.Sequential(one) if around else one
+                params = list(one.parameters())
+                kept = one(batch()).square().mean()
+                for param in params if held else walked.parameters():
+                    param.data.mul_(0.5)
+                if backward and strategy == "SHARD_GRAD_OP":  # elsewhere it reads what was written
+                    kept.backward()
+                results.append((evaluated(one), full(one)))
+                del kept
+            torch.testing.assert_close(*results)
+
+
+# ----------------------------------------------------------------- parameters that are computed
+
+
+class Half(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def parametrized(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", Half())
+
+
+def weight_norm(layer: nn.Module) -> None:
+    nn_utils.weight_norm(layer, "weight")
+
+
+def spectral_norm(layer: nn.Module) -> None:
+    torch.manual_seed(7)
+    nn_utils.spectral_norm(layer, "weight")
+
+
+def new_weight_norm(layer: nn.Module) -> None:
+    parametrizations.weight_norm(layer, "weight")
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", amount=3)
+
+
+COMPUTED = [parametrized, weight_norm, spectral_norm, new_weight_norm, pruned]
+
+
+@all_strategies
+@on_ranks(2)
+def test_what_computes_a_weight_is_right_before_wrapping_and_refused_after_it(
+    rank: int, strategy: str
+) -> None:
+    for compute in COMPUTED:
+        for use_orig_params in (True, False):
+            models = []
+            for wrapped in (True, False):
+                net = plain()
+                compute(net.first)
+                compute(net.block.inner)
+                models.append(wrap(net, strategy, use_orig_params=use_orig_params) if wrapped else net)
+                train(models[-1], steps=2)
+            torch.testing.assert_close(evaluated(models[0]), evaluated(models[1]))
+            torch.testing.assert_close(full(models[0]), full(models[1]))
+        for steps in (0, 1):
+            model = wrap(plain(), strategy)
+            train(model, steps)
+            compute(model.block.module.inner)
+            where = f"rank {rank}, unit Block at 'block'"
+            with pytest.raises(RuntimeError, match=f"{where}: inner.weight was taken .*before wrapping"):
+                model(batch())
