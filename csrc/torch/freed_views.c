@@ -45,10 +45,9 @@ void freed_views_fini(struct freed_views *views) {
 void freed_views_set(const struct freed_views *views, bool freed) {
     PyTypeObject *plain_type = (PyTypeObject *)torch_names.tensor_type;
     PyTypeObject *from = freed ? plain_type : views->type, *to = freed ? views->type : plain_type;
-    PyObject **end = views->tensors + views->count;
-    for (PyObject **tensor = views->tensors; tensor != end; tensor++)
-        if (Py_IS_TYPE(*tensor, from))
-            Py_SET_TYPE(*tensor, to);
+    for (int64_t i = 0; i < views->count; i++)
+        if (Py_IS_TYPE(views->tensors[i], from))
+            Py_SET_TYPE(views->tensors[i], to);
 }
 
 int64_t freed_views_find(const struct freed_views *views, const PyObject *tensor) {

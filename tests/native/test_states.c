@@ -1,5 +1,5 @@
 /* links, with stand-ins of its own: handle/flat_param.c handle/unshard.c handle/storage.c handle/param_views.c handle/earlier_grads.c
-          handle/writeback.c handle/handle.c
+          handle/writeback.c handle/handle.c torch/freed_views.c
           runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c */
 #include <signal.h>
 #include <stdarg.h>
