@@ -84,7 +84,7 @@ def link_time_flags(compiler: list[str]) -> list[str]:
 
 @contextmanager
 def link_temporaries_in(folder: str) -> Iterator[None]:
-    """Across files gcc optimises by a makefile in TMPDIR, in which paths with spaces or quotes go wrong."""
+    """gcc optimises across files by a makefile. Spaces and quotes in TMPDIR and the output's path break it."""
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = folder
     try:
@@ -167,15 +167,17 @@ class IncrementalBuild(build_ext):
             list(pool.map(lambda source: self.compile_one(ext, source), stale))
         if stale or is_stale(target, [str(obj) for obj in objects.values()]):
             target.parent.mkdir(parents=True, exist_ok=True)
-            Path("build").mkdir(exist_ok=True)
+            made = Path("build", target.name)
+            made.parent.mkdir(exist_ok=True)
             with link_temporaries_in("build"):
                 self.compiler.link_shared_object(
                     [str(obj) for obj in objects.values()],
-                    str(target),
+                    str(made),
                     extra_postargs=ext.extra_link_args,
                     build_temp=self.build_temp,
                     target_lang="c",
                 )
+            shutil.move(made, target)
 
     def compile_one(self, ext: Extension, source: str) -> None:
         """Compile one source; an error of the compiler ends the build."""

@@ -190,6 +190,31 @@ def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(
         assert os.environ["TMPDIR"] == str(folder)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("folder", ["my projects", "Ann's projects, #1"])
+def test_an_extension_is_optimised_across_files_whatever_the_paths_are(tmp_path: Path, folder: str) -> None:
+    """With two partitions: gcc makes them by one makefile."""
+    tree = tmp_path / folder / "fsdp_c"
+    (tree / "csrc").mkdir(parents=True)
+    (tree / "fsdp_c").mkdir()
+    shutil.copy(ROOT / "setup.py", tree)
+    (tree / "pyproject.toml").write_text(
+        '[project]\nname = "fsdp_c"\ndynamic = ["version"]\n[tool.setuptools]\npackages = ["fsdp_c"]\n'
+    )
+    (tree / "fsdp_c/__init__.py").write_text('__version__ = "0"\n')
+    for name in ("one", "two"):
+        (tree / f"csrc/{name}.c").write_text(f"int {name}(void);\nint {name}(void) {{ return 1; }}\n")
+    (tree / "temporary files").mkdir()
+    settings = {"TMPDIR": str(tree / "temporary files"), "FSDP_C_CUDA": "0"}
+    settings["LDFLAGS"] = "-flto-partition=1to1"
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = call(*command, "--build-temp", str(tree / "temporary files/objects"), cwd=tree, **settings)
+    assert done.returncode == 0, done.stderr
+    assert (tree / "fsdp_c/_C.abi3.so").exists()
+    if "Free Software Foundation" in call("cc", "--version", cwd=tree).stdout:
+        assert "-flto=auto" in (tree / "temporary files/objects/flags.json").read_text()
+
+
 def test_headers_in_folders_with_spaces_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     monkeypatch.chdir(ROOT)
