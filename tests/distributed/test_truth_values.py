@@ -106,8 +106,9 @@ def dtypes_of_inputs(argument: str) -> Callable[[str, Any], Any]:
 def state_of_model(kind: str, argument: str) -> Callable[[str, Any], Any]:
     def saved(which: str, value: Any) -> Any:
         config = getattr(torch_fsdp, f"{kind.title()}StateDictConfig")(**{argument: value})
-        # torch offloads what a shard on the CPU was gathered into by freeing it
-        model = stepped(which, "NO_SHARD" if (kind, argument) == ("FULL", "offload_to_cpu") else "FULL_SHARD")
+        # torch cannot offload sharded parameters to the CPU from there (FULL) nor from a GPU (LOCAL)
+        is_whole = argument == "offload_to_cpu" and kind != "SHARDED"
+        model = stepped(which, "NO_SHARD" if is_whole else "FULL_SHARD")
         with model.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"], config):
             return sorted(model.state_dict())
 
