@@ -1,5 +1,5 @@
-"""Checkpoints one after the other, each of one number throughout: what tests that kill the saver read
-back."""
+"""Helpers for tests of checkpoints: all values of one, and saves of one number throughout in processes that
+are killed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_c import checkpoint
+from fsdp_c.checkpoint.metadata import read_checkpoint
+from fsdp_c.checkpoint.storage import read_entry
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Every entry of a checkpoint, whole, by key."""
+    found = read_checkpoint(path)
+    return {key: read_entry(found, key) for key in found.entries}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """The keys whose values differ between two checkpoints, or that only one of them has."""
+    ours, theirs = contents(one), contents(other)
+    shared = ours.keys() & theirs.keys()
+    return sorted(
+        (ours.keys() ^ theirs.keys()) | {key for key in shared if not _same(ours[key], theirs[key])}
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or not isinstance(one, Tensor):
+        return type(one) is type(other) and one == other
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 @torch.no_grad()

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_c.checkpoint.archives import span
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import Pickled
+from fsdp_c.checkpoint.pieces import span
 from fsdp_c.checkpoint.values import LocalParts, PartialTensor, RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names

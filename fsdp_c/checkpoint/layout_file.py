@@ -35,7 +35,6 @@ import torch
 
 from fsdp_c.checkpoint import metadata as of_dcp
 from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.archives import crc32_of
 from fsdp_c.checkpoint.folder import (
     CHECKSUMS,
     LAYOUT,
@@ -59,7 +58,7 @@ from fsdp_c.checkpoint.metadata import (
     ints,
 )
 from fsdp_c.checkpoint.pickles import dtype_named
-from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place, crc32_of
 from fsdp_c.checkpoint.planning import Held, HeldBox, boxes_of_pieces, key_of
 from fsdp_c.checkpoint.table import RECORD, TOKEN, Stored
 

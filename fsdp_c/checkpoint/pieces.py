@@ -29,6 +29,7 @@ from fsdp_c.sharding.flat_param import are_dense
 
 MAX_NBYTES = 64 * 2**20  # of a piece: what reading one in part costs in memory
 _COPY_NBYTES = 8 * 2**20
+_READ_NBYTES = 2**20
 _ALIGNMENT = 64
 _DATA = b"archive/data/0"
 _ZIP32_LIMIT = 2**32 - 2**16
@@ -65,6 +66,13 @@ def in_memory(tensor: Tensor) -> Tensor:
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def span(tensor: Tensor) -> int:
+    """How many elements of its storage lie between a tensor's first and last, with both."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
@@ -138,6 +146,18 @@ def read_data(file: BinaryIO, place: Place, target: memoryview) -> bool:
             done += count
         crc32 = zlib.crc32(part, crc32)
     return crc32 == place.crc32
+
+
+def crc32_of(file: BinaryIO, start: int, end: int, crc32: int = 0) -> int:
+    """Of bytes of a file, behind others whose checksum is ``crc32``; -1 where it ends before them."""
+    file.seek(start)
+    while start < end:
+        content = file.read(min(_READ_NBYTES, end - start))
+        if not content:
+            return -1
+        crc32 = zlib.crc32(content, crc32)
+        start += len(content)
+    return crc32
 
 
 # ----------------------------------------------------------------- framing

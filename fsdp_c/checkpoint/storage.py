@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
 import zlib
 from collections import deque
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,44 +70,6 @@ class Counted:
             self.size += len(part)
             self.crc32 = zlib.crc32(part, self.crc32)
             yield part
-
-
-# ----------------------------------------------------------------- what can be read tensor by tensor
-
-
-class Info(NamedTuple):
-    """What an entry is: a tensor, or an object, which has neither shape nor dtype."""
-
-    path: PathInDict  # in the nested dict that was saved
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, path: PathInDict, value: Any) -> Info:
-        """Of a value, or what stands for it until it is read."""
-        is_tensor = isinstance(getattr(value, "dtype", None), torch.dtype) and hasattr(value, "shape")
-        return cls(path, tuple(value.shape), value.dtype) if is_tensor else cls(path)
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype is not None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape or ()) * self.dtype.itemsize if self.dtype is not None else 0
-
-
-class Source(Protocol):
-    """A checkpoint to read."""
-
-    kind: str  # as readable text
-    entries: dict[str, Info]
-
-    def read(self, key: str) -> Any:
-        """The tensor, contiguous or not, or the object."""
-
-    def problems(self) -> Iterator[str]:
-        """Lists what is wrong with it, after reading everything."""
 
 
 # ----------------------------------------------------------------- reading
@@ -181,28 +142,18 @@ def read_object(checkpoint: Checkpoint, key: str) -> Any:
 
 
 def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
-    """Read a whole tensor."""
+    """Read a whole tensor: the chunk that is all of it, or a copy of each."""
     entry = checkpoint.tensor(key)
-
-    def parts() -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
-            with checkpoint.open(chunk.file) as file:
-                part = read_chunk(checkpoint, key, chunk, file)
-            yield chunk.offsets, part
-
-    return joined(entry, parts())
-
-
-def joined(of: TensorEntry | Info, parts: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """The tensor of which these are the parts, with offsets: the one that is all of it, or a copy of each."""
     whole: Tensor | None = None
-    for offsets, part in parts:
-        if tuple(part.shape) == of.shape:
+    for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
+        with checkpoint.open(chunk.file) as file:
+            part = read_chunk(checkpoint, key, chunk, file)
+        if tuple(part.shape) == entry.shape:
             return part
         if whole is None:
-            whole = torch.zeros(of.shape or (), dtype=of.dtype, device="cpu")
-        narrowed(whole, offsets, part.shape).copy_(part)
-    return torch.zeros(of.shape or (), dtype=of.dtype, device="cpu") if whole is None else whole
+            whole = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
+        narrowed(whole, chunk.offsets, part.shape).copy_(part)
+    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu") if whole is None else whole
 
 
 def read_entry(checkpoint: Checkpoint, key: str) -> Any:

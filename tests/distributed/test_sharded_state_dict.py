@@ -401,7 +401,7 @@ def test_local_dict_equals_torchs(rank, use_orig_params, offload):
 @both_views
 @on_ranks(4)
 def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_orig_params):
-    """F-041, parity 10: with use_orig_params torch saves what it cannot load. The flat parameters are
+    """F-041, F-042, parity 10: with use_orig_params torch saves what it cannot load. The flat parameters are
     taken."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     train(source, rank)

@@ -20,7 +20,7 @@ import lm_data  # noqa: E402
 import train_lm  # noqa: E402
 
 from fsdp_c import checkpoint  # noqa: E402
-from fsdp_c.checkpoint import cli  # noqa: E402
+from tests.checkpoints import differences  # noqa: E402
 from tests.ranks import device_type  # noqa: E402
 
 TEXT = ROOT / "LICENSE"
@@ -93,7 +93,7 @@ def test_training_equals_torch_fsdp1_bit_for_bit(finished_run: tuple[Path, str])
 
 def assert_same_checkpoint(one: Path, other: Path) -> None:
     """Parameters, optimizer state, progress."""
-    assert cli.main(["diff", str(one), str(other)]) == 0
+    assert differences(one, other) == []
 
 
 def test_resuming_continues_as_if_never_interrupted(finished_run: tuple[Path, str], tmp_path: Path) -> None:

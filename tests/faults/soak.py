@@ -29,7 +29,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
 from fsdp_c import _C, checkpoint
-from fsdp_c.checkpoint import cli
+from tests.checkpoints import differences as checkpoint_differences
 from tests.faults.points import Points, Trouble
 from tests.models import WIDTH, Block, Net
 
@@ -234,8 +234,8 @@ def differences(undisturbed: Path, disturbed: Path, steps: int) -> list[str]:
     ]
     if sorted(wanted) != list(range(steps)):
         found.append(f"the undisturbed run has losses of {len(wanted)} steps")
-    if cli.main(["diff", str(undisturbed / "end"), str(disturbed / "end")]) != 0:
-        found.append("the last checkpoints differ")
+    if differing := checkpoint_differences(undisturbed / "end", disturbed / "end"):
+        found.append(f"the last checkpoints differ: {differing}")
     for name, process in processes(disturbed).items():
         if process.last_rss - process.first_rss > RSS_GROWTH_NBYTES:
             found.append(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import cli
+from tests.checkpoints import differences
 from tests.faults import faulty_lm
 from tests.faults.faulty_lm import LAYERS, ROOT, TIMEOUT, train_lm
 from tests.ranks import pool
@@ -111,7 +111,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     ends = [path / "step-000006" for path in (one, other)]
     losses = [checkpoint.load(torch.nn.Module(), None, end, strict=False)["losses"] for end in ends]
     assert losses[0] == losses[1] and len(losses[0]) == 6
-    assert cli.main(["diff", *map(str, ends)]) == 0
+    assert differences(*ends) == []
 
 
 @dataclass

@@ -162,7 +162,6 @@ def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: p
     for version in (1, 2):
         save("link/../ckpt", version)
         assert loaded("link/../ckpt") == loaded("far/ckpt") == version
-    assert cli.main(["convert", "link/../ckpt", "link/../other"]) == 0
     save("link/..", 3)
     assert loaded("far") == 3
     assert sorted(os.listdir(tmp_path)) == ["far", "link"]
@@ -247,9 +246,8 @@ def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
             with pytest.raises(ValueError, match="an address"):
                 work(path, 1)
-        assert cli.main(["convert", "source", str(path)]) == 2
-        assert cli.main(["convert", str(path), "target"]) == 2
-        assert capsys.readouterr().err.count("an address; checkpoints are folders") == 2
+        assert cli.main(["verify", str(path)]) == 2
+        assert "an address; checkpoints are folders" in capsys.readouterr().err
     for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
         with pytest.raises(ValueError, match="empty"):
             work("", 1)
@@ -332,7 +330,7 @@ def test_no_path_of_the_file_of_what_was_replaced_leads_out(tmp_path: Path) -> N
 
 
 @existing
-def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tmp_path: Path, capsys) -> None:
+def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     if exists:
         save(path, 1)
@@ -343,25 +341,10 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
             CheckpointError, match=f"ckpt: process {os.getpid()} on {os.uname().nodename} is saving"
         ):
             save(path, 2)
-        save(tmp_path / "source", 3)
-        assert cli.main(["convert", str(tmp_path / "source"), str(path), "--overwrite"]) == 2
-        assert "is saving there" in capsys.readouterr().err
-        shutil.rmtree(tmp_path / "source")
         assert listed(tmp_path) == before
         save(tmp_path / "ckpt2", 4)  # another path
     save(path, 2)
     assert loaded(path) == 2 and sorted(os.listdir(tmp_path)) == ["ckpt", "ckpt2"]
-
-
-def test_a_second_conversion_into_one_file_is_refused(tmp_path: Path, capsys) -> None:
-    save(tmp_path / "source", 3)
-    target = tmp_path / "model.pt"
-    with folder.beside(target) as temporary:
-        temporary.write_bytes(b"of the first")
-        assert cli.main(["convert", str(tmp_path / "source"), str(target)]) == 2
-        assert "model.pt: process" in capsys.readouterr().err and temporary.exists()
-    assert cli.main(["convert", str(tmp_path / "source"), str(target)]) == 0
-    assert sorted(os.listdir(tmp_path)) == ["model.pt", "source"]  # the first one's file was left
 
 
 @existing
@@ -475,16 +458,6 @@ def test_a_load_reads_what_it_found_whatever_takes_its_place(exists: bool, tmp_p
     assert set(os.listdir("/proc/self/fd")) <= before  # what tests before have left may be closed meanwhile
 
 
-def test_a_conversion_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> None:
-    path, target = tmp_path / "ckpt", tmp_path / "model.pt"
-    save(path, 1)
-    opened = once(lambda: save(path, 2), cli.open_source)
-    with mock.patch.object(cli, "open_source", opened):
-        assert cli.main(["convert", str(path), str(target)]) == 0
-    found = torch.load(target, weights_only=True)
-    assert found["extra"]["version"] == 1 and (found["model"]["weight"] == 1).all()
-
-
 def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     save(path, 1)
@@ -505,15 +478,3 @@ def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
             loaded(path)
     assert reading.call_count == 1
-
-
-def test_folders_are_checkpoints_of_the_command_line_either_way(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    save(tmp_path / "source", 1)
-    for _ in range(2):
-        flags = ["--ranks", "3", "--overwrite"]
-        assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "there"), *flags]) == 0
-        assert loaded(tmp_path / "there") == torch_loaded(tmp_path / "there") == 1
-        assert len(list((tmp_path / "there").glob("*/__*.distcp"))) == 3
-    assert cli.main(["convert", str(tmp_path / "there"), str(tmp_path / "there"), "--overwrite"]) == 0
-    assert loaded(tmp_path / "there") == 1 and len(listed(tmp_path / "there")) == 4  # with the layout

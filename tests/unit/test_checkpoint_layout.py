@@ -42,12 +42,6 @@ def saved(path: Path, value: float = 3.0) -> Path:
     return path
 
 
-def converted(path: Path, target: Path, ranks: int) -> Path:
-    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 16):
-        assert cli.main(["convert", str(path), str(target), "--ranks", str(ranks)]) == 0
-    return target
-
-
 def loaded(path: Path) -> float:
     """What all parameters are, of a load that reads no ``.metadata``."""
     model, optimizer = trained(0.0)
@@ -57,13 +51,11 @@ def loaded(path: Path) -> float:
     return value
 
 
-@pytest.mark.parametrize("how", ["new", "in place", "converted"])
+@pytest.mark.parametrize("how", ["new", "in place"])
 def test_it_says_what_metadata_say(how: str, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     path.mkdir() if how == "in place" else None
     saved(path)
-    if how == "converted":
-        path = converted(path, tmp_path / "converted", ranks=3)
     found, expected = layout_file.read_layout(path), metadata.read_checkpoint(path)
     assert found.identity == expected.identity and found.framing == expected.framing
     assert found.file_sizes == expected.file_sizes and found.paths == expected.paths
@@ -89,7 +81,6 @@ def test_it_says_what_metadata_say(how: str, tmp_path: Path) -> None:
 def test_a_load_reads_it_and_not_metadata(tmp_path: Path) -> None:
     path = saved(tmp_path / "ckpt")
     assert loaded(path) == 3
-    assert loaded(converted(path, tmp_path / "converted", ranks=2)) == 3
 
 
 @pytest.mark.parametrize("in_place", [False, True])
