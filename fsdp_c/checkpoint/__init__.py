@@ -1,7 +1,7 @@
 """Sharded checkpoints that survive a crash: saved without exchanging parameters, checked when loaded.
 
 ``save`` and ``load`` write and read torch.distributed.checkpoint's format; ``python -m fsdp_c.checkpoint``
-verifies a checkpoint without ranks.
+verifies a checkpoint and exports its model to safetensors, without ranks.
 """
 
 from fsdp_c.checkpoint.background import BackgroundSave

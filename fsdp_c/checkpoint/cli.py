@@ -1,4 +1,4 @@
-"""python -m fsdp_c.checkpoint: verify a checkpoint, without a GPU and without ranks."""
+"""python -m fsdp_c.checkpoint: verify a checkpoint, or export its model, without a GPU and without ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from fsdp_c.checkpoint.export import CASTS, export
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA, CheckpointError, check_path, unless_replaced
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.pieces import crc32_of
@@ -21,6 +22,7 @@ PATH is a folder of torch.distributed.checkpoint, as fsdp_c.checkpoint.save, tor
 Nothing in a checkpoint is executed.
 
   python -m fsdp_c.checkpoint verify runs/lm/step-000200
+  python -m fsdp_c.checkpoint export runs/lm/step-000200 exported --dtype bfloat16
 
 Exit status: 0 all is well; 1 verify found damage; 2 trouble."""
 
@@ -35,6 +37,18 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="read everything and compare it with its checksums")
     verify.add_argument("path", type=Path, metavar="PATH")
+    export = commands.add_parser("export", help="write the model as sharded safetensors with an index")
+    export.add_argument("path", type=Path, metavar="PATH")
+    export.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    export.add_argument(
+        "--dtype", choices=CASTS, help="cast floating-point tensors of 16 bits and more (default: none)"
+    )
+    export.add_argument(
+        "--model-key",
+        default="model",
+        metavar="KEY",
+        help="the model's name in the checkpoint, as for load (default: %(default)s; '' for all tensors)",
+    )
     return parser
 
 
@@ -137,4 +151,16 @@ def _framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int,
         yield name, [*gaps, (end, checkpoint.file_sizes[name])]
 
 
-COMMANDS = {"verify": _verify}
+# ----------------------------------------------------------------- export
+
+
+def _export(args: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(args.path)
+    dtype = CASTS[args.dtype] if args.dtype else None
+    tensors, files = export(checkpoint, args.target, dtype, args.model_key)
+    others = len(checkpoint.entries) - tensors
+    _print(f"{args.target}: {tensors} tensors in {files} files; left out: {others} other entries")
+    return 0
+
+
+COMMANDS = {"verify": _verify, "export": _export}

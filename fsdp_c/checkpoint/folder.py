@@ -55,7 +55,10 @@ _GONE = ".removed"
 # name; two patterns of fixed beginnings, which are found at several times the speed of one
 _NAMED = [re.compile(pattern.encode()) for pattern in (f"{_DATA}(?=/{_FILE})", _FILE)]
 _OF_A_NAME = re.compile(rb"[\w./-]")
-_OWN_FILE = re.compile("|".join([_FILE, *map(re.escape, (METADATA, CHECKSUMS, LAYOUT, _REPLACED))]))
+_EXPORTED = r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?"
+_OWN_FILE = re.compile(
+    "|".join([_FILE, _EXPORTED, *map(re.escape, (METADATA, CHECKSUMS, LAYOUT, _REPLACED))])
+)
 _TRIES = 100
 
 
@@ -224,7 +227,7 @@ def data_file(temporary: Path, path: Path, rank: int) -> str:
     return f"{temporary.name}/{name}" if temporary.parent == path else name
 
 
-def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
+def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
     """Write a file and flush it to the disk."""
     with path.open("wb", buffering=2**20) as file:
         for part in (content,) if isinstance(content, bytes) else content:

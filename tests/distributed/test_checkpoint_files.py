@@ -23,6 +23,7 @@ from torch.distributed.fsdp import StateDictType
 
 import fsdp_c
 from fsdp_c import checkpoint
+from fsdp_c.checkpoint import cli
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
     folder_of_ranks,
@@ -30,7 +31,7 @@ from tests.distributed.test_checkpoint import (
     torch_model,
 )
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
-from tests.ranks import on_ranks
+from tests.ranks import both_views, on_ranks
 
 both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
 
@@ -79,6 +80,20 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks():
     planner = DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(checkpoint.model_state(other), checkpoint_id=folder / "part", planner=planner)
     assert_same_tensors(expected, full_model(other))
+
+
+@both_views
+@on_ranks(3)
+def test_an_export_has_the_parameters_of_flat_shards(rank, use_orig_params):
+    """Shards that begin and end within rows have several boxes of a parameter."""
+    library = pytest.importorskip("safetensors.torch")
+    model = wrap(odd(0), use_orig_params)
+    folder = folder_of_ranks()
+    checkpoint.save(model, None, folder / "saved")
+    expected = full_model(model)
+    if rank == 0:
+        assert cli.main(["export", str(folder / "saved"), str(folder / "exported")]) == 0
+        assert_same_tensors(expected, library.load_file(folder / "exported" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("consolidated", [False, True])

@@ -1,0 +1,160 @@
+"""Export of a checkpoint's model to sharded safetensors, in the memory of its largest tensor.
+
+The safetensors library writes a file from all of its tensors at once. torch's writer keeps one box of a tensor for each
+rank, where a flat shard may hold several. Here the header follows from the metadata, and tensors are read one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_c.checkpoint.folder import CheckpointError, absolute, check_path, new_folder, publish, write_file
+from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
+from fsdp_c.checkpoint.pieces import memory
+from fsdp_c.checkpoint.storage import read_tensor
+from fsdp_c.sharding.traversal import is_flat_param_name
+
+CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_NBYTES = 5 * 10**9  # of a file; a larger tensor has a file of its own
+_CAST_NUMEL = 2**20
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+}
+
+
+class _Tensor(NamedTuple):
+    key: str  # in the checkpoint
+    name: str  # in the model
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # as it is written
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export(
+    checkpoint: Checkpoint,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    model_key: str = "model",
+    max_nbytes: int = MAX_NBYTES,
+) -> tuple[int, int]:
+    """Write the tensors below ``model_key`` into the new folder ``target``; the number of tensors and of files.
+
+    ``dtype`` replaces floating-point dtypes of 16 bits and more. CheckpointError for damage and for tensors that
+    safetensors cannot hold, FileExistsError for a ``target`` that exists; then nothing is left at ``target``.
+    """
+    check_path(target)
+    target = absolute(target)
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target}: exists: export to another path, or remove it first")
+    files = _files(_tensors(checkpoint, dtype, model_key), max_nbytes)
+    with new_folder(target) as temporary:
+        for name, tensors in files.items():
+            write_file(temporary / name, _content(checkpoint, tensors))
+        if len(files) > 1:
+            where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+            total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            write_file(temporary / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        publish(temporary, target)
+    return sum(map(len, files.values())), len(files)
+
+
+def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) -> list[_Tensor]:
+    prefix = f"{model_key}." if model_key else ""
+    found = []
+    for key, entry in checkpoint.entries.items():
+        if not key.startswith(prefix) or not isinstance(entry, TensorEntry):
+            continue
+        name = key.removeprefix(prefix)
+        if is_flat_param_name(name.rpartition(".")[2]):
+            raise CheckpointError(
+                f"{checkpoint.folder}: {key} is a flat parameter of LOCAL_STATE_DICT, without the names of its "
+                "parameters: load it into the model, and save that with fsdp_c.checkpoint.save"
+            )
+        is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+        tensor = _Tensor(key, name, entry.shape, dtype if is_cast and dtype else entry.dtype)
+        if tensor.dtype not in _NAMES or name == "__metadata__":
+            raise CheckpointError(
+                f"{checkpoint.folder}: {key} of {tensor.dtype} cannot be written: safetensors have no such dtype or "
+                "name"
+            )
+        found.append(tensor)
+    if not found:
+        tops = sorted({key.partition(".")[0] for key in checkpoint.entries})[:10]
+        raise CheckpointError(
+            f"{checkpoint.folder}: has no tensors below {model_key!r}, but {', '.join(tops)}: name another --model-key"
+        )
+    return found
+
+
+def _files(tensors: list[_Tensor], max_nbytes: int) -> dict[str, list[_Tensor]]:
+    """By the name of a file its tensors, of the largest elements first: each is aligned to its elements then."""
+    parts: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if parts[-1] and sum(each.nbytes for each in parts[-1]) + tensor.nbytes > max_nbytes:
+            parts.append([])
+        parts[-1].append(tensor)
+    for part in parts:
+        part.sort(key=lambda tensor: -tensor.dtype.itemsize)
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{at:05}-of-{len(parts):05}.safetensors": part for at, part in enumerate(parts, 1)}
+
+
+def _content(checkpoint: Checkpoint, tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
+    """A file's bytes: the length of its header, the header, the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    yield len(content).to_bytes(8, "little") + content
+    for tensor in tensors:
+        yield from _data(checkpoint, tensor)
+
+
+def _data(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[memoryview]:
+    """A generator of its own, so that no tensor is held while the next is read."""
+    flat = read_tensor(checkpoint, tensor.key).contiguous().view(-1)
+    for part in flat.split(_CAST_NUMEL):
+        cast = part.to(tensor.dtype)
+        if cast.dtype != part.dtype and not torch.equal(cast.isinf(), part.isinf()):
+            raise CheckpointError(
+                f"{checkpoint.folder}: {tensor.key} has values beyond the range of {tensor.dtype}: export it "
+                "with another --dtype"
+            )
+        yield memory(cast)
