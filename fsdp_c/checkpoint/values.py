@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -79,13 +81,15 @@ class PartialTensor(Tensor):
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         """DCP's protocol: what this rank writes."""
         properties = TensorProperties(dtype=self.dtype)
+        boxes = {} if self.is_replica else self.boxes
+        _refuse_safetensors_writer(fqn, self.shape, boxes.values())
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(offsets, box), properties, torch.Size(self.shape)),
             )
-            for offsets, box in ({} if self.is_replica else self.boxes).items()
+            for offsets, box in boxes.items()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -98,6 +102,26 @@ class PartialTensor(Tensor):
         if offsets not in self.boxes:
             raise ValueError(f"{index.fqn}: this rank holds nothing at {offsets}, but at {list(self.boxes)}")
         return self.boxes[offsets]
+
+
+def _refuse_safetensors_writer(fqn: str, shape: torch.Size, boxes: Collection[Tensor]) -> None:
+    """Raise NotImplementedError where ``dcp.save`` is planning for a writer that would drop boxes without an error.
+
+    torch's HuggingFaceStorageWriter writes one box of a tensor for each rank, and without ``save_distributed`` all
+    ranks write the same file. DCP does not pass the writer to what it plans, so it is looked up on the stack.
+    """
+    if all(box.shape == shape for box in boxes):
+        return
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "local_step":
+        frame = frame.f_back
+    writer = frame.f_locals.get("storage_writer")
+    if isinstance(writer, HuggingFaceStorageWriter) and (len(boxes) > 1 or not writer.save_distributed):
+        raise NotImplementedError(
+            f"{fqn}: {len(boxes)} boxes of it on this rank cannot be saved by torch's HuggingFaceStorageWriter, which "
+            "writes one box of a tensor for each rank, and without save_distributed=True those of one rank: save with "
+            "fsdp_c.checkpoint.save, then run python -m fsdp_c.checkpoint export"
+        )
 
 
 Partial = TypeVar("Partial", bound=PartialTensor)
