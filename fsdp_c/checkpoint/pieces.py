@@ -19,7 +19,7 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -163,23 +163,25 @@ def crc32_of(file: BinaryIO, start: int, end: int, crc32: int = 0) -> int:
 # ----------------------------------------------------------------- framing
 
 
-class Described:
-    """Stands for a tensor, in what is pickled, whose data are the archive's member data/``key``."""
+class _Tensor:
+    """Pickled as a tensor whose data are the archive's member data/0."""
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], key: str) -> None:
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         numel = math.prod(shape)
         named = _storage_types().get(dtype)
         # a dtype newer than the classes by which torch.save once named them is named itself
-        kind = (named, numel) if named else (torch.storage.UntypedStorage, numel * dtype.itemsize)
-        storage = _Storage((kind[0], key, "cpu", kind[1]))
+        kind, count = (named, numel) if named else (torch.storage.UntypedStorage, numel * dtype.itemsize)
+        storage = _Storage(("storage", kind, "0", "cpu", count))
         rebuild = torch._utils._rebuild_tensor_v2 if named else torch._utils._rebuild_tensor_v3
         rest = () if named else (dtype,)
-        self.reduced = rebuild, (storage, 0, tuple(shape), tuple(strides), False, OrderedDict(), *rest)
+        self.reduced = rebuild, (storage, 0, shape, strides, False, OrderedDict(), *rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
 
 
-class _Storage:
-    def __init__(self, rest: tuple[object, ...]) -> None:
-        self.persistent_id = ("storage", *rest)
+class _Storage(NamedTuple):
+    persistent_id: tuple[object, ...]
 
 
 @functools.cache
@@ -188,25 +190,15 @@ def _storage_types() -> dict[torch.dtype, type]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors that are ``Described`` as ``torch.save`` pickles tensors."""
-
     def persistent_id(self, obj: object) -> object:
         return obj.persistent_id if isinstance(obj, _Storage) else None
-
-    def reducer_override(self, obj: object) -> Any:
-        return obj.reduced if isinstance(obj, Described) else NotImplemented
-
-
-def pickled(value: object) -> bytes:
-    """The member data.pkl of an archive, with ``Described`` in place of tensors."""
-    content = io.BytesIO()
-    _Pickler(content, protocol=2).dump(value)
-    return content.getvalue()
 
 
 @functools.lru_cache(maxsize=4096)
 def _data_pkl(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    return pickled(Described(dtype, shape, strides, "0"))
+    content = io.BytesIO()
+    _Pickler(content, protocol=2).dump(_Tensor(dtype, shape, strides))
+    return content.getvalue()
 
 
 class _Member(NamedTuple):
