@@ -26,10 +26,10 @@ from fsdp_c import _C
 from fsdp_c.checkpoint import layout_file, metadata
 from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, METADATA
 from fsdp_c.checkpoint.metadata import checksums_content
-from fsdp_c.checkpoint.storage import Counted, Item, read_items
+from fsdp_c.checkpoint.storage import Item, read_items
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
-from fsdp_c.checkpoint.writing import Writer
+from fsdp_c.checkpoint.writing import Counted, Writer
 
 H, F, E, D, X = 8192, 28672, 256, 7168, 2048
 DENSE = {

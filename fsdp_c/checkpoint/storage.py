@@ -1,16 +1,14 @@
-"""DCP's two ends: where the parts that ranks write go, and where those that they want come from."""
+"""Reading of a checkpoint: objects, whole tensors, and parts of tensors into place."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -20,14 +18,13 @@ from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.archives import check_archive
-from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, refusing, write_file
+from fsdp_c.checkpoint.folder import CheckpointError, refusing
 from fsdp_c.checkpoint.metadata import (
     BytesEntry,
     Checkpoint,
     Chunk,
     PathInDict,
     TensorEntry,
-    checksums_content,
 )
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrowed, read_data
 from fsdp_c.checkpoint.planning import path_below
@@ -38,41 +35,6 @@ _JOB_NBYTES = 4 * 2**20  # that are worth a thread's turn
 _UNDERWAY_NBYTES = 4 * MAX_NBYTES  # of what threads have read or will: also a bound of memory
 
 Report = Callable[[int], object]  # takes the number of bytes that were just done
-
-
-def finish_folder(
-    temporary: Path, path: Path, metadata: Iterable[bytes], files: dict[str, tuple[int, int]]
-) -> None:
-    """Write what says where everything is, and publish it. ``files``: named from the checkpoint's folder."""
-    for name, (size, _) in files.items():
-        written = temporary / Path(name).name
-        found = written.stat().st_size if written.exists() else None
-        if found != size:
-            raise CheckpointError(
-                f"{written}: {size} bytes were written by its rank, and rank 0 finds "
-                f"{'no file' if found is None else found}: {path.parent} must be on a file system that all "
-                "ranks share"
-            )
-    counted = Counted(metadata)
-    write_file(temporary / METADATA, counted)
-    write_file(temporary / CHECKSUMS, checksums_content((counted.size, counted.crc32), files))
-    publish(temporary, path)
-
-
-class Counted:
-    """What passes, with its size and its CRC-32."""
-
-    def __init__(self, parts: Iterable[bytes]) -> None:
-        self.parts, self.size, self.crc32 = parts, 0, 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self.parts:
-            self.size += len(part)
-            self.crc32 = zlib.crc32(part, self.crc32)
-            yield part
-
-
-# ----------------------------------------------------------------- reading
 
 
 def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: BinaryIO) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,18 +14,39 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, data_file, write_file
+from fsdp_c.checkpoint.folder import (
+    CHECKSUMS,
+    LAYOUT,
+    METADATA,
+    CheckpointError,
+    data_file,
+    publish,
+    write_file,
+)
 from fsdp_c.checkpoint.layout_file import layout_content
-from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.metadata import PathInDict, checksums_content
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
 from fsdp_c.checkpoint.planning import Held, Kept, Planned, RankPart, RankPlan, merged
 from fsdp_c.checkpoint.replicas import HeldUnit, with_content
-from fsdp_c.checkpoint.storage import Counted, Report, finish_folder
-from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
+from fsdp_c.checkpoint.storage import Report
+from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
+
+
+class Counted:
+    """What passes, with its size and its CRC-32."""
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self.parts, self.size, self.crc32 = parts, 0, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self.parts:
+            self.size += len(part)
+            self.crc32 = zlib.crc32(part, self.crc32)
+            yield part
 
 
 class _Write(NamedTuple):
@@ -143,26 +165,33 @@ class Writer:
         return RankResult(name, writer.size, writer.framing_crc32, [bytes(each) for each in records])
 
     def finish(self, results: list[RankResult | None]) -> None:
-        """On one rank, once all have written."""
+        """On one rank, once all have written: write where everything lies, in both forms, and the checksums, and
+        publish it. See [Note: The layout of a checkpoint]."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         table = stored(self.planned, by_rank)
         files = {rank: (each.file, each.size, each.framing_crc32) for rank, each in by_rank.items()}
-        write_table(self.temporary, self.path, table, [*self.state], files)
+        token, in_place = secrets.token_hex(16), self.temporary.parent == self.path
+        inner = self.temporary.name if in_place else "."
+        layout = Counted(layout_content(table, [*self.state], token))
+        write_file(self.temporary / LAYOUT, layout)
+        sums = {name: (size, crc32) for name, size, crc32 in files.values()}
+        for name, (size, _) in sums.items():
+            self._check_is_there(self.temporary / Path(name).name, size)
+        sums[f"{inner}/{LAYOUT}" if in_place else LAYOUT] = layout.size, layout.crc32
+        names = {rank: name for rank, (name, *_) in files.items()}
+        metadata = Counted(metadata_content(table, [*self.state], self.path, names, f"{token} {inner}"))
+        write_file(self.temporary / METADATA, metadata)
+        write_file(self.temporary / CHECKSUMS, checksums_content((metadata.size, metadata.crc32), sums))
+        publish(self.temporary, self.path)
 
-
-def write_table(
-    temporary: Path, path: Path, table: list[Stored], order: list[str], files: dict[int, tuple[str, int, int]]
-) -> None:
-    """Where everything lies, in both forms, and the checksums. ``order``: of keys. ``files``: by rank the
-    name, size and checksum of what it wrote. See [Note: The layout of a checkpoint]."""
-    token, inner = secrets.token_hex(16), temporary.name if temporary.parent == path else "."
-    layout = Counted(layout_content(table, order, token))
-    write_file(temporary / LAYOUT, layout)
-    sums = {name: (size, crc32) for name, size, crc32 in files.values()}
-    sums[LAYOUT if inner == "." else f"{inner}/{LAYOUT}"] = (layout.size, layout.crc32)
-    names = {rank: name for rank, (name, *_) in files.items()}
-    content = metadata_content(table, order, path, names, f"{token} {inner}")
-    finish_folder(temporary, path, content, sums)
+    def _check_is_there(self, written: Path, size: int) -> None:
+        found = written.stat().st_size if written.exists() else None
+        if found != size:
+            raise CheckpointError(
+                f"{written}: {size} bytes were written by its rank, and rank 0 finds "
+                f"{'no file' if found is None else found}: {self.path.parent} must be on a file system that all "
+                "ranks share"
+            )
 
 
 def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, bytes]) -> bytes:

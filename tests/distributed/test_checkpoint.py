@@ -570,7 +570,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(
         "write": ("fsdp_c.checkpoint.pieces.FileWriter.write_tensor", 1),
         "plan": ("fsdp_c.checkpoint.writing.Writer.plan", 1),
         "state": ("fsdp_c.checkpoint.saving.optim_state", 1),
-        "finish": ("fsdp_c.checkpoint.storage.publish", 0),
+        "finish": ("fsdp_c.checkpoint.writing.publish", 0),
     }[where]
     full_disk = OSError(28, "No space left on device")
     with mock.patch(target, side_effect=full_disk) if rank == failing else mock.MagicMock():

@@ -93,13 +93,13 @@ def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool
         checkpoint.save(model_of(0), None, path, extra={"job": 0})
 
     def stop_amid_a_save() -> None:
-        write = checkpoint.storage.write_file
+        write = checkpoint.writing.write_file
 
         def stopping(*arguments: object) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             write(*arguments)
 
-        checkpoint.storage.write_file = stopping
+        checkpoint.writing.write_file = stopping
         checkpoint.save(model_of(1), None, path, extra={"job": 1})
 
     with forked(stop_amid_a_save) as child:

@@ -262,7 +262,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     before = listed(tmp_path)
     for name in ("write_file", "checksums_content"):
         with mock.patch(
-            f"fsdp_c.checkpoint.storage.{name}", side_effect=OSError(28, "No space left on device")
+            f"fsdp_c.checkpoint.writing.{name}", side_effect=OSError(28, "No space left on device")
         ):
             with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
                 save(tmp_path, 2)
@@ -276,7 +276,7 @@ def test_data_of_a_damaged_checkpoint_stay_until_the_new_one_is_there(tmp_path: 
     for damaged in (content[: len(content) // 2], content.replace(data.name[-3:].encode(), b"fff")):
         (tmp_path / ".metadata").write_bytes(damaged)
         with (
-            mock.patch("fsdp_c.checkpoint.storage.write_file", side_effect=OSError),
+            mock.patch("fsdp_c.checkpoint.writing.write_file", side_effect=OSError),
             pytest.raises(CheckpointError),
         ):
             save(tmp_path, 2)

@@ -204,7 +204,7 @@ def test_the_error_names_file_and_parameter(tmp_path: Path) -> None:
 def test_a_temporary_folder_is_no_checkpoint_and_is_cleaned_up_by_the_next_save(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     with mock.patch(
-        "fsdp_c.checkpoint.storage.write_file", side_effect=OSError(28, "No space left on device")
+        "fsdp_c.checkpoint.writing.write_file", side_effect=OSError(28, "No space left on device")
     ):
         with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
             save(path, 1)
