@@ -287,8 +287,6 @@ class Unit:
         Collective. A no-op before lazy init; RuntimeError inside summon_full_params."""
     def wait_unsharded(self) -> None:
         """Wait for ``unshard``."""
-    def note_walk(self) -> None:
-        """A script walks over the modules: notice from now on what it writes to views through ``.data``."""
     def post_backward_reshard(self) -> None:
         """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code
         that takes the place of ``_runtime_utils._post_backward_reshard``."""
@@ -337,6 +335,9 @@ class Runtime:
     def await_failed_backward(self) -> None:
         """On a GPU, where a backward has raised: wait until autograd's thread has let go of it, and with that
         everything is as before the step. Amid a backward of another thread it waits 50 ms in vain."""
+    def begin_walk(self) -> None:
+        """``await_failed_backward``, for a script that walks over the parameters: what it writes to views of
+        parameters through ``.data`` is noticed from now on."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
 

@@ -633,14 +633,8 @@ class FullyShardedDataParallel(ShardedModule):
         if kwargs.get("recurse") is False:  # what torch.distributed.checkpoint asks first
             refuse_torchs_checkpoint(unit_name(self.module), FullyShardedDataParallel)
         if self._unit.runtime is not None:
-            self._unit.runtime.await_failed_backward()
+            self._unit.runtime.begin_walk()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As in nn.Module. ``parameters()`` of this module and of those around it walks through here."""
-        if "_unit" in self.__dict__:
-            self._unit.note_walk()
-        yield from super().named_modules(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in nn.Module; also after a forward, where modules may show views for parameters (C-091)."""

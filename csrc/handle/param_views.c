@@ -228,9 +228,11 @@ static int put_params(struct param_views *param_views, PyObject *params) {
 
 int param_views_put_back(const struct param_views *param_views, int64_t param) {
     PyObject *value = PyList_GetItem(param_views->param->params, param);
-    for (int64_t i = 0; i < param_views->count; i++)
-        if (param_views->all[i].param == param && show_in_parameters(&param_views->all[i], value) < 0)
+    for (int64_t i = 0; i < param_views->count; i++) {
+        const struct param_view *param_view = &param_views->all[i];
+        if (param_view->param == param && PyDict_SetItem(param_view->parameters, param_view->name, value) < 0)
             return -1;
+    }
     return 0;
 }
 

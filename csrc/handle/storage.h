@@ -156,7 +156,7 @@ int storage_take_written(const struct storage *storage, int64_t param);
 
 /* [Note: snapshots of views] A write through `.data` counts in no version, and after a forward that leaves
  * views the user may write to the shard as well as to them: a difference between the two does not say where.
- * So where a script walks over the modules and finds views, this rank's part of them is copied, and compared
+ * So where a script walks over the parameters and finds views, this rank's part of them is copied, and compared
  * with the copy when the views go. */
 int storage_take_snapshot(struct storage *storage); /* of UNSHARDED parameters; a no-op with one. 0 or -1 */
 void storage_drop_snapshot(struct storage *storage);

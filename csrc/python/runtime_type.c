@@ -57,6 +57,7 @@ OBJECT_LIFE(runtime_visit, runtime_clear)
 
 METHOD(final_callback, inside, runtime_final_callback)
 METHOD(await_failed_backward, inside, runtime_await_failed_backward)
+METHOD(begin_walk, inside, runtime_begin_walk)
 METHOD(reset_grad_info, inside, runtime_collect_user_grads)
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
@@ -124,6 +125,7 @@ static PyMethodDef methods[] = {
     {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
     {"release", release, METH_NOARGS, NULL},
     {"await_failed_backward", await_failed_backward, METH_NOARGS, NULL},
+    {"begin_walk", begin_walk, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -103,7 +103,6 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
 }
 
 METHOD(unshard, inside, unit_unshard)
-METHOD(note_walk, inside, unit_note_walk)
 METHOD(register_post_backward_hook, made, unit_register_post_backward_hook)
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
@@ -136,7 +135,6 @@ static PyMethodDef methods[] = {
     {"register_pre_backward_hooks", register_pre_backward_hooks, METH_O, NULL},
     {"post_backward_reshard", post_backward_reshard, METH_NOARGS, NULL},
     {"unshard", unshard, METH_NOARGS, NULL},
-    {"note_walk", note_walk, METH_NOARGS, NULL},
     {"wait_unsharded", wait_unsharded, METH_NOARGS, NULL},
     {"set_summoning", set_summoning, METH_O, NULL},
     {"forward", forward, METH_VARARGS, NULL},

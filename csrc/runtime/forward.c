@@ -180,20 +180,22 @@ bool unit_shows_views(struct unit *part) {
            part->handle->training_state == USE_IDLE && unit->gathered_for != FOR_NEXT_FORWARD;
 }
 
-int unit_note_walk(struct unit *unit) {
-    const struct runtime *runtime = unit->runtime;
-    if (!runtime || !unit->handle || runtime->num_in_forward || runtime->callback_queued)
-        return 0;
-    FOR_PARTS(part, unit) {
-        struct handle *handle = part->handle;
-        if (!handle->param.use_orig_params &&
-            param_views_take_back(&handle->param_views, handle->storage.copy->views) < 0)
+static int note_walk(struct unit *part) {
+    struct handle *handle = part->handle;
+    if (!handle->param.use_orig_params)
+        return param_views_take_back(&handle->param_views, handle->storage.copy->views);
+    bool may_be_written = unit_shows_views(part) && !handle->param.skip_writeback_check &&
+                          handle->storage.param_state == PARAM_UNSHARDED;
+    return may_be_written ? storage_take_snapshot(&handle->storage) : 0;
+}
+
+int runtime_begin_walk(struct runtime *runtime) {
+    if (runtime_await_failed_backward(runtime) < 0)
+        return -1;
+    bool in_step = runtime->num_in_forward || runtime->callback_queued;
+    for (int64_t i = 0; i < runtime->num_units && !in_step; i++)
+        if (runtime->units[i]->handle && note_walk(runtime->units[i]) < 0)
             return -1;
-        bool may_be_written = unit_shows_views(part) && !handle->param.skip_writeback_check &&
-                              handle->storage.param_state == PARAM_UNSHARDED;
-        if (may_be_written && storage_take_snapshot(&handle->storage) < 0)
-            return -1;
-    }
     return 0;
 }
 

@@ -103,6 +103,9 @@ int runtime_reduce_optional(struct unit *around);
 int runtime_reset(struct runtime *runtime);
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
+/* The same for a script that walks over all of them, and may write to what modules show: see [Note: snapshots
+ * of views] in storage.h. forward.c; 0 or -1 */
+int runtime_begin_walk(struct runtime *runtime);
 /* amid a backward that hides gradients: before the script goes on */
 void runtime_have_script_wait(struct runtime *runtime);
 

@@ -150,9 +150,6 @@ int unit_register_post_backward_hook(struct unit *unit);
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
 /* Does its last forward leave the views for its backward (C-091)? Of a part. */
 bool unit_shows_views(struct unit *part);
-/* Outside of steps a script walks over the modules, and may write to what they show: see [Note: snapshots of
- * views] in storage.h. 0 or -1 */
-int unit_note_walk(struct unit *unit);
 
 /* gather.c. 0 or -1, where nothing else is said */
 int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the limiter */
