@@ -51,10 +51,10 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     OP_OWNED tensor = op_tensor(stack[0]);
     struct handle *handle = find("fsdp_c::unshard", op_int(stack[1]));
     struct op_operand full;
-    op_read_operand(&full, tensor);
+    op_read_shape(&full, tensor); /* the handle's own tensor may have no storage yet */
     check_full("fsdp_c::unshard", handle, &full);
     run("fsdp_c::unshard", handle, handle_unshard_outside_step);
-    op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
+    op_read_operand(&full, tensor);
     const struct storage *storage = &handle->storage;
     const struct tensor_view *gathered =
         storage->copy->is_local ? &storage->local_view : &storage->copy->full.view;

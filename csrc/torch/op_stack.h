@@ -176,8 +176,9 @@ static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
     return op_int(slots[0]);
 }
 
-/* Fill `operand`, which must not be moved afterwards: the sizes of a traced tensor lie in it. */
-static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
+/* Fill `operand` but for its data, which a freed storage does not give. It must not be moved afterwards: the
+ * sizes of a traced tensor lie in it. */
+static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle tensor) {
     int64_t ndim = 0;
     memset(&operand->view, 0, sizeof operand->view);
     OP_CALL(torch_abi.aoti_torch_get_dim(tensor, &ndim));
@@ -202,10 +203,16 @@ static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle 
         OP_CALL(torch_abi.aoti_torch_get_sizes(tensor, &sizes));
         OP_CALL(torch_abi.aoti_torch_get_strides(tensor, &strides));
         OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
-        OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
         operand->view.sizes = sizes;
         operand->view.strides = strides;
     }
+}
+
+/* Fill `operand` with its data. */
+static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
+    op_read_shape(operand, tensor);
+    if (operand->device_type != torch_abi.aoti_torch_device_type_meta())
+        OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
 }
 
 /* The strides of a contiguous tensor of these sizes. */

@@ -87,7 +87,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         pytest.raises(lm_data.InputError, match="shape"),
         mock.patch.object(fsdp_c, "FullyShardedDataParallel", torch.nn.Linear),
     ):
-        lm_checkpoint.load_checkpoint(tmp_path / "step-000002", model, optimizer, {})
+        lm_checkpoint.load_checkpoint(tmp_path / "step-000002", model, optimizer)
     assert fsdp_c.FullyShardedDataParallel is wrapped
 
 

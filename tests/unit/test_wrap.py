@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, ShardingStrategy, plan
+from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c import wrap as fsdp_wrap
 from fsdp_c.sharding import wrap as sharding_wrap
 from fsdp_c.sharding.sharded_module import units_with_paths
@@ -109,8 +109,6 @@ def test_a_policy_that_chooses_a_compiled_module_makes_it_a_unit(policy: object)
     model.blocks = nn.ModuleList(torch.compile(Block(), backend="eager") for _ in range(2))
     blocks = list(model.blocks)
     precision = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=(Block,))
-    planned = plan(model, world_size=4, auto_wrap_policy=policy).units
-    assert [unit.path for unit in planned] == ["", "blocks.0", "blocks.1"]
     with pytest.warns(UserWarning, match="Both mixed precision"):
         model = FSDP(model, auto_wrap_policy=policy, mixed_precision=precision)
     assert paths(model) == ["", "blocks.0", "blocks.1"]
