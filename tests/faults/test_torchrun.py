@@ -37,21 +37,13 @@ FLAGS += "--warmup 1 --eval-every 6 --eval-batches 1 --checkpoint-every 2 --keep
 ARGUMENTS = [*FLAGS.split(), "--data", f"{ROOT}/LICENSE"]
 
 FIRST, LAST = "blocks.0", f"blocks.{LAYERS - 1}"
-SURVIVOR = {  # what its error says of itself
+SURVIVOR = {  # what its error says
     "forward": f"rank 0, step 3: .* waits in the all-gather of Block at '{LAST}'",
     "backward": "rank 0, step 3: .* waits in the (reduction|all-gather for the backward) of Block at 'blocks",
     "reduce": f"rank 0, step 3: .* waits in the reduction of Block at '{FIRST}'",
     "save": r"rank 0: .* is saving /.+/step-000004",
     "load": r"rank 0: .* is loading /.+/step-000002",
 }
-CULPRIT = {  # and of the other rank
-    "forward": f"rank 1 is in the forward of {FIRST} (step 3",
-    "backward": f"rank 1 is in the backward of {LAST} (step 3",
-    "reduce": f"rank 1 is in the backward of {FIRST} (step 3",
-    "save": "rank 1 is saving a checkpoint (step 4",
-    "load": "rank 1 is loading a checkpoint (step 0",
-}
-ENDS = {"kill": ", the process has ended)", "stop": ", the process is stopped)"}
 
 
 def train_undisturbed(rank: int, world_size: int, out: Path) -> None:
@@ -145,13 +137,12 @@ def survive(action: str, phase: str, folder: Path) -> tuple[Row, str]:
     assert torchrun.returncode == 0, output[-4000:]
     said = re.search(r"\[rank0\]: (rank 0.*)", output)
     assert said, output[-4000:]
-    text = said[1].replace(", saving a checkpoint in the background", "")  # the last one may not be over
-    return Row(action, phase, ended, text, time.monotonic() - started), output
+    return Row(action, phase, ended, said[1], time.monotonic() - started), output
 
 
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize(("action", "phase"), TRIED)
-def test_a_rank_that_dies_or_stops_is_named_and_the_restarted_run_ends_as_if_it_had_not(
+def test_a_survivor_says_what_it_waits_for_and_the_restarted_run_ends_as_if_undisturbed(
     action: str, phase: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     if phase == "load":
@@ -160,7 +151,6 @@ def test_a_rank_that_dies_or_stops_is_named_and_the_restarted_run_ends_as_if_it_
     row, output = survive(action, phase, tmp_path)
     print(row)
     assert re.search(SURVIVOR[phase], row.said), row.said
-    assert CULPRIT[phase] + ENDS[action] in row.said
     assert row.ended < (TIMEOUT.total_seconds() if action == "stop" else 0) + MARGIN_S
     resumed = f"resumed from {tmp_path / 'run' / 'step-000002'}: 2 of 6 steps done" in output
     assert resumed or phase not in ("save", "load")  # else the save beside step 3 may not have been over

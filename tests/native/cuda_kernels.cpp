@@ -11,7 +11,6 @@ enum { MOST_NDIM_HERE = 4 };
 
 static uint64_t random_state = 88172645463325252u;
 static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, DEVICE_CUDA};
-static struct kernel_stream on_cpu;
 static const struct kernel_table *table;
 
 /* Memory of exactly these elements, `shift` elements behind a 16-byte boundary, so that the sanitizer sees
