@@ -275,8 +275,10 @@ def step_with_state_in_backward(trainer: Trainer) -> None:
 
 
 def step_with_late_gradients(trainer: Trainer) -> None:
-    """What a term of the parameters themselves brings comes after the unit's own gradients were packed."""
-    _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
+    """What a term of the parameters themselves brings comes after the unit's own gradients were packed. Autograd's
+    own hooks do not step with it."""
+    params = trainer.model.parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1}, register_hook=False)
     for _ in range(STEPS):
         term = sum(param.sum() for param in trainer.model.parameters())
         (trainer.forward() + 0.1 * term).backward()
