@@ -28,7 +28,7 @@ ENVIRONMENTS ?= build/versions
 ASAN := build/asan
 ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py tests/faults/test_allocations.py \
     tests/faults/test_threads.py --ignore tests/native/test_cuda.py \
-    --deselect tests/unit/test_checkpoint_cli.py::test_memory_is_a_few_times_the_largest_tensor_whatever_the_total
+    --deselect tests/unit/test_checkpoint_export.py::test_memory_is_that_of_the_largest_tensor_whatever_the_total
 DEBUG_PYTHON ?= python3.11-dbg
 MINOR := 'import sys; print(sys.version_info[:2])'
 RAISING := tests/unit/test_c_objects.py tests/unit/test_one_thread.py tests/unit/test_callbacks.py tests/unit/test_bad_input.py \
@@ -159,7 +159,7 @@ soak: build $(VENV)/.dev
 # Units of WIDE columns are above 1 MiB: what they gather is cut of the pool's piece, which smaller ones never see.
 WIDE := 640
 ON_SIMULATED_GPU := $(BIN)/python -m tests.simulated_gpu
-ON_ANY_DEVICE := tests/distributed tests/parity tests/faults/test_every_point.py tests/faults/test_debug.py
+ON_ANY_DEVICE := tests/distributed tests/parity tests/faults/test_every_point.py
 SIMULATED_PART ?= 24
 # The same with torch's operators in place of the kernels.
 OPERATORS_PART ?= 96
