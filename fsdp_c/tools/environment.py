@@ -20,6 +20,7 @@ SETTINGS = ("FSDP_C_", "FSDP_", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_"
 
 def report() -> str:
     """One fact per line. Starts no process group, and does not initialise CUDA."""
+    libraries = sorted(path.name for path in Path(_C.__file__).parent.glob("_cuda*.so"))
     facts = {
         "fsdp_c": f"{importlib.metadata.version('fsdp_c')} in {Path(_C.__file__).parent}",
         "Python": f"{platform.python_version()} ({sys.executable})",
@@ -29,10 +30,10 @@ def report() -> str:
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
         "GPUs": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         "OS": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
-        "C compiler": shutil.which(os.environ.get("CC", "cc").split()[0]),
-        "nvcc": shutil.which("nvcc"),
+        "C compiler": shutil.which(os.environ.get("CC", "cc").split()[0]) or "not found",
+        "nvcc": shutil.which("nvcc") or "not found",
         "CPU kernels": f"{', '.join(_C.cpu_capabilities())}; {_C.why_no_kernels('cpu') or 'in use'}",
-        "CUDA kernels": _C.why_no_kernels("cuda") or "in use",
+        "CUDA kernels": f"built: {', '.join(libraries) or 'none'}; {_C.why_no_kernels('cuda') or 'in use'}",
         "settings": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)),
     }
     return "\n".join(f"{name + ':':<15} {fact or 'none'}" for name, fact in facts.items())

@@ -120,8 +120,8 @@ def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch:
     monkeypatch.setattr(upstream, "HAS_FSDP1", False)
     monkeypatch.setattr(upstream, "WHY_NO_FSDP1", "No module named 'x'")
     text = environment.report()
-    assert "C compiler:     none" in text and "nvcc:           none" in text
-    assert "CUDA kernels:   no library for cuda" in text
+    assert "C compiler:     not found" in text and "nvcc:           not found" in text
+    assert "CUDA kernels:   built: " in text and "; no library for cuda" in text
     assert "torch's FSDP1:  missing (No module named 'x')" in text
 
 
