@@ -30,10 +30,6 @@ struct segment_table {
 
 /* ---- memory, 16 bytes at a time ---- */
 
-__host__ __device__ inline bool is_aligned(const void *memory) {
-    return (uintptr_t)memory % VECTOR_NBYTES == 0;
-}
-
 /* The bits of elements, two bytes, four or eight each, from and to the four words of a vector. */
 template <typename T> __device__ inline void from_words(T *values, const unsigned *words) {
     if constexpr (sizeof(T) == 2) {

@@ -1,5 +1,4 @@
 /* The extension module fsdp_c._C. */
-#include "base/memory.h"
 #include "collective/collective.h"
 #include "handle/handle.h"
 #include "kernels/loops.h"
