@@ -51,8 +51,12 @@ int unit_set_phase(struct unit *unit, enum unit_phase phase) {
 
 /* ---- life ---- */
 
+/* The collector may find a module at any time: amid a compilation, under whose modes no view may be made. */
 static int on_module_end(void *target) {
     struct unit *unit = target;
+    OWNED *guard = PyObject_CallNoArgs(torch_names.no_dispatch_guard);
+    if (!guard)
+        return -1;
     if (!unit->is_root || !unit->runtime)
         return unit_detach_views(unit);
     for (int64_t i = 0; i < unit->runtime->num_units; i++)

@@ -51,6 +51,7 @@
     X(data_parallel, "torch.nn.parallel", "DistributedDataParallel")                                         \
     X(removable_handle, "torch.utils.hooks", "RemovableHandle")                                              \
     X(inference_mode_guard, "torch._C", "_InferenceMode")                                                    \
+    X(no_dispatch_guard, "torch._C", "_DisableTorchDispatch")                                                \
     X(profiler, "torch.autograd", "profiler")                                                                \
     X(record_function, "torch.autograd.profiler", "record_function")                                         \
     X(graph_task_id, "torch._C", "_current_graph_task_id")                                                   \

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,3 +80,24 @@ def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_p
         assert isinstance(model(torch.ones(2, 64)), FakeTensor)
     model(torch.ones(2, 64)).sum().backward()
     assert all(type(param.grad) is torch.Tensor for param in model.parameters() if param.numel())
+
+
+@both_views
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: FakeTensorMode(allow_non_fake_inputs=True)])
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_model_may_be_collected_amid_a_compilation(
+    use_orig_params: bool, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    module = nn.Sequential(
+        FullyShardedDataParallel(nn.Linear(64, 32), use_orig_params=use_orig_params), nn.Linear(32, 64)
+    )
+    model = FullyShardedDataParallel(module, use_orig_params=use_orig_params)
+    total = model(torch.ones(2, 64)).sum()
+    gone = weakref.ref(model)
+    with mode():
+        del module, model
+        gc.collect()
+    assert gone() is None and not ignored, ignored
+    total.backward()
