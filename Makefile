@@ -154,7 +154,7 @@ test-faults: build $(VENV)/.dev
 soak: build $(VENV)/.dev
 	$(BIN)/python -m tests.faults.soak
 
-# A GPU that is simulated: docs/simulated_gpu.md. Built when stale, into build/simulated_gpu.
+# A GPU that is simulated: docs/testing.md. Built when stale, into build/simulated_gpu.
 # Of each file that runs on any device `make test-all` takes one test in SIMULATED_PART, always the same ones, `make test` one.
 # Units of WIDE columns are above 1 MiB: what they gather is cut of the pool's piece, which smaller ones never see.
 WIDE := 640
@@ -173,7 +173,7 @@ test-simulated-gpu: build $(VENV)/.dev
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest --device cuda tests/parity/test_random_programs.py
 	$(ON_SIMULATED_GPU) -m pytest --device cuda $(ON_ANY_DEVICE)
 
-# torch's own CUDA build over a GPU that is not there: docs/real_cuda.md. Of each file that runs on any device it takes one test in
+# torch's own CUDA build over a GPU that is not there: docs/testing.md. Of each file that runs on any device it takes one test in
 # CUDA_BUILD_PART. Needs nvcc. The environment is made once, and what stands under torch when stale, into build/real_cuda.
 CUDA_BUILD_TORCH ?= 2.13.0
 CUDA_BUILD_PART ?= 12

@@ -29,7 +29,7 @@ ROWS: dict[str, tuple[str, bool, bool]] = {
     "fsdp_c, flat parameters": ("fsdp_c", False, False),
 }
 ABOUT = """\
-Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams
+Each row is a process in which nothing is computed: the simulated GPU (docs/testing.md) follows shapes, streams
 and torch's allocator. One unit per block, bf16 with fp32 shards and reductions, adapters of rank 8 on every linear
 layer of a block, trained by AdamW; all else is frozen. What is sent is of one step and one rank: the results of its
 all-gathers, the inputs of its reductions. FSDP1 without use_orig_params refuses the model.

@@ -35,8 +35,8 @@ OPTIONS = (
 OPTIONS += ("accumulate", "no_sync", "reduce_in_bf16", "keep_last")
 NEAR = 1.01  # of the bound: less is not asked of a schedule
 ABOUT = """\
-Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams,
-events and torch's allocator, and says when each launch would begin and end (docs/timeline.md has the rules, and what
+Each row is a process in which nothing is computed: the simulated GPU (docs/testing.md) follows shapes, streams,
+events and torch's allocator, and says when each launch would begin and end (docs/testing.md has the rules, and what
 they leave out). The process is rank 0 of the machine's ranks. Models are Llama's or MPT's (titan: Llama's, whose norms,
 rotary positions and loss are in fp32, as torchtitan has them), in bf16 with fp32 shards and reductions, one unit per
 block, with fused AdamW; the fourth step is told.

@@ -160,7 +160,7 @@ def measure(rank: int, told: Any, way: str, options: argparse.Namespace) -> None
 # ---- on machines that are not there
 
 MODELLED = """\
-A step of Muon over the blocks' matrices and AdamW over the rest, in fp32, by the model of time (docs/timeline.md), the
+A step of Muon over the blocks' matrices and AdamW over the rest, in fp32, by the model of time (docs/testing.md), the
 host free: nothing is computed, and this process is the rank with most of Muon's work. "slower": the longer of
 computation and movement. "every rank all": computation of all of it, and an all-gather of gradients and parameters
 of each block, at best beside each other. The two small all-reduces in which ranks agree are not in it.

@@ -37,12 +37,15 @@ def state_dicts(rows: list[str]) -> dict[str, list[float]]:
     return {name: [row(text, one)[column] for one in rows] for column, name in enumerate(COLORS)}
 
 
-def steps(titles: list[str]) -> dict[str, list[float]]:
-    """A step's milliseconds by the model of time, over the bound that wire and computation set."""
-    text = newest("timeline")
-    tables = [text[text.index(f"**{title}**") :] for title in titles]
-    names = {"FSDP1": "torch.fsdp1", "FSDP2": "torch.fsdp2", "fsdp_c": "fsdp_c"}
-    return {name: [row(table, first)[1] for table in tables] for name, first in names.items()}
+def steps(models: list[str]) -> dict[str, list[float]]:
+    """Milliseconds of a step on one H100: of ``models``, then of 1.3B with CPU offload."""
+    text = newest("h100")
+    offload = text[text.index("## CPU offload") :]
+    rows = {"FSDP1": "torch.fsdp1", "FSDP2": "torch.fsdp2", "fsdp_c": "fsdp_c"}
+    return {
+        name: [row(text, f"{model} | {of}")[0] for model in models] + [row(offload, of)[0]]
+        for name, of in rows.items()
+    }
 
 
 def bars(axes: Axes, title: str, groups: list[str], values: dict[str, list[float]], shown: str) -> None:
@@ -57,17 +60,16 @@ def bars(axes: Axes, title: str, groups: list[str], values: dict[str, list[float
 
 
 def main() -> None:
-    widths = [1.15, 2.4, 2]
+    widths = [1.35, 2.4, 2]
     figure, (left, middle, right) = pyplot.subplots(
         1, 3, figsize=(9.5, 3.4), width_ratios=widths, layout="constrained"
     )
     bars(left, "Host work per unit\n(1,000 instructions a step)", ["12 parameters"], host_work(), ".0f")
     forms = ["FULL get", "FULL load", "SHARDED get", "SHARDED load"]
     bars(middle, "State dicts, 200 units\n(CPU milliseconds)", forms, state_dicts(forms), ".0f")
-    machines = ["6.7B on nvlink8", "1.3B on ib512", "0.4B on nvlink8"]
-    bars(
-        right, "A step, by a model of time\n(1: wire or computation alone)", machines, steps(machines), ".2f"
-    )
+    models = ["1.3B", "6.7B"]
+    groups = [*models, "1.3B CPU offload"]
+    bars(right, "A step on one H100, 2026-11-26\n(milliseconds)", groups, steps(models), ".0f")
     middle.legend(frameon=False, fontsize=10, loc="upper center")
     figure.savefig(ROOT / "docs" / "headline.png", dpi=150)
 

@@ -47,7 +47,7 @@ PARTS = {  # an interruption costs one
     "faults": ("tests/faults/*.py",),
     "cuda": ("tests/cuda/*.py",),
 }
-ON_CUDA_BUILD = ("cuda",)  # parts that run on a GPU that is not there: docs/real_cuda.md
+ON_CUDA_BUILD = ("cuda",)  # parts that run on a GPU that is not there: docs/testing.md
 LEFT_OUT = {
     "tests/clients": "the libraries of requirements/clients.txt want versions of torch of their own",
     "tests/races": "needs the simulated GPU",

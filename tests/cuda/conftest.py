@@ -1,4 +1,4 @@
-"""Everything here needs a GPU, real or simulated (docs/simulated_gpu.md); elsewhere it is skipped, and says
+"""Everything here needs a GPU, real or simulated (docs/testing.md); elsewhere it is skipped, and says
 so.
 
 ``@pytest.mark.real_gpu(what)`` marks what a simulated one cannot show.

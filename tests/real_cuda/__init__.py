@@ -1,4 +1,4 @@
-"""torch's own CUDA build on a GPU that is not there: docs/real_cuda.md is about it.
+"""torch's own CUDA build on a GPU that is not there: docs/testing.md is about it.
 
 ``python -m tests.real_cuda ARGUMENTS OF PYTHON`` runs its Python, in an environment of its own;
 ``environment()`` is what a process of it needs.

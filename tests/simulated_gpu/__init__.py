@@ -1,4 +1,4 @@
-"""A simulated GPU under a torch that was built for the CPU, as device "cuda": docs/simulated_gpu.md is about
+"""A simulated GPU under a torch that was built for the CPU, as device "cuda": docs/testing.md is about
 it.
 
 ``python -m tests.simulated_gpu ARGUMENTS OF PYTHON`` runs Python on it; ``environment()`` is what a process
