@@ -5,7 +5,7 @@
  *   param_views  what the modules show              gradients  from autograd to .grad
  *   writeback    what the user did to both
  *
- * Invariants: a component calls none that comes after it in this list, and writes its own fields alone.
+ * Invariants: a component writes its own fields alone.
  * `training_state` says who is using the unit, and is written by one function (handle.c) against a table of
  * legal transitions. Between lazy init and the next change of the flat parameter's data `ready` holds, and
  * all components agree on the shard. */
