@@ -121,9 +121,9 @@ int gradients_take_memory(struct gradients *gradients);
 int gradients_take_reduce_input(struct gradients *gradients);
 /* Its bytes; 0 where a user's hook is given it, who may keep it. */
 int64_t gradients_reduce_input_nbytes(const struct gradients *gradients);
-int gradients_reduce_enqueue(struct gradients *gradients); /* start the reduction of what was packed */
+int gradients_reduce(struct gradients *gradients); /* start the reduction of what was packed */
 /* while that is in flight: computation waits for it, and reduces once more where gradients_reduce_twice */
-int gradients_reduce_wait(struct gradients *gradients);
+int gradients_wait_reduce(struct gradients *gradients);
 /* after that: post-divide, accumulate into saved_shard, copy to the host that offloads */
 int gradients_save_reduced(struct gradients *gradients);
 /* in the shard group, and then over the replicas? */

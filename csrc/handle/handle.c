@@ -347,75 +347,7 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     return result;
 }
 
-/* ---- before a gather ---- */
-
-static int take_changes(struct handle *handle) {
-    if (handle->writeback.taken || handle->storage.param_state != PARAM_SHARDED)
-        return 0;
-    if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
-        return -1;
-    if (storage_refuse_elsewhere(&handle->storage) < 0)
-        return -1;
-    writeback_set_taken(&handle->writeback, true);
-    return 0;
-}
-
-int handle_take_changes(struct handle *handle, bool *copied) {
-    writeback_set_taken(&handle->writeback, false);
-    if (take_changes(handle) < 0)
-        return -1;
-    *copied = writeback_take_copied(&handle->writeback);
-    return 0;
-}
-
-int handle_pre_unshard(struct handle *handle) {
-    if (handle->storage.param_state != PARAM_SHARDED || handle->storage.input_ready)
-        return 0;
-    if (take_changes(handle) < 0)
-        return -1;
-    if (storage_make_input(&handle->storage) == 0)
-        return 0;
-    writeback_set_taken(&handle->writeback, false);
-    return -1;
-}
-
-/* ---- the gather ---- */
-
-int handle_unshard_enqueue(struct handle *handle) {
-    if (handle->storage.param_state != PARAM_SHARDED)
-        return 0;
-    if (handle_pre_unshard(handle) < 0)
-        return -1;
-    writeback_set_taken(&handle->writeback, false);
-    return storage_unshard_enqueue(&handle->storage);
-}
-
-int handle_unshard_add(struct handle *handle, struct gather_batch *batch) {
-    if (handle_pre_unshard(handle) < 0)
-        return -1;
-    writeback_set_taken(&handle->writeback, false);
-    return storage_unshard_add(&handle->storage, batch);
-}
-
-void handle_free_unshard(struct handle *handle) {
-    writeback_set_taken(&handle->writeback, false);
-    storage_free_unshard(&handle->storage);
-}
-
-int handle_unshard_outside_step(struct handle *handle) {
-    if (storage_alloc_outside_step(&handle->storage) == 0 && handle_unshard_enqueue(handle) == 0 &&
-        storage_unshard_wait(&handle->storage) == 0)
-        return 0;
-    if (handle->storage.param_state == PARAM_SHARDED)
-        handle_free_unshard(handle);
-    return -1;
-}
-
-int handle_alloc_unsharded(struct handle *handle) {
-    if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
-        return -1;
-    return storage_alloc_unsharded(&handle->storage);
-}
+/* ---- views without history ---- */
 
 static int detach_views(struct handle *handle, bool shows) {
     if (storage_detach_views(&handle->storage) < 0)

@@ -90,20 +90,15 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
 
 /* ---- gathering ---- */
 
-/* What a gather does before it, for a caller who wants that on other streams: the user's changes are taken
- * over, and the shard is brought to the device and cast. No-ops unless SHARDED. */
-/* anew; *copied: some were, on the stream that is current */
-int handle_take_changes(struct handle *handle, bool *copied);
+/* Before an all-gather, on the stream that is current: what the user changed goes into the shard. 0, or -1
+ * where the user has moved the shard away */
 int handle_pre_unshard(struct handle *handle);
-int handle_unshard_add(struct handle *handle, struct gather_batch *batch); /* or add it to one of several */
-int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
-/* what a gather that failed has left; an exception stays set */
-void handle_free_unshard(struct handle *handle);
+/* That, what the all-gather reads, and the all-gather; a no-op unless SHARDED. A step does the three on streams of
+ * their own. 0 or -1 */
+int handle_unshard(struct handle *handle);
 /* All of it, in memory of the stream that is current and not of the pool, which a step would not find there.
  * 0 or -1. */
 int handle_unshard_outside_step(struct handle *handle);
-/* the storage alone, for a caller who gathers in steps; SHARDED stays */
-int handle_alloc_unsharded(struct handle *handle);
 /* Unsharded parameters are of this precision from now on; what is gathered in another is freed. 0 or -1. */
 int handle_use_precision(struct handle *handle, enum precision precision);
 /* `dtype`: in which a native hook reduces, or None for a custom one. 0, or -1, also when there is a hook

@@ -258,7 +258,7 @@ int gradients_take_memory(struct gradients *gradients) {
     return *memory ? 0 : -1;
 }
 
-int gradients_reduce_enqueue(struct gradients *gradients) {
+int gradients_reduce(struct gradients *gradients) {
     const struct flat_param *param = gradients->param;
     const struct comm_hook *hook = &gradients->comm_hook;
     if (!gradients->reduce_output)
@@ -288,7 +288,7 @@ bool gradients_reduce_twice(const struct gradients *gradients) {
     return gradients->param->sharded && gradients->param->replicate_group.group;
 }
 
-int gradients_reduce_wait(struct gradients *gradients) {
+int gradients_wait_reduce(struct gradients *gradients) {
     PyObject *work = gradients->work;
     gradients->work = NULL;
     if (collective_wait(work) < 0)

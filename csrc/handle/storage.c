@@ -57,19 +57,6 @@ PyObject *storage_copy_shard(const struct storage *storage) {
 
 /* ---- where it computes ---- */
 
-int storage_refuse_elsewhere(const struct storage *storage) {
-    if (!storage->elsewhere)
-        return 0;
-    OWNED *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
-    if (!device)
-        return -1;
-    return flat_param_error(
-        storage->param, PyExc_AssertionError,
-        "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter back first, by "
-        "handle.flat_param_to(device) as it was moved away, or by moving the module.",
-        storage->param->device, device);
-}
-
 int storage_leave_device(struct storage *storage) {
     if (!storage->elsewhere)
         return 0;

@@ -76,7 +76,6 @@ struct storage {
     struct buffer device_shard;         /* only with offload; allocated while it is cast from */
     struct precision_copy copies[PRECISIONS];
     struct precision_copy *copy; /* borrowed; the one in use; written by storage.c */
-    bool input_ready;            /* what the next gather reads was made ahead of it */
     bool shows_full;             /* the flat parameter's data is full_data */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
@@ -91,7 +90,7 @@ struct storage {
 };
 
 /* Of several storages, one all-gather. */
-struct gather_batch {
+struct unshard_batch {
     PyObject *outputs, *inputs; /* borrowed; lists of tensors */
 };
 
@@ -110,9 +109,7 @@ int storage_read_shard(struct storage *storage);             /* its dtype and da
 PyObject *storage_copy_shard(const struct storage *storage); /* new reference, where the shard is */
 /* after that: the device that computes, and the precision copies. 0 or -1 */
 int storage_follow_shard(struct storage *storage);
-/* 0, or -1 where the user has moved the shard away */
-int storage_refuse_elsewhere(const struct storage *storage);
-/* the user has: nothing is kept for it on the one it has left. 0 or -1 */
+/* The user has moved the shard to another device: nothing is kept for it on the one it has left. 0 or -1 */
 int storage_leave_device(struct storage *storage);
 
 /* Streams and memory of a root, or NULL for none: memory is then freed at once. */
@@ -169,25 +166,23 @@ static inline enum precision storage_precision(const struct storage *storage) {
 
 /* -1 with RuntimeError where `tensor` is a view of a copy, which has no values now. 0: it is none */
 int storage_refuse_freed_view(const struct storage *storage, const PyObject *tensor);
-/* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
-int storage_make_input(struct storage *storage);
-/* while SHARDED: start the all-gather. 0, or -1 and all is freed */
-int storage_unshard_enqueue(struct storage *storage);
+/* where storage_makes_input: take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
+int storage_pre_unshard(struct storage *storage);
+/* while SHARDED, after that: start the all-gather. 0, or -1 and all is freed */
+int storage_unshard(struct storage *storage);
 /* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1
  * and all is freed */
-int storage_unshard_add(struct storage *storage, struct gather_batch *batch);
-int storage_unshard_enqueued(struct storage *storage, PyObject *work);
+int storage_unshard_add(struct storage *storage, struct unshard_batch *batch);
+int storage_unshard_begun(struct storage *storage, PyObject *work);
 /* the unsharded parameter is there; a no-op unless UNSHARDING */
-int storage_unshard_wait(struct storage *storage);
+int storage_wait_unshard(struct storage *storage);
 int storage_reshard(struct storage *storage, bool free_storage);
 /* what a gather that failed has left; an exception stays set */
-void storage_free_unshard(struct storage *storage);
-/* Does an all-gather read what storage_make_input makes, and not the shard itself? */
+void storage_abandon_unshard(struct storage *storage);
+/* Does an all-gather read what storage_pre_unshard makes, and not the shard itself? */
 bool storage_makes_input(const struct storage *storage);
 /* alone, for a caller who gathers in steps; SHARDED stays */
 int storage_alloc_unsharded(struct storage *storage);
-/* not of the pool, which belongs to the streams of a step */
-int storage_alloc_outside_step(struct storage *storage);
 /* Gives back what storage_alloc_unsharded took, while SHARDED, so that the pool holds it. 0 or -1. */
 int storage_release_reserved(struct storage *storage);
 int64_t storage_unsharded_nbytes(const struct storage *storage);

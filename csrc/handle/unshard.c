@@ -1,5 +1,5 @@
-/* Gathering the unsharded parameters, and freeing them. */
-#include "handle/storage.h"
+/* Gathering the unsharded parameters, and freeing them: of a storage, and with what comes before it, of a handle. */
+#include "handle/handle.h"
 
 #include "base/check.h"
 #include "torch/names.h"
@@ -75,15 +75,6 @@ int storage_alloc_unsharded(struct storage *storage) {
     return buffer_alloc(full);
 }
 
-int storage_alloc_outside_step(struct storage *storage) {
-    struct buffer *full = &storage->copy->full;
-    if (storage->copy->is_local || storage->param_state != PARAM_SHARDED)
-        return 0;
-    if (storage->full_free && deferred_free_take_back(storage->full_free, full) < 0)
-        return -1;
-    return buffer_alloc(full);
-}
-
 int storage_release_reserved(struct storage *storage) {
     return storage->copy->is_local || storage->param_state != PARAM_SHARDED
                ? 0
@@ -126,28 +117,24 @@ static int fill_own_part(struct storage *storage) {
 
 /* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is
  * enqueued. */
-void storage_free_unshard(struct storage *storage) {
+void storage_abandon_unshard(struct storage *storage) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    storage->input_ready = false;
     if (deferred_free_forget(storage->full_free, &storage->copy->full) == 0)
         buffer_free(&storage->copy->full);
     buffer_free(&storage->device_shard);
     PyErr_Restore(type, value, traceback);
 }
 
-static int free_after_failure(struct storage *storage) {
-    storage_free_unshard(storage);
+static int abandon(struct storage *storage) {
+    storage_abandon_unshard(storage);
     return -1;
 }
 
-int storage_make_input(struct storage *storage) {
-    if (storage->input_ready || !storage_makes_input(storage))
+int storage_pre_unshard(struct storage *storage) {
+    if (!storage_makes_input(storage))
         return 0;
-    if (storage_alloc_unsharded(storage) < 0 || fill_own_part(storage) < 0)
-        return free_after_failure(storage);
-    storage->input_ready = true;
-    return 0;
+    return storage_alloc_unsharded(storage) < 0 || fill_own_part(storage) < 0 ? abandon(storage) : 0;
 }
 
 /* ---- the gather ---- */
@@ -165,11 +152,10 @@ static PyObject *gather_input(const struct storage *storage) {
     return storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
 }
 
-int storage_unshard_enqueue(struct storage *storage) {
+int storage_unshard(struct storage *storage) {
     PyObject *input = NULL, *output = NULL;
     bool gathers = !storage->copy->is_local && storage->param->sharded;
     int result = storage_alloc_unsharded(storage);
-    storage->input_ready = false;
     if (!result && gathers) {
         input = as_sent(storage, gather_input(storage));
         output = input ? as_sent(storage, storage->copy->full.tensor) : NULL;
@@ -179,29 +165,28 @@ int storage_unshard_enqueue(struct storage *storage) {
         Py_XDECREF(input);
         Py_XDECREF(output);
     }
-    return result < 0 ? free_after_failure(storage) : storage_set_state(storage, PARAM_UNSHARDING);
+    return result < 0 ? abandon(storage) : storage_set_state(storage, PARAM_UNSHARDING);
 }
 
-int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
-    storage->input_ready = false;
+int storage_unshard_add(struct storage *storage, struct unshard_batch *batch) {
     if (storage_alloc_unsharded(storage) < 0)
-        return free_after_failure(storage);
+        return abandon(storage);
     OWNED *output = as_sent(storage, storage->copy->full.tensor);
     OWNED *input = as_sent(storage, gather_input(storage));
     int result = output && input ? PyList_Append(batch->outputs, output) : -1;
     if (!result)
         result = PyList_Append(batch->inputs, input);
-    return result < 0 ? free_after_failure(storage) : 0;
+    return result < 0 ? abandon(storage) : 0;
 }
 
-int storage_unshard_enqueued(struct storage *storage, PyObject *work) {
+int storage_unshard_begun(struct storage *storage, PyObject *work) {
     ref_set(&storage->unshard_work, Py_NewRef(work));
     if (storage_wait_in_stream(storage, &storage->unshard_work) < 0)
-        return free_after_failure(storage);
+        return abandon(storage);
     return storage_set_state(storage, PARAM_UNSHARDING);
 }
 
-int storage_unshard_wait(struct storage *storage) {
+int storage_wait_unshard(struct storage *storage) {
     if (storage->param_state != PARAM_UNSHARDING)
         return 0;
     PyObject *work = storage->unshard_work;
@@ -209,7 +194,7 @@ int storage_unshard_wait(struct storage *storage) {
     if ((work && collective_wait(work) < 0) ||
         (!storage->copy->is_local && torch_set_data(storage->param->tensor, storage->copy->full_data) < 0)) {
         storage_set_state(storage, PARAM_SHARDED);
-        return free_after_failure(storage);
+        return abandon(storage);
     }
     storage->shows_full = !storage->copy->is_local;
     return storage_set_state(storage, PARAM_UNSHARDED);
@@ -217,7 +202,7 @@ int storage_unshard_wait(struct storage *storage) {
 
 int storage_reshard(struct storage *storage, bool free_storage) {
     struct buffer *full = &storage->copy->full;
-    if (storage->param_state == PARAM_UNSHARDING && storage_unshard_wait(storage) < 0)
+    if (storage->param_state == PARAM_UNSHARDING && storage_wait_unshard(storage) < 0)
         return -1;
     if (storage->param_state != PARAM_UNSHARDED)
         return 0;
@@ -239,4 +224,49 @@ int storage_reshard(struct storage *storage, bool free_storage) {
 int64_t storage_unsharded_nbytes(const struct storage *storage) {
     const struct buffer *full = &storage->copy->full;
     return full->allocated ? full->nbytes : 0;
+}
+
+/* ---- of a handle ---- */
+
+int handle_pre_unshard(struct handle *handle) {
+    const struct storage *storage = &handle->storage;
+    if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
+        return -1;
+    if (!storage->elsewhere)
+        return 0;
+    OWNED *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
+    if (!device)
+        return -1;
+    return flat_param_error(
+        &handle->param, PyExc_AssertionError,
+        "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter back first, by "
+        "handle.flat_param_to(device) as it was moved away, or by moving the module.",
+        handle->param.device, device);
+}
+
+int handle_unshard(struct handle *handle) {
+    struct storage *storage = &handle->storage;
+    if (storage->param_state != PARAM_SHARDED)
+        return 0;
+    if (handle_pre_unshard(handle) < 0 || storage_pre_unshard(storage) < 0)
+        return -1;
+    return storage_unshard(storage);
+}
+
+int handle_unshard_outside_step(struct handle *handle) {
+    struct storage *storage = &handle->storage;
+    struct buffer *full = &storage->copy->full;
+    int result = 0;
+    if (!storage->copy->is_local && storage->param_state == PARAM_SHARDED) {
+        /* not of the pool, where a step would not find it */
+        if (storage->full_free)
+            result = deferred_free_take_back(storage->full_free, full);
+        if (!result)
+            result = buffer_alloc(full);
+    }
+    if (!result && handle_unshard(handle) == 0 && storage_wait_unshard(storage) == 0)
+        return 0;
+    if (storage->param_state == PARAM_SHARDED)
+        storage_abandon_unshard(storage);
+    return -1;
 }

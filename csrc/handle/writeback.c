@@ -6,7 +6,6 @@
 #include "torch/tensor.h"
 
 void writeback_check(const struct writeback *writeback) {
-    INVARIANT(!writeback->taken || writeback->storage->param_state == PARAM_SHARDED);
     INVARIANT(writeback->unheld_turn == 0 ||
               (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
 }

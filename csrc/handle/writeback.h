@@ -18,7 +18,6 @@ struct writeback {
     struct gradients *gradients;
     const enum training_state *use; /* who is using the unit, for messages */
 
-    bool taken; /* all there is, for the next gather */
     /* since writeback_take_copied: some were copied, on the stream that was current, or the shard is another
      * one */
     bool copied;
@@ -29,10 +28,6 @@ struct writeback {
 };
 
 void writeback_check(const struct writeback *writeback); /* the invariant, where FSDP_C_CHECK is defined */
-
-static inline void writeback_set_taken(struct writeback *writeback, bool taken) {
-    writeback->taken = taken;
-}
 
 static inline void writeback_note_copied(struct writeback *writeback) {
     writeback->copied = true;

@@ -156,9 +156,9 @@ static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *unshard(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
-    if (!handle || handle_unshard_enqueue(handle) < 0)
+    if (!handle || handle_unshard(handle) < 0)
         return NULL;
-    return none_or_error(storage_unshard_wait(&handle->storage));
+    return none_or_error(storage_wait_unshard(&handle->storage));
 }
 
 /* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for
@@ -178,13 +178,16 @@ static PyObject *padded_unsharded(const struct handle *handle) {
 
 static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
-    return handle && handle_alloc_unsharded(handle) == 0 ? padded_unsharded(handle) : NULL;
+    if (!handle || (!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
+        storage_alloc_unsharded(&handle->storage) < 0)
+        return NULL;
+    return padded_unsharded(handle);
 }
 
 static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *tensor = only_argument(args, kwargs, "padded_unsharded_flat_param");
     struct handle *handle = tensor ? ready(self) : NULL;
-    PyObject *full = handle && handle_unshard_enqueue(handle) == 0 ? padded_unsharded(handle) : NULL;
+    PyObject *full = handle && handle_unshard(handle) == 0 ? padded_unsharded(handle) : NULL;
     if (full && full != tensor) {
         flat_param_error(&handle->param, PyExc_ValueError,
                          "parameters are gathered into what _alloc_padded_unsharded_flat_param returned");
@@ -196,9 +199,9 @@ static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
 /* Without sharding there is nothing to gather, and this is the only step. */
 static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = only_argument(args, kwargs, "padded_unsharded_flat_param") ? ready(self) : NULL;
-    if (!handle || (!handle->param.sharded && handle_unshard_enqueue(handle) < 0))
+    if (!handle || (!handle->param.sharded && handle_unshard(handle) < 0))
         return NULL;
-    return none_or_error(storage_unshard_wait(&handle->storage));
+    return none_or_error(storage_wait_unshard(&handle->storage));
 }
 
 static PyObject *needs_unshard(PyObject *self, PyObject *unused) {

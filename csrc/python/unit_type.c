@@ -102,12 +102,12 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
     return none_or_error(unit_set_phase(unit, wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
-METHOD(unshard, inside, unit_unshard)
+METHOD(unshard, inside, unit_prefetch_by_user)
 METHOD(register_post_backward_hook, made, unit_register_post_backward_hook)
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
     struct unit *unit = inside(self);
-    return none_or_error(unit->handle && unit->runtime ? unit_wait_gathered(unit) : 0);
+    return none_or_error(unit->handle && unit->runtime ? unit_wait_unshard(unit) : 0);
 }
 
 static PyObject *post_backward_reshard(PyObject *self, PyObject *unused) {

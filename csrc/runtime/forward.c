@@ -177,7 +177,7 @@ bool unit_shows_views(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
     return part->handle && handle_leaves_views(part->handle) &&
            part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
-           part->handle->training_state == USE_IDLE && unit->gathered_for != FOR_NEXT_FORWARD;
+           part->handle->training_state == USE_IDLE && unit->unsharded_for != FOR_NEXT_FORWARD;
 }
 
 static int note_walk(struct unit *part) {

@@ -51,32 +51,33 @@ int unit_await_step(struct unit *part) {
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
  * on. Gathers come after that, and after a step of the unit's optimizers in this backward. */
-static int take_changes(struct unit *unit) {
-    bool stepping = unit->stepping, copied;
-    if (unit_await_step(unit) < 0)
+static int pre_unshard(struct unit *part) {
+    bool stepping = part->stepping;
+    if (unit_await_step(part) < 0)
         return -1;
-    if (is_replaced(unit))
+    if (is_replaced(part))
         return 0; /* by what does that as well */
-    if (handle_take_changes(unit->handle, &copied) < 0)
+    if (handle_pre_unshard(part->handle) < 0)
         return -1;
-    return copied || stepping ? schedule_begin_step(&unit->runtime->schedule) : 0;
+    bool copied = writeback_take_copied(&part->handle->writeback);
+    return copied || stepping ? schedule_begin_step(&part->runtime->schedule) : 0;
 }
 
-/* What a gather reads is made beside the gather before it, in memory of the stream that gathers. */
-static int make_input(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct storage *storage = &unit->handle->storage;
-    if (!streams_are_real(&schedule->streams) || !storage_makes_input(storage))
+/* What an all-gather reads is made beside the all-gather before it, in memory of the stream that gathers. */
+static int make_input(struct unit *part) {
+    struct schedule *schedule = &part->runtime->schedule;
+    struct storage *storage = &part->handle->storage;
+    if (!storage_makes_input(storage))
         return 0;
-    if (storage_alloc_unsharded(storage) < 0 || schedule_begin_input(schedule) < 0)
+    if (storage_alloc_unsharded(storage) < 0 || schedule_begin_pre_unshard(schedule) < 0)
         return -1;
-    return schedule_end_input(schedule, storage->offload, handle_pre_unshard(unit->handle));
+    return schedule_end_pre_unshard(schedule, storage->offload, storage_pre_unshard(storage));
 }
 
-int unit_enqueue_gather(struct unit *unit) {
-    if (make_input(unit) == 0)
-        return handle_unshard_enqueue(unit->handle);
-    handle_free_unshard(unit->handle);
+int unit_unshard_part(struct unit *part) {
+    if (make_input(part) == 0)
+        return storage_unshard(&part->handle->storage);
+    storage_abandon_unshard(&part->handle->storage);
     return -1;
 }
 
@@ -84,9 +85,9 @@ int unit_enqueue_gather(struct unit *unit) {
 static int begin_gather(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool limited = unit->limit_all_gathers && !unit->leader;
-    if (take_changes(unit) < 0 || (limited && schedule_limit(schedule) < 0))
+    if (pre_unshard(unit) < 0 || (limited && schedule_limit(schedule) < 0))
         return -1;
-    return schedule_begin_gather(schedule);
+    return schedule_begin_unshard(schedule);
 }
 
 static int gather(struct unit *unit) {
@@ -95,14 +96,14 @@ static int gather(struct unit *unit) {
                    ? -1
                    : writeback_check_views(&unit->handle->writeback);
     if (is_there(unit))
-        return unit_await_step(unit) < 0 ? -1 : handle_unshard_enqueue(unit->handle);
+        return unit_await_step(unit) < 0 ? -1 : handle_unshard(unit->handle);
     if (begin_gather(unit) < 0) {
-        handle_free_unshard(unit->handle);
+        storage_abandon_unshard(&unit->handle->storage);
         return explain_gather(unit, false);
     }
     /* the event of a unit's last all-gather is that of all its parts */
-    if (schedule_end_gather(&unit->runtime->schedule, &unit_of_part(unit)->gather,
-                            unit->runtime->operations->gather(unit)) < 0)
+    if (schedule_end_unshard(&unit->runtime->schedule, &unit_of_part(unit)->last_unshard,
+                             unit->runtime->operations->unshard(unit)) < 0)
         return explain_gather(unit, false);
     return 0;
 }
@@ -113,7 +114,7 @@ static int gather(struct unit *unit) {
  * part. */
 static bool goes_together(struct unit *unit) {
     if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
-        unit->runtime->operations->gather != unit_enqueue_gather)
+        unit->runtime->operations->unshard != unit_unshard_part)
         return false;
     FOR_PARTS(part, unit)
         if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
@@ -124,17 +125,17 @@ static bool goes_together(struct unit *unit) {
 static int enqueue_together(struct unit *unit) {
     OWNED *outputs = PyList_New(0);
     OWNED *inputs = PyList_New(0);
-    struct gather_batch batch = {.outputs = outputs, .inputs = inputs};
+    struct unshard_batch batch = {.outputs = outputs, .inputs = inputs};
     if (!outputs || !inputs)
         return -1;
     FOR_PARTS(part, unit)
-        if (make_input(part) < 0 || handle_unshard_add(part->handle, &batch) < 0)
+        if (make_input(part) < 0 || storage_unshard_add(&part->handle->storage, &batch) < 0)
             return -1;
     OWNED *work = collective_all_gather_together(&unit->handle->param.shard_group, outputs, inputs);
     if (!work)
         return -1;
     FOR_PARTS(part, unit) /* what comes next is after the first one's */
-        if (storage_unshard_enqueued(&part->handle->storage, part == unit ? work : Py_None) < 0)
+        if (storage_unshard_begun(&part->handle->storage, part == unit ? work : Py_None) < 0)
             return -1;
     return 0;
 }
@@ -142,22 +143,22 @@ static int enqueue_together(struct unit *unit) {
 static int gather_together(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     FOR_PARTS(part, unit->next_segment)
-        if (take_changes(part) < 0)
+        if (pre_unshard(part) < 0)
             return explain_gather(part, false);
     int result = begin_gather(unit);
     if (!result)
-        result = schedule_end_gather(schedule, &unit->gather, enqueue_together(unit));
+        result = schedule_end_unshard(schedule, &unit->last_unshard, enqueue_together(unit));
     if (!result)
         return 0;
     FOR_PARTS(part, unit)
         if (part->handle->storage.param_state == PARAM_SHARDED)
-            handle_free_unshard(part->handle);
+            storage_abandon_unshard(&part->handle->storage);
     return explain_gather(unit, false);
 }
 
-int unit_gather(struct unit *unit) {
+int unit_unshard(struct unit *unit) {
     if (unit->handle->storage.param_state == PARAM_SHARDED)
-        unit->gathered_for = unit->runtime->num_forwards;
+        unit->unsharded_for = unit->runtime->num_forwards;
     if (goes_together(unit))
         return gather_together(unit);
     FOR_PARTS(part, unit)
@@ -169,21 +170,21 @@ int unit_gather(struct unit *unit) {
 /* ---- what comes after it ---- */
 
 static int wait_gathered(struct unit *unit) {
-    if (storage_unshard_wait(&unit->handle->storage) < 0)
+    if (storage_wait_unshard(&unit->handle->storage) < 0)
         return explain_gather(unit, true);
-    return schedule_wait_gathered(&unit->runtime->schedule, &unit_of_part(unit)->gather);
+    return schedule_wait_unshard(&unit->runtime->schedule, &unit_of_part(unit)->last_unshard);
 }
 
-int unit_wait_gathered(struct unit *unit) {
+int unit_wait_unshard(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (wait_gathered(part) < 0)
             return -1;
     return 0;
 }
 
-int unit_gather_and_wait(struct unit *unit) {
+int unit_unshard_and_wait(struct unit *unit) {
     TRACE(gather_of(unit), unit->name_index);
-    return unit_gather(unit) < 0 ? -1 : unit_wait_gathered(unit);
+    return unit_unshard(unit) < 0 ? -1 : unit_wait_unshard(unit);
 }
 
 int unit_reshard(struct unit *unit, bool free_storage) {
@@ -266,8 +267,8 @@ int unit_precision_for_backward(struct unit *unit) {
  * accumulation and may be an evaluation of averaged weights. */
 static bool is_stale(const struct unit *unit) {
     bool gathered = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
-    return gathered && unit->gathered_for != unit->runtime->num_forwards &&
-           unit->gathered_for != FOR_NEXT_FORWARD;
+    return gathered && unit->unsharded_for != unit->runtime->num_forwards &&
+           unit->unsharded_for != FOR_NEXT_FORWARD;
 }
 
 static int give_back(struct unit *unit) {
@@ -281,26 +282,26 @@ static int give_back(struct unit *unit) {
     return 0;
 }
 
-int unit_give_back_stale(struct unit *unit) {
+int unit_reshard_stale(struct unit *unit) {
     return is_stale(unit) && !unit->runtime->callback_queued ? give_back(unit) : 0;
 }
 
 void unit_note_used(struct unit *unit) {
-    unit->gathered_for = unit->runtime->num_forwards;
+    unit->unsharded_for = unit->runtime->num_forwards;
 }
 
 /* For the memory, but for what a graph of a backward reads, which nobody would gather again. */
-int runtime_give_back_stale(struct runtime *runtime) {
+int runtime_reshard_stale(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         bool comes_back = (unit->needs_pre_backward_unshard || unit->prefetched) && !unit->graph_reads;
-        if (comes_back && !unit->leader && unit_give_back_stale(unit) < 0)
+        if (comes_back && !unit->leader && unit_reshard_stale(unit) < 0)
             return -1;
     }
     return 0;
 }
 
-int runtime_give_back_unused(struct runtime *runtime) {
+int runtime_reshard_unused(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units && !runtime->callback_queued; i++) {
         struct unit *unit = runtime->units[i];
         if (unit->prefetched && !unit->leader && give_back(unit) < 0)
@@ -315,11 +316,11 @@ void unit_forget_graph(struct unit *unit) {
 
 /* ---- what a backward under no_sync keeps ---- */
 
-void unit_keep_for_next(struct unit *part) {
+void unit_keep_unsharded(struct unit *part) {
     struct unit *unit = unit_of_part(part);
     if (unit->runtime->num_in_forward || part->handle->storage.param_state == PARAM_SHARDED || is_stale(unit))
         return;
-    unit->gathered_for = FOR_NEXT_FORWARD;
+    unit->unsharded_for = FOR_NEXT_FORWARD;
     unit->runtime->keeps = true;
 }
 
@@ -346,7 +347,7 @@ int runtime_check_kept(struct runtime *runtime) {
     int64_t writes = count_writes(runtime);
     bool anew = writes != runtime->num_writes || !torch_grad_enabled();
     for (int64_t i = 0; i < runtime->num_units && anew; i++)
-        if (runtime->units[i]->gathered_for == FOR_NEXT_FORWARD)
-            runtime->units[i]->gathered_for = 0;
+        if (runtime->units[i]->unsharded_for == FOR_NEXT_FORWARD)
+            runtime->units[i]->unsharded_for = 0;
     return writes < 0 ? -1 : 0;
 }

@@ -64,7 +64,7 @@ int unit_prefetch(struct unit *candidate, enum training_state state) {
         return 0;
     bool in_forward = state == USE_FORWARD;
     int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || unit_gather(candidate) < 0)
+    if (chosen < 0 || unit_unshard(candidate) < 0)
         return -1;
     unit_set_prefetched(candidate, true);
     return 0;
@@ -105,8 +105,8 @@ static int take_turn(struct unit *unit) {
 int unit_unshard_for_forward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_forward(unit);
-    if (take_turn(unit) < 0 || begin_step_alone(unit) < 0 || unit_give_back_stale(unit) < 0 ||
-        unit_gather_and_wait(unit) < 0)
+    if (take_turn(unit) < 0 || begin_step_alone(unit) < 0 || unit_reshard_stale(unit) < 0 ||
+        unit_unshard_and_wait(unit) < 0)
         return -1;
     unit_note_used(unit);
     if (optional_begin_forward(unit) < 0)
@@ -154,7 +154,7 @@ int unit_reshard_after_forward(struct unit *unit) {
     if ((unit->handle && end_use(unit) < 0) || optional_end_forward(unit) < 0)
         return -1;
     bool is_outermost = unit->is_root || unit->runtime->num_in_forward == 1; /* or was called by itself */
-    if (is_outermost && runtime_give_back_unused(unit->runtime) < 0)
+    if (is_outermost && runtime_reshard_unused(unit->runtime) < 0)
         return -1;
     return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_flush(&unit->runtime->schedule) : 0;
 }
@@ -168,7 +168,7 @@ int unit_unshard_for_backward(struct unit *unit) {
         return -1;
     if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || unit_unshard_and_wait(unit) < 0)
         return -1;
     unit_expect_backward(unit, false);
     unit_set_prefetched(unit, false);
@@ -197,7 +197,7 @@ static int reshard_in_backward(struct unit *part) {
         return -1;
     unit_of_part(part)->graph_reads = goes_on;
     if (keeps)
-        unit_keep_for_next(part);
+        unit_keep_unsharded(part);
     if (handle_take_over_views(handle) < 0 || unit_reshard(part, !keeps && !goes_on) < 0)
         return -1;
     return handle_show_sharded(handle);
@@ -211,7 +211,7 @@ int unit_post_backward_reshard(struct unit *unit) {
             return -1;
     if (prefetch_next(unit, USE_BACKWARD_POST) < 0)
         return -1;
-    return schedule_give_back(&unit->runtime->schedule);
+    return schedule_release_deferred(&unit->runtime->schedule);
 }
 
 int unit_reshard_optional(struct unit *enclosing) {
@@ -220,7 +220,7 @@ int unit_reshard_optional(struct unit *enclosing) {
         FOR_PARTS(part, unit)
             if (reshard_in_backward(part) < 0)
                 return -1;
-        if (schedule_give_back(&unit->runtime->schedule) < 0)
+        if (schedule_release_deferred(&unit->runtime->schedule) < 0)
             return -1;
     }
     return 0;
@@ -265,15 +265,15 @@ int runtime_reshard_units(struct runtime *runtime) {
 /* What the last forward has left may be stale for the next one. */
 static int gather_for_next(struct unit *unit) {
     int64_t num_forwards = unit->runtime->num_in_forward ? unit->runtime->num_forwards : 0;
-    if (!num_forwards && unit->gathered_for != FOR_NEXT_FORWARD)
-        unit->gathered_for = 0;
-    if (unit_give_back_stale(unit) < 0 || unit_gather(unit) < 0)
+    if (!num_forwards && unit->unsharded_for != FOR_NEXT_FORWARD)
+        unit->unsharded_for = 0;
+    if (unit_reshard_stale(unit) < 0 || unit_unshard(unit) < 0)
         return -1;
-    unit->gathered_for = num_forwards ? num_forwards : FOR_NEXT_FORWARD;
+    unit->unsharded_for = num_forwards ? num_forwards : FOR_NEXT_FORWARD;
     return 0;
 }
 
-int unit_unshard(struct unit *unit) {
+int unit_prefetch_by_user(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!handle || !unit->runtime)
         return 0;

@@ -12,7 +12,7 @@
 struct operations operations;
 
 const struct operations operations_own = {
-    .gather = unit_enqueue_gather,
+    .unshard = unit_unshard_part,
     .post_backward_reshard = unit_post_backward_reshard,
     .prefetch = unit_prefetch_in_order,
     .register_pre_backward_hooks = unit_register_pre_backward_hooks,
@@ -33,7 +33,7 @@ static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, Py
     return PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
 }
 
-static int call_gather(struct unit *unit) {
+static int call_unshard(struct unit *unit) {
     OWNED *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
     int result = ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
     if (!result && unit->handle->storage.param_state == PARAM_SHARDED)
@@ -43,7 +43,7 @@ static int call_gather(struct unit *unit) {
             "original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
             "_use_unsharded_flat_param");
     if (result < 0)
-        handle_free_unshard(unit->handle);
+        storage_abandon_unshard(&unit->handle->storage);
     return result;
 }
 
@@ -105,7 +105,7 @@ static int call_register_post_backward_hook(struct unit *unit) {
 }
 
 static const struct operations operations_calls = {
-    .gather = call_gather,
+    .unshard = call_unshard,
     .reshard = call_reshard,
     .post_backward_reshard = call_post_backward_reshard,
     .prefetch = call_prefetch,
@@ -120,7 +120,7 @@ static const struct operations *whose(const struct operations *table, enum repla
 }
 
 void operations_init(struct operations *table) {
-    table->gather = whose(table, REPLACEABLE_UNSHARD)->gather;
+    table->unshard = whose(table, REPLACEABLE_UNSHARD)->unshard;
     table->reshard = whose(table, REPLACEABLE_RESHARD)->reshard;
     table->post_backward_reshard = whose(table, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;
     table->prefetch = whose(table, REPLACEABLE_GET_HANDLE_TO_PREFETCH)->prefetch;

@@ -28,8 +28,8 @@ enum replaceable {
 
 /* 0 or -1, where nothing else is said. */
 struct operations {
-    /* FlatParamHandle.unshard(handle), which also does all that a gather needs before it */
-    int (*gather)(struct unit *unit);
+    /* FlatParamHandle.unshard(handle), which also does all that comes before an all-gather */
+    int (*unshard)(struct unit *unit);
     /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param), before the runtime's own; or NULL */
     int (*reshard)(struct unit *unit, bool free_storage);
     /* _runtime_utils._post_backward_reshard(state, handle) */

@@ -45,13 +45,13 @@ void optional_set_owes(struct unit *part, bool owes) {
 
 static int gather(struct unit *unit, enum traced part) {
     TRACE(part, unit->name_index);
-    return unit_gather(unit);
+    return unit_unshard(unit);
 }
 
 int optional_begin_forward(struct unit *enclosing) {
     enclosing->optional.open = enclosing->optional.first != NULL;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        if (unit_precision_for_forward(unit) < 0 || unit_give_back_stale(unit) < 0 ||
+        if (unit_precision_for_forward(unit) < 0 || unit_reshard_stale(unit) < 0 ||
             gather(unit, TRACED_FORWARD_GATHER) < 0)
             return -1;
         unit_note_used(unit); /* run or not */

@@ -50,7 +50,7 @@ static void unbind_units(struct runtime *runtime) {
         PyErr_WriteUnraisable(runtime->object);
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        schedule_forget(&runtime->schedule, &unit->gather);
+        schedule_forget(&runtime->schedule, &unit->last_unshard);
         if (unit->handle)
             storage_share(&unit->handle->storage, NULL, NULL, unit->leader);
         unit_unbind(unit);
@@ -299,7 +299,7 @@ void runtime_let_go(struct runtime *runtime) {
 static void check_unit(const struct unit *unit) {
     const struct handle *handle = unit->handle;
     INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
-    INVARIANT(!unit->prefetched && !unit->gather.pending);
+    INVARIANT(!unit->prefetched && !unit->last_unshard.pending);
     INVARIANT(!unit->reshard_hook && !unit->stepping);
     INVARIANT(!unit->optional.open && !unit->optional.reached);
     INVARIANT(!unit->optional.enclosing || !unit->optional.first);

@@ -79,9 +79,9 @@ int runtime_reserve(struct runtime *runtime);
 int runtime_reshard_units(struct runtime *runtime);
 
 /* gather.c: see [Note: stale parameters] there. 0 or -1 */
-int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
+int runtime_reshard_stale(struct runtime *runtime); /* the root's forward begins */
 /* it ends: what was prefetched for units that it has not run */
-int runtime_give_back_unused(struct runtime *runtime);
+int runtime_reshard_unused(struct runtime *runtime);
 int runtime_note_kept(struct runtime *runtime); /* a backward has ended */
 /* a forward begins: is what that backward has left still good? */
 int runtime_check_kept(struct runtime *runtime);

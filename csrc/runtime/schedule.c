@@ -69,42 +69,42 @@ int schedule_end_reserve(struct schedule *schedule, int result) {
     return leave(schedule, STREAM_UNSHARD, NULL, result);
 }
 
-int schedule_begin_input(struct schedule *schedule) {
+int schedule_begin_pre_unshard(struct schedule *schedule) {
     return stream_enter(&schedule->streams, STREAM_PRE_UNSHARD);
 }
 
-int schedule_end_input(struct schedule *schedule, bool uploads, int result) {
+int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result) {
     struct streams *streams = &schedule->streams;
     if (!result)
         result = stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made);
     if (stream_enter(streams, STREAM_UNSHARD) < 0 || result < 0)
         return -1;
-    schedule->uploading = schedule->uploading || uploads;
+    schedule->uploading = schedule->uploading || (uploads && streams_are_real(streams));
     return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
 }
 
-int schedule_begin_gather(struct schedule *schedule) {
+int schedule_begin_unshard(struct schedule *schedule) {
     return stream_enter(&schedule->streams, STREAM_UNSHARD);
 }
 
-int schedule_end_gather(struct schedule *schedule, struct gather_mark *gather, int result) {
-    result = leave(schedule, STREAM_UNSHARD, &gather->gathered, result);
-    gather->pending = !result;
+int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result) {
+    result = leave(schedule, STREAM_UNSHARD, &mark->gathered, result);
+    mark->pending = !result;
     return result;
 }
 
-int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather) {
-    bool pending = gather->pending;
-    gather->pending = false;
-    return pending ? stream_wait(&schedule->streams, STREAM_COMPUTE, gather->gathered) : 0;
+int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark) {
+    bool pending = mark->pending;
+    mark->pending = false;
+    return pending ? stream_wait(&schedule->streams, STREAM_COMPUTE, mark->gathered) : 0;
 }
 
-int schedule_give_back(struct schedule *schedule) {
+int schedule_release_deferred(struct schedule *schedule) {
     return deferred_free_flush(&schedule->unsharded);
 }
 
-void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
-    stream_event_destroy(&schedule->streams, &gather->gathered);
+void schedule_forget(struct schedule *schedule, struct unshard_mark *mark) {
+    stream_event_destroy(&schedule->streams, &mark->gathered);
 }
 
 /* ---- rate limiter: the host runs at most LIMITER_DEPTH frees ahead of the device (D-034) ---- */
@@ -227,7 +227,7 @@ int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
     if ((!schedule->packs_beside && mark_received(schedule, gradients) < 0) ||
         stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    int result = gradients_reduce_enqueue(gradients);
+    int result = gradients_reduce(gradients);
     stream_event *scattered = gradients_reduce_twice(gradients) ? &schedule->scattered : NULL;
     if (schedule->input_owner == STREAM_POST_BACKWARD) /* its memory is taken again on the same stream */
         gradients_release_reduce_input(gradients);
@@ -283,7 +283,7 @@ int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradi
         return -1;
     int result = 0;
     if (gradients->work)
-        result = gradients_reduce_wait(gradients) < 0 ? -1 : gradients_save_reduced(gradients);
+        result = gradients_wait_reduce(gradients) < 0 ? -1 : gradients_save_reduced(gradients);
     if (result < 0)
         gradients_reduce_release(gradients);
     if (leave(schedule, role, end, result) < 0)

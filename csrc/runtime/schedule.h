@@ -77,7 +77,7 @@ struct schedule {
 };
 
 /* What is kept of a unit's last all-gather. */
-struct gather_mark {
+struct unshard_mark {
     stream_event gathered; /* owned; its end */
     bool pending;          /* computation has not waited for it */
 };
@@ -102,20 +102,20 @@ int schedule_begin_step(struct schedule *schedule);
 bool schedule_wants_memory(const struct schedule *schedule);
 int schedule_begin_reserve(struct schedule *schedule);
 int schedule_end_reserve(struct schedule *schedule, int result);
-int schedule_begin_input(struct schedule *schedule); /* amid a gather: what it reads */
-int schedule_end_input(struct schedule *schedule, bool uploads, int result);
+int schedule_begin_pre_unshard(struct schedule *schedule); /* amid a gather: what it reads */
+int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
 /* the host waits where it is too far ahead of the device */
 int schedule_limit(struct schedule *schedule);
-int schedule_begin_gather(struct schedule *schedule); /* an all-gather */
-int schedule_end_gather(struct schedule *schedule, struct gather_mark *gather, int result);
+int schedule_begin_unshard(struct schedule *schedule); /* an all-gather */
+int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result);
 /* computation waits for it */
-int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather);
+int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark);
 int schedule_note_free(struct schedule *schedule); /* storage was given back: the limiter counts that */
 /* In backward: what was freed last is the next gather's, which waits for its last use. A forward's gather
  * does not: it would wait for the forward before it. */
-int schedule_give_back(struct schedule *schedule);
+int schedule_release_deferred(struct schedule *schedule);
 
-void schedule_forget(struct schedule *schedule, struct gather_mark *gather); /* the unit leaves its root */
+void schedule_forget(struct schedule *schedule, struct unshard_mark *mark); /* the unit leaves its root */
 
 /* ---- reductions. 0 or -1 ---- */
 

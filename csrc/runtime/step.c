@@ -166,7 +166,7 @@ int runtime_root_pre_forward(struct runtime *runtime) {
         return -1;
     runtime->trains = torch_grad_enabled();
     if (note_ddp(runtime) < 0 || tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
-        runtime_give_back_stale(runtime) < 0)
+        runtime_reshard_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
         return -1;

@@ -80,17 +80,17 @@ struct unit {
     int64_t graph_task; /* autograd's number of the backward that it is in */
     bool recomputed;    /* its last forward ran within that */
     bool may_nest, nested, anchor_comes;
-    bool named;                     /* of a part: by backward(inputs=...), in which its node has run */
-    bool cut_off, left_out;         /* see [Note: units without a gradient] in step.c */
-    bool had_gradient;              /* one has come to its outputs in some backward */
-    bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
-    enum precision graph_precision; /* of the last forward that a backward can follow */
-    int32_t name_index;             /* index of the unit's name in progress.c, -1: none */
-    struct order_place place;       /* in the order of units */
-    bool prefetched;                /* of a part: and not used yet */
-    struct gather_mark gather;      /* its last all-gather */
+    bool named;                       /* of a part: by backward(inputs=...), in which its node has run */
+    bool cut_off, left_out;           /* see [Note: units without a gradient] in step.c */
+    bool had_gradient;                /* one has come to its outputs in some backward */
+    bool evaluating;                  /* with full_precision_in_eval: the wrapped module is in eval mode */
+    enum precision graph_precision;   /* of the last forward that a backward can follow */
+    int32_t name_index;               /* index of the unit's name in progress.c, -1: none */
+    struct order_place place;         /* in the order of units */
+    bool prefetched;                  /* of a part: and not used yet */
+    struct unshard_mark last_unshard; /* its last all-gather */
     /* the forward, as num_forwards counts: see [Note: stale parameters] in gather.c */
-    int64_t gathered_for;
+    int64_t unsharded_for;
     /* true if the graph of a create_graph backward reads its unsharded parameters: they stay gathered */
     bool graph_reads;
     /* that of its last forward, where the views stay: compared, never followed */
@@ -152,14 +152,14 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
 bool unit_shows_views(struct unit *part);
 
 /* gather.c. 0 or -1, where nothing else is said */
-int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the limiter */
-int unit_wait_gathered(struct unit *unit); /* computation waits for them */
-int unit_gather_and_wait(struct unit *unit);
+int unit_unshard(struct unit *unit);      /* enqueue its all-gathers, after the limiter */
+int unit_wait_unshard(struct unit *unit); /* computation waits for them */
+int unit_unshard_and_wait(struct unit *unit);
 /* one part of a unit, as all that reshards in backward */
 int unit_reshard(struct unit *unit, bool free_storage);
 int unit_await_step(struct unit *part); /* its optimizers have stepped */
 /* Of one part, after the limiter: for the table of operations. */
-int unit_enqueue_gather(struct unit *unit);
+int unit_unshard_part(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
@@ -169,10 +169,10 @@ void unit_note_precision(struct unit *unit);        /* of a forward that a backw
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
 /* See [Note: stale parameters] in gather.c. */
-int unit_give_back_stale(struct unit *unit); /* but not amid a backward. 0 or -1 */
-void unit_note_used(struct unit *unit);      /* what is gathered is for the forward that is on its way */
+int unit_reshard_stale(struct unit *unit); /* but not amid a backward. 0 or -1 */
+void unit_note_used(struct unit *unit);    /* what is gathered is for the forward that is on its way */
 /* it is as good for the next forward as it was for the last one */
-void unit_keep_for_next(struct unit *part);
+void unit_keep_unsharded(struct unit *part);
 void unit_forget_graph(struct unit *unit); /* it need not stay gathered for one any more */
 
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1,
@@ -201,7 +201,7 @@ int unit_prefetch(struct unit *candidate, enum training_state state); /* unless 
 /* as order.h says, unless outside code does */
 int unit_prefetch_in_order(struct unit *unit, enum training_state state);
 /* prefetch on the user's word; the module shows the whole parameters */
-int unit_unshard(struct unit *unit);
+int unit_prefetch_by_user(struct unit *unit);
 
 /* step.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
 int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient */

@@ -51,13 +51,12 @@ int storage_reshard(struct storage *storage, bool free_storage) {
     return 0;
 }
 
-int handle_take_changes(struct handle *handle, bool *copied) {
+int handle_pre_unshard(struct handle *handle) {
     CHECK(handle->storage.param_state == PARAM_SHARDED);
-    *copied = false;
     return 0;
 }
 
-int schedule_end_gather(struct schedule *schedule, struct gather_mark *mark, int result) {
+int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result) {
     CHECK(schedule == &runtime.schedule && !mark->pending);
     return result;
 }
@@ -67,17 +66,17 @@ int schedule_begin_step(struct schedule *schedule) {
     return 0;
 }
 
-int schedule_give_back(struct schedule *schedule) {
+int schedule_release_deferred(struct schedule *schedule) {
     CHECK(schedule == &runtime.schedule);
     strncat(said, " flush", sizeof said - strlen(said) - 1);
     return 0;
 }
 
 int schedule_flush(struct schedule *schedule) {
-    return schedule_give_back(schedule);
+    return schedule_release_deferred(schedule);
 }
 
-const struct operations operations_own = {.gather = gather,
+const struct operations operations_own = {.unshard = gather,
                                           .prefetch = unit_prefetch_in_order,
                                           .post_backward_reshard = unit_post_backward_reshard};
 
@@ -147,26 +146,27 @@ ANSWERS(0, int, writeback_take_over_writes, struct writeback *writeback)
 ANSWERS(num_writes, int64_t, writeback_count_writes, const struct writeback *writeback)
 ANSWERS(0, long long, unit_rank, const struct unit *unit)
 ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
-ANSWERS(0, int, storage_unshard_wait, struct storage *storage)
-ANSWERS(0, int, schedule_begin_gather, struct schedule *schedule)
-ANSWERS(0, int, schedule_wait_gathered, struct schedule *schedule, struct gather_mark *mark)
+ANSWERS(0, int, storage_wait_unshard, struct storage *storage)
+ANSWERS(0, int, schedule_begin_unshard, struct schedule *schedule)
+ANSWERS(0, int, schedule_wait_unshard, struct schedule *schedule, struct unshard_mark *mark)
 ANSWERS(0, int, schedule_note_free, struct schedule *schedule)
 
 /* ---- nor is what is never called ---- */
 
 ENDS(int, schedule_limit, struct schedule *schedule)
 ENDS(int, schedule_wait_reduced, struct schedule *schedule)
-ENDS(int, schedule_begin_input, struct schedule *schedule)
-ENDS(int, schedule_end_input, struct schedule *schedule, bool uploads, int result)
+ENDS(int, schedule_begin_pre_unshard, struct schedule *schedule)
+ENDS(int, schedule_end_pre_unshard, struct schedule *schedule, bool uploads, int result)
 ENDS(int, storage_alloc_unsharded, struct storage *storage)
 ENDS(bool, storage_makes_input, const struct storage *storage)
 ENDS(bool, storage_has_mixed_precision, const struct storage *storage)
-ENDS(int, storage_unshard_enqueued, struct storage *storage, PyObject *work)
-ENDS(int, handle_pre_unshard, struct handle *handle)
-ENDS(int, handle_unshard_enqueue, struct handle *handle)
-ENDS(int, handle_unshard_add, struct handle *handle, struct gather_batch *batch)
+ENDS(int, storage_unshard_begun, struct storage *storage, PyObject *work)
+ENDS(int, storage_pre_unshard, struct storage *storage)
+ENDS(int, handle_unshard, struct handle *handle)
+ENDS(int, storage_unshard_add, struct storage *storage, struct unshard_batch *batch)
+ENDS(int, storage_unshard, struct storage *storage)
 ENDS(int, handle_use_precision, struct handle *handle, enum precision precision)
-ENDS(void, handle_free_unshard, struct handle *handle)
+ENDS(void, storage_abandon_unshard, struct storage *storage)
 ENDS(bool, collective_gathers_together, const struct collective_group *group)
 ENDS(PyObject *, collective_all_gather_together, const struct collective_group *group, PyObject *outputs,
      PyObject *inputs)
@@ -216,7 +216,7 @@ static void end_forward(int i, bool expected) {
 static void forward_from(int first, bool expected) {
     runtime.num_forwards++;
     CHECK_EQUAL(runtime_check_kept(&runtime), 0);
-    CHECK_EQUAL(runtime_give_back_stale(&runtime), 0);
+    CHECK_EQUAL(runtime_reshard_stale(&runtime), 0);
     CHECK_EQUAL(unit_unshard_for_forward(&units[0]), 0);
     for (int i = first; i < UNITS; i++) {
         CHECK_EQUAL(unit_unshard_for_forward(&units[i]), 0);
