@@ -131,6 +131,10 @@ int flat_param_is_trainable(const struct flat_param *param) {
     return 0;
 }
 
+bool flat_param_stays_unsharded(const struct flat_param *param) {
+    return param->strategy == SHARD_GRAD_OP || param->strategy == HYBRID_SHARD_ZERO2;
+}
+
 void flat_param_check(const struct flat_param *param) {
     INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
     INVARIANT((param->strategy != FULL_SHARD && param->strategy != SHARD_GRAD_OP) ||

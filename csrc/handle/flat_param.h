@@ -108,9 +108,7 @@ PyObject *flat_param_views(const struct flat_param *param, PyObject *full);
 /* 1 when any parameter requires a gradient, 0 or -1. */
 int flat_param_is_trainable(const struct flat_param *param);
 
-/* Is the unsharded parameter given back after a forward, to be gathered again for the backward? */
-static inline bool flat_param_reshards_after_forward(const struct flat_param *param) {
-    return param->strategy == FULL_SHARD || param->strategy == HYBRID_SHARD;
-}
+/* Does the unsharded parameter stay from a forward to its backward? */
+bool flat_param_stays_unsharded(const struct flat_param *param);
 
 #endif

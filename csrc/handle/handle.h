@@ -146,8 +146,7 @@ static inline bool handle_shows_sharded(const struct handle *handle) {
 
 /* Do modules show the views between a forward and its backward (C-091)? */
 static inline bool handle_leaves_views(const struct handle *handle) {
-    const struct flat_param *param = &handle->param;
-    return param->use_orig_params && param->sharded && !flat_param_reshards_after_forward(param);
+    return handle->param.use_orig_params && flat_param_stays_unsharded(&handle->param);
 }
 
 /* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that

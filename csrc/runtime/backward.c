@@ -1,9 +1,11 @@
-/* The backward of one unit: from its first node to the reduction, and which flat parameters it reaches. */
+/* The backward of one unit, from its first node to its reduction, and the end of a backward for all units. */
 #include "runtime/runtime.h"
 
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "torch/names.h"
+
+#include "base/check.h"
 
 /* ---- checkpoints inside a unit ---- */
 
@@ -83,8 +85,26 @@ static int check_named(struct unit *unit) {
 
 /* ---- pre-backward ---- */
 
-static int prepare(struct unit *unit) {
-    if (unit_unshard_for_backward(unit) < 0)
+int unit_unshard_for_backward(struct unit *unit) {
+    if (!unit->handle)
+        return optional_begin_backward(unit);
+    if (unit->optional.enclosing && optional_check_backward(unit) < 0)
+        return -1;
+    if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
+        return -1;
+    if (unit_precision_for_backward(unit) < 0 || unit_unshard_and_wait(unit) < 0)
+        return -1;
+    unit_expect_backward(unit, false);
+    unit_set_prefetched(unit, false);
+    if (optional_begin_backward(unit) < 0)
+        return -1;
+    return unit_prefetch_next(unit, USE_BACKWARD_PRE);
+}
+
+static int pre_backward(struct unit *unit) {
+    /* whoever is outermost in this backward has it finalised (parity 12) */
+    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
+        begin_backward(unit) < 0 || check_named(unit) < 0 || unit_unshard_for_backward(unit) < 0)
         return -1;
     FOR_PARTS(part, unit->handle ? unit : NULL) {
         struct handle *handle = part->handle;
@@ -97,14 +117,6 @@ static int prepare(struct unit *unit) {
         if (handle->gradients.hidden)
             runtime_have_script_wait(unit->runtime);
     }
-    return 0;
-}
-
-static int pre_backward(struct unit *unit) {
-    /* whoever is outermost in this backward has it finalised (parity 12) */
-    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
-        begin_backward(unit) < 0 || check_named(unit) < 0 || prepare(unit) < 0)
-        return -1;
     unit->ran_pre_backward = unit->had_gradient = true;
     unit->left_out = false;
     return 0;
@@ -218,33 +230,27 @@ static int post_backward(struct unit *unit) {
     return !unit->optional.enclosing && is_shown_at_once(unit) ? hand_over_at_once(unit) : 0;
 }
 
-/* The rest comes later in this backward, which reads the parameters until then. */
-static int add_up(struct unit *unit) {
+/* Of all gradients of the unit that have come. */
+static int post_backward_of_new(struct unit *unit) {
+    const struct flat_param *param = &unit->handle->param;
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    /* helps to find out which hooks do not run, under some ways of checkpointing (D-065) */
+    if (param->verbose && param->use_orig_params && module && module != Py_None &&
+        callbacks_tell(callbacks.log_post_backward, module, NULL) < 0)
+        return -1;
+    int awaits = awaits_gradients(unit);
+    if (awaits < 0)
+        return -1;
+    if (!awaits)
+        return unit->optional.reached && runtime_reduce_optional(unit) < 0 ? -1 : post_backward(unit);
+    /* the rest comes later in this backward, which reads the parameters until then */
     FOR_PARTS(part, unit) {
         struct gradients *gradients = &part->handle->gradients;
-        if (!gradients_have_new(gradients))
-            continue;
-        if (gradients_call_param_hooks(gradients) < 0 || add_part(part) < 0)
+        if (gradients_have_new(gradients) &&
+            (gradients_call_param_hooks(gradients) < 0 || add_part(part) < 0))
             return -1;
     }
     return 0;
-}
-
-/* Helps to find out which hooks do not run, under some ways of checkpointing (D-065). */
-static int log_post_backward(const struct unit *unit) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    bool logs = unit->handle->param.verbose && unit->handle->param.use_orig_params && module;
-    return logs && module != Py_None ? callbacks_tell(callbacks.log_post_backward, module, NULL) : 0;
-}
-
-/* Of all gradients of the unit that have come. */
-static int post_backward_of_new(struct unit *unit) {
-    int awaits = log_post_backward(unit) < 0 ? -1 : awaits_gradients(unit);
-    if (awaits)
-        return awaits < 0 ? -1 : add_up(unit);
-    if (unit->optional.reached && runtime_reduce_optional(unit) < 0)
-        return -1;
-    return post_backward(unit);
 }
 
 /* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward
@@ -265,4 +271,136 @@ int unit_post_backward(void *target) {
             return -1;
     }
     return unit->runtime ? stream_give_back(&unit->runtime->schedule.streams) : 0;
+}
+
+int unit_reshard_only(void *target) {
+    struct unit *unit = target;
+    if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
+        return 0;
+    TRACE(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->name_index);
+    if (unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
+        return -1;
+    return unit->runtime->operations->post_backward_reshard(unit);
+}
+
+/* ---- the end of a backward ---- */
+
+/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go
+ * of that, which may be once another backward runs: its callback is not this one. */
+static int backward_raised(void *target, const void *hook) {
+    struct runtime *runtime = target;
+    return runtime->callback_queued && runtime->final_hook == hook ? runtime_reset(runtime) : 0;
+}
+
+int runtime_queue_final_callback(struct runtime *runtime) {
+    if (runtime->callback_queued)
+        return 0;
+    struct schedule *schedule = &runtime->schedule;
+    /* An optimizer may have stepped since a backward that came before without a forward in between. */
+    if (runtime_check_holder(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
+        (schedule->has_ended && schedule_begin_step(schedule) < 0))
+        return -1;
+    OWNED *hook = hook_new(runtime_final_callback, runtime, runtime->object);
+    runtime->final_hook = hook;
+    if (!hook)
+        return -1;
+    hook_on_drop(hook, backward_raised);
+    if (ref_done(PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL)) < 0)
+        return -1;
+    runtime->graph_task = torch_graph_task();
+    if (runtime->graph_task == -2)
+        return -1;
+    runtime->callback_queued = true;
+    runtime->reach = REACH_UNKNOWN;
+    runtime->graph_goes_on = torch_grad_enabled();
+    return 0;
+}
+
+void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
+    runtime->reach = reach;
+}
+
+/* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]
+ * in backward.c. */
+static int end_named(struct runtime *runtime) {
+    for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_NAMED; i--) {
+        PyObject *hook = runtime->units[i]->anchor_hook;
+        if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int finalise_units(struct runtime *runtime) {
+    bool offloads = false;
+    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 ||
+        runtime_reduce_all_optional(runtime) < 0)
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (!unit->handle)
+            continue;
+        offloads = offloads || unit->handle->storage.offload;
+        /* where the user calls the callback by hand, nothing is sent */
+        if (runtime->callback_queued && !runtime->num_in_forward && runtime_reduce_left_over(unit) < 0)
+            return -1;
+    }
+    if (schedule_wait_reduced(&runtime->schedule) < 0 || runtime_reshard_units(runtime) < 0)
+        return -1;
+    /* an optimizer on the CPU may step next */
+    if (offloads && schedule_synchronize(&runtime->schedule) < 0)
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        struct handle *handle = unit->handle;
+        if (!unit_ends_with_backward(unit))
+            continue;
+        if (unit_unwatch_inputs(unit) < 0)
+            return -1;
+        if (handle && (unit_await_step(unit) < 0 ||
+                       (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0) ||
+                       gradients_show_param_hooks(&handle->gradients) < 0 ||
+                       handle_set_training_state(handle, USE_IDLE) < 0))
+            return -1;
+        if (unit_end_step(unit) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int end_backward(struct runtime *runtime) {
+    bool enabled = torch_grad_enabled();
+    torch_set_grad_enabled(false);
+    int result = finalise_units(runtime) < 0 ? -1 : schedule_end_backward(&runtime->schedule);
+    torch_set_grad_enabled(enabled);
+    if (result < 0)
+        return -1;
+    if (!runtime->num_in_forward) {
+        if (runtime_note_kept(runtime) < 0)
+            return -1;
+        order_next_iteration(&runtime->order);
+        trace_end_step();
+    }
+    runtime->callback_queued = false;
+    if (!runtime->num_in_forward)
+        CHECKED(runtime_check(runtime));
+    return 0;
+}
+
+int runtime_final_callback(void *target) {
+    struct runtime *runtime = target;
+    bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
+    bool tells = ends_step && !runtime->told_of_no_gradient;
+    OWNED *cut_off = tells ? runtime_take_cut_off(runtime) : Py_NewRef(Py_None);
+    /* told when all is in order again: a warning may be made an error */
+    if (!cut_off || end_backward(runtime) < 0 ||
+        (cut_off != Py_None && runtime_warn_of_cut_off(runtime, cut_off) < 0))
+        return -1;
+    if (!ends_step || !runtime->unchecked)
+        return 0;
+    PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
+    if (module && module != Py_None && callbacks_tell(callbacks.check_backward, module, NULL) < 0)
+        return -1; /* the next backward is looked at as well */
+    runtime->unchecked = false;
+    return 0;
 }

@@ -78,8 +78,6 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     return parsed ? 0 : -1;
 }
 
-/* ---- gradients of the inputs ---- */
-
 /* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
 static int watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
@@ -172,33 +170,6 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     return tensors ? hook_sequence(tensors, hook, hooked) : -1;
 }
 
-/* Not those that were prefetched on the user's word. */
-bool unit_shows_views(struct unit *part) {
-    const struct unit *unit = unit_of_part(part);
-    return part->handle && handle_leaves_views(part->handle) &&
-           part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
-           part->handle->training_state == USE_IDLE && unit->unsharded_for != FOR_NEXT_FORWARD;
-}
-
-static int note_walk(struct unit *part) {
-    struct handle *handle = part->handle;
-    if (!handle->param.use_orig_params)
-        return param_views_take_back(&handle->param_views, handle->storage.copy->views);
-    bool may_be_written = unit_shows_views(part) && !handle->param.skip_writeback_check &&
-                          handle->storage.param_state == PARAM_UNSHARDED;
-    return may_be_written ? storage_take_snapshot(&handle->storage) : 0;
-}
-
-int runtime_begin_walk(struct runtime *runtime) {
-    if (runtime_await_failed_backward(runtime) < 0)
-        return -1;
-    bool in_step = runtime->num_in_forward || runtime->callback_queued;
-    for (int64_t i = 0; i < runtime->num_units && !in_step; i++)
-        if (runtime->units[i]->handle && note_walk(runtime->units[i]) < 0)
-            return -1;
-    return 0;
-}
-
 /* The outputs of the last forward are gone, and no backward has come through them. */
 static int graph_dropped(void *target, const void *hook) {
     struct unit *unit = target;
@@ -232,6 +203,24 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
 
 /* ---- pre-forward ---- */
 
+int unit_unshard_for_forward(struct unit *unit) {
+    struct runtime *runtime = unit->runtime;
+    if (!unit->handle)
+        return optional_begin_forward(unit);
+    if (!unit->optional.enclosing)
+        order_record_pre_forward(&runtime->order, &unit->place);
+    else if (optional_check_forward(unit) < 0)
+        return -1;
+    if (runtime_begin_step_alone(runtime) < 0 || unit_reshard_stale(unit) < 0 ||
+        unit_unshard_and_wait(unit) < 0)
+        return -1;
+    unit_note_used(unit);
+    if (optional_begin_forward(unit) < 0)
+        return -1;
+    unit_set_prefetched(unit, false);
+    return unit_prefetch_next(unit, USE_FORWARD);
+}
+
 /* 1 when any parameter of the unit requires grad. */
 static int is_trainable(struct unit *unit) {
     int trainable = 0;
@@ -250,7 +239,21 @@ int unit_register_post_backward_hook(struct unit *unit) {
     return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
 }
 
-static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
+static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    TRACE(TRACED_PRE_FORWARD, unit->name_index);
+    struct order *order = &unit->runtime->order;
+    if (unit_precision_for_forward(unit) < 0)
+        return -1;
+    if (order->validation && unit->handle && !unit->optional.enclosing) {
+        int training = unit_is_training(unit); /* nothing marks the end of an iteration in evaluation */
+        if (training < 0 || (training && order_validate(order, &unit->place) < 0))
+            return -1;
+    }
+    if (unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||
+        unit->runtime->operations->register_post_backward_hook(unit) < 0)
+        return -1;
+    if (!unit->handle)
+        return 0;
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
         if (param_views_wrap_views(&handle->param_views, handle->storage.copy->views) < 0 ||
@@ -260,49 +263,14 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     int trainable = is_trainable(unit);
     if (trainable < 0)
         return -1;
-    return trainable ? 0 : watch_inputs(unit, args, kwargs);
-}
-
-/* A unit that may not start a forward now is left as it is. */
-static int begin_forward(struct unit *unit) {
-    if (unit->handle && unit_set_training_state(unit, USE_FORWARD) < 0)
-        return -1;
-    if (unit_set_phase(unit, PHASE_IN_STEP) == 0)
-        return 0;
-    if (unit->handle)
-        unit_set_training_state(unit, USE_IDLE);
-    return -1;
-}
-
-/* Nothing marks the end of an iteration in evaluation. */
-static int validate_order(struct unit *unit) {
-    struct order *order = &unit->runtime->order;
-    bool has_turn = unit->handle && !unit->optional.enclosing;
-    int training = order->validation && has_turn ? unit_is_training(unit) : 0;
-    return training > 0 ? order_validate(order, &unit->place) : training;
-}
-
-static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    TRACE(TRACED_PRE_FORWARD, unit->name_index);
-    if (unit_precision_for_forward(unit) < 0 || validate_order(unit) < 0 ||
-        unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||
-        unit->runtime->operations->register_post_backward_hook(unit) < 0)
-        return -1;
-    return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
-}
-
-static int root_pre_forward(struct unit *unit) {
-    if (!unit->is_root)
-        return 0;
-    TRACE(TRACED_ROOT_PRE_FORWARD, unit->name_index);
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (!module || (unit->full_precision_in_eval && /* buffers follow the mode as well (D-021) */
-                    callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0))
-        return -1;
-    return runtime_root_pre_forward(unit->runtime);
+    return trainable ? 0 : watch_inputs(unit, *args, *kwargs);
 }
 
 /* ---- post-forward ---- */
+
+void unit_expect_backward(struct unit *unit, bool expected) {
+    unit->needs_pre_backward_unshard = expected && unit->handle;
+}
 
 /* *output are replaced only where the registration of hooks is. */
 static int post_forward(struct unit *unit, PyObject **output) {
@@ -316,34 +284,6 @@ static int post_forward(struct unit *unit, PyObject **output) {
 
 /* ---- forward ---- */
 
-/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is
- * its whole tree's: units that had finished wait for a backward that will not come. */
-static void abandon_forward(struct unit *unit) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    /* where a layer of another unit, called past that unit, has failed on a parameter that is sharded, the
-     * exception says so itself */
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (module && value && traceback && PyException_SetTraceback(value, traceback) == 0)
-        callbacks_tell(callbacks.explain_error, value, module);
-    PyErr_Clear(); /* nothing of Python's is called with an exception set */
-    unit_set_phase(unit, PHASE_IDLE);
-    optional_abandon(unit);
-    unit_set_prefetched(unit, false);
-    FOR_PARTS(part, unit->handle ? unit : NULL) {
-        unit_reshard(part, !unit->optional.enclosing);
-        PyErr_Clear();
-        handle_show_sharded(part->handle);
-        PyErr_Clear();
-        handle_set_training_state(part->handle, USE_IDLE);
-    }
-    if (unit->is_root && !unit->runtime->callback_queued)
-        runtime_reset(unit->runtime);
-    PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
-}
-
 static int ensure_lazy_init(struct unit *unit) {
     if (unit->runtime)
         return 0;
@@ -355,17 +295,28 @@ static int ensure_lazy_init(struct unit *unit) {
     return RAISED(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
 }
 
+/* A unit that may not start a forward now is left as it is. */
+static int begin_forward(struct unit *unit) {
+    if (unit->handle && unit_set_training_state(unit, USE_FORWARD) < 0)
+        return -1;
+    if (unit_set_phase(unit, PHASE_IN_STEP) == 0)
+        return 0;
+    if (unit->handle)
+        unit_set_training_state(unit, USE_IDLE);
+    return -1;
+}
+
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
     runtime_enter_forward(unit->runtime);
     Py_INCREF(args);
     Py_INCREF(kwargs);
-    if (root_pre_forward(unit) == 0 && pre_forward(unit, &args, &kwargs) == 0)
+    if ((!unit->is_root || runtime_pre_forward(unit->runtime) == 0) && pre_forward(unit, &args, &kwargs) == 0)
         output = PyObject_Call(wrapped, args, kwargs);
     if (output && post_forward(unit, &output) < 0)
         Py_CLEAR(output);
     if (!output)
-        abandon_forward(unit);
+        unit_abandon_forward(unit);
     runtime_leave_forward(unit->runtime);
     Py_DECREF(args);
     Py_DECREF(kwargs);

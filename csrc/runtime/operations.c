@@ -25,9 +25,7 @@ static PyObject *handle_or_none(const struct unit *unit) {
     return unit->handle_object ? unit->handle_object : Py_None;
 }
 
-/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or
- * NULL. */
-static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
+PyObject *operations_call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
     OWNED *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
     OWNED *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
     return PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
@@ -48,49 +46,19 @@ static int call_unshard(struct unit *unit) {
 }
 
 static int call_reshard(struct unit *unit, bool free_storage) {
-    return ref_done(
-        call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL));
+    return ref_done(operations_call(unit, REPLACEABLE_RESHARD, unit->handle_object,
+                                    free_storage ? Py_True : Py_False, NULL));
 }
 
 static int call_post_backward_reshard(struct unit *unit) {
-    return ref_done(call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
-}
-
-static int choose(struct unit *unit, struct unit **chosen) {
-    const struct runtime *runtime = unit->runtime;
-    OWNED *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
-    int result = handle ? 0 : -1;
-    *chosen = NULL;
-    for (int64_t i = 0; handle && !*chosen && i < runtime->num_units; i++)
-        if (runtime->units[i]->handle_object == handle)
-            *chosen = runtime->units[i];
-    if (handle && handle != Py_None && !*chosen)
-        result = unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
-                            "the function in place of _get_handle_to_prefetch returned %R: return the "
-                            "handle of a unit below the same root, or None",
-                            handle);
-    return result;
-}
-
-static int call_prefetch(struct unit *unit, enum training_state state) {
-    const struct order *order = &unit->runtime->order;
-    int64_t limit = state == USE_FORWARD ? order->forward_prefetch_limit : order->backward_prefetch_limit;
-    for (int64_t i = 0; i < limit; i++) {
-        struct unit *chosen;
-        if (choose(unit, &chosen) < 0)
-            return -1;
-        if (!chosen)
-            return 0;
-        if (unit_prefetch(chosen, state) < 0)
-            return -1;
-    }
-    return 0;
+    return ref_done(
+        operations_call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
 }
 
 static int call_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *result =
-        call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs, handle_or_none(unit));
+    PyObject *result = operations_call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs,
+                                       handle_or_none(unit));
     if (!result)
         return -1;
     ref_set(outputs, result);
@@ -101,33 +69,34 @@ static int call_register_pre_backward_hooks(struct unit *unit, PyObject **output
 static int call_register_post_backward_hook(struct unit *unit) {
     if (unit_detach_views(unit) < 0)
         return -1;
-    return ref_done(call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
+    return ref_done(
+        operations_call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
 }
 
 static const struct operations operations_calls = {
     .unshard = call_unshard,
     .reshard = call_reshard,
     .post_backward_reshard = call_post_backward_reshard,
-    .prefetch = call_prefetch,
+    .prefetch = unit_prefetch_chosen,
     .register_pre_backward_hooks = call_register_pre_backward_hooks,
     .register_post_backward_hook = call_register_post_backward_hook,
 };
 
 /* ---- which of the two ---- */
 
-static const struct operations *whose(const struct operations *table, enum replaceable which) {
+static const struct operations *table_for(const struct operations *table, enum replaceable which) {
     return table->replaced[which] ? &operations_calls : &operations_own;
 }
 
 void operations_init(struct operations *table) {
-    table->unshard = whose(table, REPLACEABLE_UNSHARD)->unshard;
-    table->reshard = whose(table, REPLACEABLE_RESHARD)->reshard;
-    table->post_backward_reshard = whose(table, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;
-    table->prefetch = whose(table, REPLACEABLE_GET_HANDLE_TO_PREFETCH)->prefetch;
+    table->unshard = table_for(table, REPLACEABLE_UNSHARD)->unshard;
+    table->reshard = table_for(table, REPLACEABLE_RESHARD)->reshard;
+    table->post_backward_reshard = table_for(table, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;
+    table->prefetch = table_for(table, REPLACEABLE_GET_HANDLE_TO_PREFETCH)->prefetch;
     table->register_pre_backward_hooks =
-        whose(table, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS)->register_pre_backward_hooks;
+        table_for(table, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS)->register_pre_backward_hooks;
     table->register_post_backward_hook =
-        whose(table, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK)->register_post_backward_hook;
+        table_for(table, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK)->register_post_backward_hook;
 }
 
 int operations_replace(struct operations *table, const char *name, PyObject *function) {

@@ -53,6 +53,9 @@ void operations_init(struct operations *table); /* the runtime's own, but for wh
 /* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for
  * another name. */
 int operations_replace(struct operations *table, const char *name, PyObject *function);
+/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or
+ * NULL. */
+PyObject *operations_call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c);
 void operations_check(const struct operations *table); /* the invariant, where FSDP_C_CHECK is defined */
 
 #endif

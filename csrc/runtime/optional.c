@@ -96,8 +96,7 @@ int optional_end_forward(struct unit *enclosing) {
     bool expected = enclosing->needs_pre_backward_unshard;
     enclosing->optional.open = false;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        const struct flat_param *param = &unit->handle->param; /* of one strategy with the segments */
-        bool keeps = param->sharded && !flat_param_reshards_after_forward(param);
+        bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* of one strategy with the segments */
         if (torch_grad_enabled() && note_forward(unit) < 0)
             return -1;
         if (reshard_parts(unit, !(keeps && expected) && !unit->graph_reads) < 0)

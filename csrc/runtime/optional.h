@@ -46,7 +46,7 @@ struct optional {
 void optional_add(struct unit *unit, struct unit *enclosing);
 
 /* The enclosing unit begins its forward or its backward, or ends its forward. The end of its backward is in
- * lifetime.c, and in step.c. 0 or -1. */
+ * reshard.c, and in reduce.c. 0 or -1. */
 int optional_begin_forward(struct unit *enclosing);
 int optional_end_forward(struct unit *enclosing);
 int optional_begin_backward(struct unit *enclosing);

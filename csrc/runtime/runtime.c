@@ -1,6 +1,7 @@
-/* A root: its life, the memory for what its steps gather, and which thread may use it. */
+/* A root: its life, the start of its step, who else looks at its units, and which thread may use it. */
 #include "runtime/runtime.h"
 
+#include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "torch/names.h"
 
@@ -68,161 +69,6 @@ int runtime_clear(struct runtime *runtime) {
     return 0;
 }
 
-int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
-    Py_VISIT(runtime->unit_objects);
-    return 0;
-}
-
-/* ---- memory for what its steps gather ---- */
-
-/* [Note: one piece] Before the first step the pool holds what as many units want as are gathered at a time.
- * It is one piece, so that torch's allocator cuts off what a unit wants, to 512 bytes; from pieces of their
- * own units would be given up to 1 MiB more, and no two of them could make room for a larger one. At the end
- * of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
-
-/* In use, prefetched, and in forward held until its last use is over. */
-static int64_t units_at_a_time(const struct runtime *runtime) {
-    int64_t forward = 2, backward = 1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        const struct unit *unit = runtime->units[i];
-        if (unit->forward_prefetch)
-            forward = 2 + runtime->order.forward_prefetch_limit;
-        if (unit->backward_prefetch != PREFETCH_NONE)
-            backward = 1 + runtime->order.backward_prefetch_limit;
-    }
-    return forward > backward ? forward : backward;
-}
-
-static bool has_storage_to_take(const struct unit *unit) {
-    return unit->handle && storage_wants_memory(&unit->handle->storage);
-}
-
-/* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
-static bool stays_gathered(struct unit *part) {
-    const struct unit *unit = unit_of_part(part);
-    return unit->is_root ||
-           (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
-}
-
-static int64_t gathered_nbytes(struct unit *unit) {
-    int64_t nbytes = 0;
-    FOR_PARTS(part, unit)
-        nbytes += part->handle->storage.copy->full.nbytes;
-    return nbytes;
-}
-
-static bool is_larger(struct unit *unit, struct unit *other) {
-    int64_t nbytes = gathered_nbytes(unit), nbytes_of_other = gathered_nbytes(other);
-    return nbytes > nbytes_of_other || (nbytes == nbytes_of_other && unit->place.unit < other->place.unit);
-}
-
-/* The largest among the units that give their storage back in a step, after `previous`; NULL when there is
- * none. */
-static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
-    struct unit *largest = NULL;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
-        if (unit->leader || !has_storage_to_take(unit) || stays_gathered(unit))
-            continue;
-        if ((!previous || is_larger(previous, unit)) && (!largest || is_larger(unit, largest)))
-            largest = unit;
-    }
-    return largest;
-}
-
-/* `visit` each part whose storage is held at a time: 0 or -1. */
-static int for_all_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
-        if (has_storage_to_take(unit) && stays_gathered(unit) && visit(unit, arg) < 0)
-            return -1;
-    }
-    struct unit *unit = NULL;
-    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
-        FOR_PARTS(part, unit)
-            if (visit(part, arg) < 0)
-                return -1;
-    return 0;
-}
-
-static int add_to_piece(struct unit *part, void *nbytes) {
-    *(int64_t *)nbytes += pool_nbytes_of_piece(part->handle->storage.copy->full.nbytes);
-    return 0;
-}
-
-/* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the
- * root's, whose forward was the first to begin. -1 with an exception. */
-static int64_t last_input_nbytes(const struct runtime *runtime) {
-    int64_t first = 0, most = 0;
-    while (first < runtime->num_units && !runtime->units[first]->handle)
-        first++;
-    if (first == runtime->num_units || !runtime->trains)
-        return 0;
-    FOR_PARTS(part, runtime->units[first]) {
-        struct handle *handle = part->handle;
-        int trains = handle->param.sharded ? flat_param_is_trainable(&handle->param) : 0;
-        if (trains < 0)
-            return -1;
-        int64_t nbytes = trains ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&handle->gradients)) : 0;
-        most = nbytes > most ? nbytes : most;
-    }
-    return most;
-}
-
-/* Bytes of the piece from which all of a step is cut, or -1. */
-static int64_t piece_nbytes(const struct runtime *runtime) {
-    int64_t held = 0, input = last_input_nbytes(runtime);
-    if (input < 0)
-        return -1;
-    for_all_held(runtime, add_to_piece, &held);
-    return pool_piece_nbytes(held && input > held ? input : held);
-}
-
-struct taken {
-    const struct pool *pool;
-    bool cuts_piece;
-};
-
-static int take(struct unit *part, void *arg) {
-    struct storage *storage = &part->handle->storage;
-    struct taken *taken = arg;
-    if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
-        return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
-    taken->cuts_piece = taken->cuts_piece || pool_is_cut(taken->pool, storage->copy->full.view.data);
-    return 0;
-}
-
-/* Allocate and free the storage of each unit once: 1 if the piece provides some of it, 0 or -1. */
-static int take_memory(struct runtime *runtime) {
-    struct taken taken = {.pool = &runtime->schedule.pool};
-    int result = for_all_held(runtime, take, &taken);
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
-            result = -1;
-    if (type)
-        PyErr_Restore(type, value, traceback);
-    return result < 0 ? -1 : taken.cuts_piece;
-}
-
-int runtime_reserve(struct runtime *runtime) {
-    struct schedule *schedule = &runtime->schedule;
-    struct pool *pool = &schedule->pool;
-    if (!schedule_wants_memory(schedule))
-        return 0;
-    if (schedule_begin_reserve(schedule) < 0)
-        return -1;
-    int64_t nbytes = piece_nbytes(runtime);
-    int cuts_piece = nbytes < 0 || pool_grow(pool, nbytes) < 0 ? -1 : take_memory(runtime);
-    /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
-    if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || take_memory(runtime) < 0))
-        cuts_piece = -1;
-    return schedule_end_reserve(schedule, cuts_piece < 0 ? -1 : 0);
-}
-
-/* ---- its end ---- */
-
 int runtime_release(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct handle *handle = runtime->units[i]->handle;
@@ -230,6 +76,148 @@ int runtime_release(struct runtime *runtime) {
             return -1;
     }
     return runtime_clear(runtime);
+}
+
+int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
+    Py_VISIT(runtime->unit_objects);
+    return 0;
+}
+
+/* ---- DistributedDataParallel around the root ---- */
+
+/* It averages the gradients of flat parameters that are whole on each rank, by hooks that come after the
+ * anchor's. What it cannot average is said when the root's forward begins. */
+
+/* Are the unit's parameters among those that it looks after, and trained? 1, 0 or -1. */
+static int is_among(const struct flat_param *param, PyObject *managed) {
+    PyObject *own = param->use_orig_params ? PyList_GetItem(param->params, 0) : param->tensor;
+    for (Py_ssize_t i = 0; i < PyList_Size(managed); i++)
+        if (PyList_GetItem(managed, i) == own)
+            return flat_param_is_trainable(param);
+    return 0;
+}
+
+static int check_part(const struct unit *part, PyObject *managed) {
+    const struct flat_param *param = &part->handle->param;
+    bool whole = !param->sharded && !part->handle->storage.offload;
+    bool reached = !param->use_orig_params && !part->handle->storage.copies[PRECISION_COMPUTE].low_precision;
+    int among = whole && reached ? 0 : is_among(param, managed);
+    if (among <= 0)
+        return among;
+    if (param->use_orig_params || whole) /* torch trains on (parity 48) */
+        return PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "rank %lld, unit %S: DistributedDataParallel never averages its gradients, as autograd does "
+            "not reach %s: replicas drift apart. Use HYBRID_SHARD in place of DistributedDataParallel, "
+            "or a group of one rank, use_orig_params=False and full precision",
+            (long long)param->layout.rank, param->name,
+            param->use_orig_params ? "original parameters" : "flat parameters of low precision");
+    return flat_param_error(
+        param, PyExc_RuntimeError,
+        "DistributedDataParallel cannot average the gradient of its flat parameter, which "
+        "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
+        "offload",
+        param->sharded ? "sharded, each rank's being of another part" : "offloaded");
+}
+
+static int note_ddp(struct runtime *runtime) {
+    PyObject *ddp = torch_active_ddp();
+    int result = 0;
+    if (ddp != Py_None && runtime->ddp != ddp) {
+        OWNED *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
+        if (!managed)
+            PyErr_Clear();
+        bool is_list = managed && PyList_Check(managed);
+        for (int64_t i = 0; is_list && !result && i < runtime->num_units; i++)
+            result = runtime->units[i]->handle ? check_part(runtime->units[i], managed) : 0;
+    }
+    runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
+    Py_XDECREF(ddp);
+    if (result < 0 || runtime->has_edges)
+        return result;
+    /* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in
+     * the graph] in backward.c. */
+    OWNED *name = PyUnicode_FromString("torch.distributed.pipelining");
+    PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
+    runtime->has_edges = module || runtime->ddp;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* ---- the start of a step ---- */
+
+int runtime_collect_user_grads(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct handle *handle = runtime->units[i]->handle;
+        if (handle && handle_collect_user_grads(handle) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int runtime_pre_forward(struct runtime *runtime) {
+    struct unit *root = runtime->units[0];
+    PyObject *module = PyWeakref_GetObject(root->module_ref);
+    TRACE(TRACED_ROOT_PRE_FORWARD, root->name_index);
+    if (!module || (root->full_precision_in_eval && /* buffers follow the mode as well (D-021) */
+                    callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0))
+        return -1;
+    if (runtime_check_holder(runtime) < 0)
+        return -1;
+    runtime->trains = torch_grad_enabled();
+    if (note_ddp(runtime) < 0 || runtime_warn_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+        runtime_reshard_stale(runtime) < 0)
+        return -1;
+    if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
+        return -1;
+    return runtime_collect_user_grads(runtime);
+}
+
+/* Outside of the root's forward the script has called a unit by itself. */
+int runtime_begin_step_alone(struct runtime *runtime) {
+    if (runtime->units[0]->phase != PHASE_IDLE)
+        return 0;
+    return runtime_check_kept(runtime) < 0 ? -1 : schedule_begin_step(&runtime->schedule);
+}
+
+void runtime_enter_forward(struct runtime *runtime) {
+    if (runtime->num_in_forward++ || runtime->callback_queued)
+        return;
+    runtime->num_forwards++;
+    runtime->forward_thread = PyThread_get_thread_ident();
+}
+
+void runtime_leave_forward(struct runtime *runtime) {
+    if (--runtime->num_in_forward == 0)
+        stream_note_end(&runtime->schedule.streams);
+}
+
+/* ---- scripts that walk over the parameters ---- */
+
+/* Not those that were prefetched on the user's word. */
+bool unit_shows_views(struct unit *part) {
+    const struct unit *unit = unit_of_part(part);
+    return part->handle && handle_leaves_views(part->handle) &&
+           part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
+           part->handle->training_state == USE_IDLE && unit->unsharded_for != FOR_NEXT_FORWARD;
+}
+
+static int note_walk(struct unit *part) {
+    struct handle *handle = part->handle;
+    if (!handle->param.use_orig_params)
+        return param_views_take_back(&handle->param_views, handle->storage.copy->views);
+    bool may_be_written = unit_shows_views(part) && !handle->param.skip_writeback_check &&
+                          handle->storage.param_state == PARAM_UNSHARDED;
+    return may_be_written ? storage_take_snapshot(&handle->storage) : 0;
+}
+
+int runtime_begin_walk(struct runtime *runtime) {
+    if (runtime_await_failed_backward(runtime) < 0)
+        return -1;
+    bool in_step = runtime->num_in_forward || runtime->callback_queued;
+    for (int64_t i = 0; i < runtime->num_units && !in_step; i++)
+        if (runtime->units[i]->handle && note_walk(runtime->units[i]) < 0)
+            return -1;
+    return 0;
 }
 
 /* ---- one thread at a time ---- */

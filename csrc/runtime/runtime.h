@@ -60,56 +60,27 @@ struct runtime {
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
 
+/* ---- runtime.c. 0 or -1, where nothing else is said ---- */
+
 /* steals nothing */
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units);
 int runtime_clear(struct runtime *runtime);
 /* of an idle runtime: the units are as before lazy init, gradients stay */
 int runtime_release(struct runtime *runtime);
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
+void runtime_check(
+    const struct runtime *runtime); /* the invariant between steps, where FSDP_C_CHECK is defined */
 
-/* step.c: the start of a step. 0 or -1 */
-int runtime_root_pre_forward(struct runtime *runtime);
+int runtime_pre_forward(struct runtime *runtime);      /* of its root: a step begins */
+int runtime_begin_step_alone(struct runtime *runtime); /* unless its root is in a step */
 int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
 void runtime_leave_forward(struct runtime *runtime);
-
-/* runtime.c: memory for what its steps gather, once. 0 or -1 */
-int runtime_reserve(struct runtime *runtime);
-/* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
-int runtime_reshard_units(struct runtime *runtime);
-
-/* gather.c: see [Note: stale parameters] there. 0 or -1 */
-int runtime_reshard_stale(struct runtime *runtime); /* the root's forward begins */
-/* it ends: what was prefetched for units that it has not run */
-int runtime_reshard_unused(struct runtime *runtime);
-int runtime_note_kept(struct runtime *runtime); /* a backward has ended */
-/* a forward begins: is what that backward has left still good? */
-int runtime_check_kept(struct runtime *runtime);
-
-/* step.c: the end of a backward. 0 or -1 */
-int runtime_queue_final_callback(struct runtime *runtime);
-int runtime_final_callback(void *runtime); /* a hook_function */
-void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
-
-/* step.c: reductions. 0 or -1 */
-/* after the reduction before: gradients that have come, or zeros, are packed and on their way from now on */
-int runtime_reduce_part(struct unit *part);
-int runtime_finish_reduction(struct runtime *runtime); /* of the part on its way, if there is one */
-/* the backward of the unit around them ends: zeros where nothing came */
-int runtime_reduce_optional(struct unit *around);
-
-/* reset.c. 0 or -1 */
-/* after an exception in a step: IDLE, SHARDED, no gradient of that step */
-int runtime_reset(struct runtime *runtime);
-int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
-int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
-/* The same for a script that walks over all of them, and may write to what modules show: see [Note: snapshots
- * of views] in storage.h. forward.c; 0 or -1 */
+/* A script walks over all parameters, and may write to what modules show: see [Note: snapshots of views] in
+ * storage.h. */
 int runtime_begin_walk(struct runtime *runtime);
-/* amid a backward that hides gradients: before the script goes on */
-void runtime_have_script_wait(struct runtime *runtime);
 
-/* runtime.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
+/* whether this thread may use the tree now, or begin a step */
 int runtime_check_thread(const struct runtime *runtime);
 int runtime_check_holder(const struct runtime *runtime);
 /* amid the forward of a unit that is called again */
@@ -118,8 +89,52 @@ int runtime_check_forward_thread(const struct runtime *runtime);
 int runtime_hold(struct runtime *runtime);
 void runtime_let_go(struct runtime *runtime); /* it ends */
 
-/* the invariant between steps, where FSDP_C_CHECK is defined */
-void runtime_check(const struct runtime *runtime);
+/* ---- prefetch.c. 0 or -1 ---- */
+
+int runtime_reserve(struct runtime *runtime); /* memory for what its steps gather, once */
+
+/* ---- reshard.c. 0 or -1 ---- */
+
+int runtime_reshard_stale(
+    struct runtime *runtime); /* the root's forward begins: see [Note: stale parameters] */
+int runtime_reshard_unused(
+    struct runtime *runtime); /* it ends: what was prefetched for units that it has not run */
+int runtime_reshard_units(struct runtime *runtime); /* what a backward that ends has left gathered */
+int runtime_note_kept(struct runtime *runtime);     /* a backward has ended */
+int runtime_check_kept(struct runtime *runtime);    /* a forward begins: is what that has left still good? */
+
+/* ---- reduce.c. 0 or -1 ---- */
+
+/* after the reduction before: gradients that have come, or zeros, are packed and on their way from now on */
+int runtime_reduce_part(struct unit *part);
+int runtime_finish_reduction(struct runtime *runtime); /* of the part on its way, if there is one */
+int runtime_reduce_left_over(struct unit *part); /* what no_sync left, where the backward did not pass */
+/* the backward of the unit around them ends: zeros where nothing came */
+int runtime_reduce_optional(struct unit *enclosing);
+int runtime_reduce_all_optional(struct runtime *runtime); /* where the unit around has no gradients */
+
+/* ---- backward.c. 0 or -1 ---- */
+
+int runtime_queue_final_callback(struct runtime *runtime);
+int runtime_final_callback(void *runtime); /* a hook_function */
+void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
+
+/* ---- no_gradient.c ---- */
+
+/* New list of the names of the units that the backward could not reach, None where there is none, or NULL.
+ * Those that it left out are noted. */
+PyObject *runtime_take_cut_off(struct runtime *runtime);
+int runtime_warn_of_cut_off(struct runtime *runtime, PyObject *names); /* 0 or -1 */
+int runtime_warn_of_left_out(struct runtime *runtime);                 /* 0 or -1 */
+
+/* ---- recover.c. 0 or -1 ---- */
+
+/* after an exception in a step: IDLE, SHARDED, no gradient of that step */
+int runtime_reset(struct runtime *runtime);
+int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
+int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
+/* amid a backward that hides gradients: before the script goes on */
+void runtime_have_script_wait(struct runtime *runtime);
 
 /* node.c: the autograd function, for all units; once per process. 0 or -1. */
 int node_init(void);

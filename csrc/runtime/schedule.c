@@ -1,6 +1,5 @@
 #include "runtime/schedule.h"
 
-#include "runtime/trace.h"
 #include "torch/ref.h"
 
 #include "base/check.h"
@@ -21,8 +20,7 @@ void schedule_fini(struct schedule *schedule) {
         &schedule->input_taken, &schedule->unsharded.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
-    for (int i = 0; i < LIMITER_DEPTH; i++)
-        stream_event_destroy(streams, &schedule->limiter[i]);
+    limiter_fini(&schedule->limiter, streams);
     Py_CLEAR(schedule->scattered_output);
     Py_CLEAR(schedule->packed_gradients);
     Py_CLEAR(schedule->stepped_gradient);
@@ -105,35 +103,6 @@ int schedule_release_deferred(struct schedule *schedule) {
 
 void schedule_forget(struct schedule *schedule, struct unshard_mark *mark) {
     stream_event_destroy(&schedule->streams, &mark->gathered);
-}
-
-/* ---- rate limiter: the host runs at most LIMITER_DEPTH frees ahead of the device (D-034) ---- */
-
-/* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight:
- * as upstream's. */
-int schedule_limit(struct schedule *schedule) {
-    if (schedule->num_frees < LIMITER_DEPTH)
-        return 0;
-    TRACE(TRACED_RATE_LIMITER, -1);
-    if (schedule->limiter_count < LIMITER_DEPTH)
-        return 0;
-    stream_event oldest = schedule->limiter[schedule->limiter_first];
-    schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
-    schedule->limiter_count--;
-    return stream_synchronize(&schedule->streams, oldest);
-}
-
-int schedule_note_free(struct schedule *schedule) {
-    schedule->num_frees++;
-    if (!streams_are_real(&schedule->streams))
-        return 0;
-    /* two frees without a gather between them: the older one is implied */
-    if (schedule->limiter_count == LIMITER_DEPTH) {
-        schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
-        schedule->limiter_count--;
-    }
-    int slot = (schedule->limiter_first + schedule->limiter_count++) % LIMITER_DEPTH;
-    return stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->limiter[slot]);
 }
 
 /* ---- how far a reduction has come ---- */
@@ -381,10 +350,9 @@ bool schedule_is_flushed(const struct schedule *schedule) {
 
 void schedule_check(const struct schedule *schedule) {
     INVARIANT(streams_are_real(&schedule->streams) ||
-              (!schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients &&
+              (!schedule->limiter.count && !schedule->packs_beside && !schedule->packed_gradients &&
                !schedule->reducing && !schedule->all_reducing && !schedule->stepped_gradient &&
                !schedule->uploading && !schedule->unsharded.held));
-    INVARIANT(schedule->limiter_count >= 0 && schedule->limiter_count <= LIMITER_DEPTH);
-    INVARIANT(schedule->limiter_count <= schedule->num_frees);
+    limiter_check(&schedule->limiter);
     INVARIANT(schedule->all_reducing || !schedule->scattered_output);
 }

@@ -37,10 +37,9 @@
 #define FSDP_RUNTIME_SCHEDULE_H
 
 #include "handle/gradients.h"
+#include "runtime/limiter.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
-
-enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
 
 /* How far the one reduction has come that is on its way. */
 enum reduction_state { REDUCTION_NONE, REDUCTION_PACKED, REDUCTION_ENQUEUED, REDUCTION_STATES };
@@ -70,10 +69,7 @@ struct schedule {
      * stream; or NULL */
     PyObject *stepped_gradient;
     struct pool pool;
-    /* owned; frees that the host has not waited for, oldest at limiter_first */
-    stream_event limiter[LIMITER_DEPTH];
-    int64_t num_frees; /* since lazy init */
-    int limiter_first, limiter_count;
+    struct limiter limiter;
 };
 
 /* What is kept of a unit's last all-gather. */
@@ -104,13 +100,10 @@ int schedule_begin_reserve(struct schedule *schedule);
 int schedule_end_reserve(struct schedule *schedule, int result);
 int schedule_begin_pre_unshard(struct schedule *schedule); /* amid a gather: what it reads */
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
-/* the host waits where it is too far ahead of the device */
-int schedule_limit(struct schedule *schedule);
 int schedule_begin_unshard(struct schedule *schedule); /* an all-gather */
 int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result);
 /* computation waits for it */
 int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark);
-int schedule_note_free(struct schedule *schedule); /* storage was given back: the limiter counts that */
 /* In backward: what was freed last is the next gather's, which waits for its last use. A forward's gather
  * does not: it would wait for the forward before it. */
 int schedule_release_deferred(struct schedule *schedule);

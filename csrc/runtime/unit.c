@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 
+#include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
@@ -30,6 +31,21 @@ int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format,
     return text ? RAISED(type, "rank %lld, unit %S: %U", (long long)rank, unit, text) : -1;
 }
 
+/* Add rank, unit and phase to the error of a collective. While it is being enqueued only errors of the backend
+ * are a collective's. Returns -1. */
+int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
+    PyObject *type, *value, *traceback;
+    TRACE(part, unit->name_index);
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (ref_done(PyObject_CallFunction(
+            callbacks.explain_failed_collective, "OiLOi", value, (int)traced_parts[part].phase,
+            (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued)) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    return -1;
+}
+
 /* ---- whether it is in a step ---- */
 
 static const bool phase_allowed[UNIT_PHASES][UNIT_PHASES] = {
@@ -47,6 +63,20 @@ int unit_set_phase(struct unit *unit, enum unit_phase phase) {
                           phase_names[unit->phase], phase_names[phase]);
     unit->phase = phase;
     return 0;
+}
+
+int unit_set_training_state(struct unit *unit, enum training_state state) {
+    FOR_PARTS(part, unit)
+        if (handle_set_training_state(part->handle, state) < 0)
+            return -1;
+    return 0;
+}
+
+int unit_is_training(const struct unit *unit) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    OWNED *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
+    OWNED *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
+    return training ? PyObject_IsTrue(training) : -1;
 }
 
 /* ---- life ---- */

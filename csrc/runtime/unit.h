@@ -81,7 +81,7 @@ struct unit {
     bool recomputed;    /* its last forward ran within that */
     bool may_nest, nested, anchor_comes;
     bool named;                       /* of a part: by backward(inputs=...), in which its node has run */
-    bool cut_off, left_out;           /* see [Note: units without a gradient] in step.c */
+    bool cut_off, left_out;           /* see [Note: units without a gradient] in no_gradient.c */
     bool had_gradient;                /* one has come to its outputs in some backward */
     bool evaluating;                  /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision;   /* of the last forward that a backward can follow */
@@ -89,7 +89,7 @@ struct unit {
     struct order_place place;         /* in the order of units */
     bool prefetched;                  /* of a part: and not used yet */
     struct unshard_mark last_unshard; /* its last all-gather */
-    /* the forward, as num_forwards counts: see [Note: stale parameters] in gather.c */
+    /* the forward, as num_forwards counts: see [Note: stale parameters] in reshard.c */
     int64_t unsharded_for;
     /* true if the graph of a create_graph backward reads its unsharded parameters: they stay gathered */
     bool graph_reads;
@@ -115,112 +115,110 @@ static inline struct unit *unit_of_part(struct unit *part) {
 /* The flat parameters of a unit: its own, then those of its segments. */
 #define FOR_PARTS(part, first) for (struct unit *part = (first); part; part = part->next_segment)
 
-/* ---- unit.c: life ---- */
+/* ---- unit.c. 0 or -1, where nothing else is said ---- */
 
-int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
+int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec);
 int unit_clear(struct unit *unit);
 void unit_drop_anchor(struct unit *unit); /* and its node and hook */
 /* which comes after those that it has; see [Note: segments] */
 void unit_lead(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
-/* Lazy init: the unit belongs to a root, as the one at `index` of its units. 0 or -1. */
+/* Lazy init: the unit belongs to a root, as the one at `index` of its units. */
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
-int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE. 0 or -1 */
-int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them. 0 or -1 */
+int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE */
+int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them */
+int unit_detach_part(struct unit *part);    /* its views have no history */
+int unit_detach_views(struct unit *unit);   /* nor those of any part */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
+int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
 
 /* The only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
+int unit_set_training_state(struct unit *unit, enum training_state state); /* of all its parts */
 /* its own, else the first of its runtime, or NULL */
 const struct handle *unit_handle_or_first(const struct unit *unit);
 long long unit_rank(const struct unit *unit); /* for messages; -1 where there are no parameters */
 /* as flat_param_error, of a unit that may have no parameters */
 int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...);
+/* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
+int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
-/* ---- forward.c ---- */
+/* ---- forward.c. 0 or -1, where nothing else is said ---- */
 
 /* The instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle
  * again. */
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
-/* The gathered views belong to a new node, if gradients come. 0 or -1. */
+/* The unit, the optional ones that belong to it, and by prefetching what comes after it in the order. It may
+ * have no parameters. */
+int unit_unshard_for_forward(struct unit *unit);
+/* The gathered views belong to a new node, if gradients come. */
 int unit_register_post_backward_hook(struct unit *unit);
-
-/* Where a tensor of *output is hooked, a backward can follow. 0 or -1. */
+/* Where a tensor of *output is hooked, a backward can follow. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
-/* Does its last forward leave the views for its backward (C-091)? Of a part. */
+void unit_expect_backward(struct unit *unit, bool expected);
+/* Does its last forward leave the views for its backward (C-091)? Of a part. runtime.c */
 bool unit_shows_views(struct unit *part);
 
-/* gather.c. 0 or -1, where nothing else is said */
-int unit_unshard(struct unit *unit);      /* enqueue its all-gathers, after the limiter */
+/* ---- backward.c, called by hooks. 0 or -1 with an exception, which autograd raises ---- */
+
+int unit_pre_backward(void *unit);
+int unit_unshard_for_backward(struct unit *unit); /* as unit_unshard_for_forward */
+int unit_post_backward(void *unit);
+int unit_reshard_only(void *unit);                 /* a frozen unit whose inputs have their gradients */
+int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
+/* does the backward come to the anchor, where it has come to the unit's node? 1, 0 or -1 */
+int unit_reaches_anchor(struct unit *unit);
+
+/* ---- node.c: the autograd function of [Note: one node per unit]. 0 or -1 ---- */
+
+/* The views belong to a new node; its anchor is made on the first call. */
+int unit_attach_views(struct unit *unit);
+
+/* ---- unshard.c. 0 or -1 ---- */
+
+int unit_unshard(
+    struct unit *unit); /* enqueue its all-gathers, after the limiter; no-ops where it is gathered */
 int unit_wait_unshard(struct unit *unit); /* computation waits for them */
 int unit_unshard_and_wait(struct unit *unit);
-/* one part of a unit, as all that reshards in backward */
-int unit_reshard(struct unit *unit, bool free_storage);
-int unit_await_step(struct unit *part); /* its optimizers have stepped */
-/* Of one part, after the limiter: for the table of operations. */
-int unit_unshard_part(struct unit *unit);
-/* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
-int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
-
+int unit_unshard_part(struct unit *part);               /* after the limiter: for the table of operations */
+int unit_reshard(struct unit *part, bool free_storage); /* one part, after its all-gather */
 /* In which precision it is gathered next: follows the mode of the wrapped module where asked for. */
 int unit_precision_for_forward(struct unit *unit);
 void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
-int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
-/* See [Note: stale parameters] in gather.c. */
-int unit_reshard_stale(struct unit *unit); /* but not amid a backward. 0 or -1 */
-void unit_note_used(struct unit *unit);    /* what is gathered is for the forward that is on its way */
-/* it is as good for the next forward as it was for the last one */
-void unit_keep_unsharded(struct unit *part);
-void unit_forget_graph(struct unit *unit); /* it need not stay gathered for one any more */
 
-/* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1,
- * where nothing else is said. */
-/* The unit, the optional ones that belong to it, and by prefetching what comes after it in the order. It may
- * have no parameters. */
-int unit_set_training_state(struct unit *unit, enum training_state state); /* of all its parts */
-int unit_unshard_for_forward(struct unit *unit);
-void unit_expect_backward(struct unit *unit, bool expected);
+/* ---- reshard.c: when parameters are freed. 0 or -1 ---- */
+
 int unit_reshard_after_forward(struct unit *unit);
-int unit_unshard_for_backward(struct unit *unit);
-/* its backward is over for the optional units that belong to it */
-int unit_reshard_optional(struct unit *around);
-int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
-/* a frozen unit whose inputs have their gradients; a hook_function */
-int unit_reshard_only(void *unit);
+int unit_post_backward_reshard(struct unit *unit); /* and prefetch */
+int unit_reshard_optional(
+    struct unit *enclosing);               /* its backward is over for the optional units that belong to it */
+int unit_reshard_stale(struct unit *unit); /* but not amid a backward */
+void unit_note_used(struct unit *unit);    /* what is gathered is for the forward that is on its way */
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain.
  * The others are amid their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
 
-/* lifetime.c, prefetching. 0 or -1, where nothing else is said */
+/* ---- prefetch.c. 0 or -1, where nothing else is said ---- */
+
 /* The unit to prefetch while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
 void unit_set_prefetched(struct unit *unit, bool prefetched);
-int unit_prefetch(struct unit *candidate, enum training_state state); /* unless it is gathered already */
-/* as order.h says, unless outside code does */
-int unit_prefetch_in_order(struct unit *unit, enum training_state state);
-/* prefetch on the user's word; the module shows the whole parameters */
+int unit_prefetch(struct unit *candidate, enum training_state state);     /* unless it is gathered already */
+int unit_prefetch_next(struct unit *unit, enum training_state state);     /* by the table of operations: */
+int unit_prefetch_in_order(struct unit *unit, enum training_state state); /* as order.h says, */
+int unit_prefetch_chosen(struct unit *unit, enum training_state state);   /* or as outside code does */
+/* on the user's word; the module shows the whole parameters */
 int unit_prefetch_by_user(struct unit *unit);
 
-/* step.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
-int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient */
-/* a forward without gradients has ended; perhaps a checkpoint's */
+/* ---- reduce.c, no_gradient.c, recover.c ---- */
+
+int unit_await_step(struct unit *part); /* its optimizers have stepped. 0 or -1 */
+/* a unit with trainable parameters, of whose forward no output requires a gradient. 0 or -1 */
+int unit_note_cut_off(struct unit *unit);
+/* a forward without gradients has ended; perhaps a checkpoint's. 0 or -1 */
 int unit_note_checkpointed(struct unit *unit);
-
-/* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
-
-int unit_pre_backward(void *unit);
-int unit_post_backward(void *unit);
-int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
-
-/* backward.c: does the backward come to the anchor, where it has come to the unit's node? 1, 0 or -1 */
-int unit_reaches_anchor(struct unit *unit);
-
-/* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is
- * made on the first call. */
-int unit_attach_views(struct unit *unit);
-int unit_detach_part(struct unit *part);  /* unit.c: its views have no history. 0 or -1 */
-int unit_detach_views(struct unit *unit); /* nor those of any part */
+void unit_abandon_forward(struct unit *unit); /* it has raised; the exception stays */
 
 #endif

@@ -1,4 +1,5 @@
-/* links, with stand-ins of its own: runtime/lifetime.c runtime/gather.c runtime/optional.c runtime/order.c handle/handle.c */
+/* links, with stand-ins of its own: runtime/forward.c runtime/backward.c runtime/unshard.c runtime/reshard.c runtime/prefetch.c
+          runtime/reduce.c runtime/optional.c runtime/order.c runtime/runtime.c runtime/unit.c handle/handle.c handle/flat_param.c */
 #include <string.h>
 
 #include "harness.h"
@@ -111,7 +112,6 @@ void profile_end(PyObject *range) {
     CHECK(!range);
 }
 
-const char *const training_state_names[USE_STATES];
 static int64_t num_writes; /* of each unit */
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"
@@ -149,11 +149,11 @@ ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
 ANSWERS(0, int, storage_wait_unshard, struct storage *storage)
 ANSWERS(0, int, schedule_begin_unshard, struct schedule *schedule)
 ANSWERS(0, int, schedule_wait_unshard, struct schedule *schedule, struct unshard_mark *mark)
-ANSWERS(0, int, schedule_note_free, struct schedule *schedule)
+ANSWERS(0, int, limiter_note_free, struct limiter *limiter, struct streams *streams)
 
 /* ---- nor is what is never called ---- */
 
-ENDS(int, schedule_limit, struct schedule *schedule)
+ENDS(int, limiter_wait, struct limiter *limiter, struct streams *streams)
 ENDS(int, schedule_wait_reduced, struct schedule *schedule)
 ENDS(int, schedule_begin_pre_unshard, struct schedule *schedule)
 ENDS(int, schedule_end_pre_unshard, struct schedule *schedule, bool uploads, int result)

@@ -1,6 +1,6 @@
 /* links, with stand-ins of its own: handle/flat_param.c handle/unshard.c handle/storage.c handle/param_views.c handle/earlier_grads.c
           handle/writeback.c handle/handle.c torch/freed_views.c
-          runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c */
+          runtime/unit.c runtime/schedule.c runtime/runtime.c runtime/order.c runtime/operations.c runtime/prefetch.c runtime/limiter.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -320,10 +320,11 @@ static const char *break_one(int number) {
     BREAK("is_at(order->pre", unit.place.unit = 1)
     BREAK("backward_prefetch_limit >= 0", order_set_limits(&runtime.order, -1, 1))
     BREAK("!schedule->packs_beside", runtime.schedule.packs_beside = true)
-    BREAK("!schedule->limiter_count", runtime.schedule.limiter_count = 1, runtime.schedule.num_frees = 1)
-    BREAK("<= LIMITER_DEPTH", use_streams(), runtime.schedule.limiter_count = LIMITER_DEPTH + 1,
-          runtime.schedule.num_frees = LIMITER_DEPTH + 1)
-    BREAK("<= schedule->num_frees", use_streams(), runtime.schedule.limiter_count = 1)
+    BREAK("!schedule->limiter.count", runtime.schedule.limiter.count = 1,
+          runtime.schedule.limiter.num_frees = 1)
+    BREAK("<= LIMITER_DEPTH", use_streams(), runtime.schedule.limiter.count = LIMITER_DEPTH + 1,
+          runtime.schedule.limiter.num_frees = LIMITER_DEPTH + 1)
+    BREAK("<= limiter->num_frees", use_streams(), runtime.schedule.limiter.count = 1)
     BREAK("schedule->all_reducing ||", use_streams(),
           runtime.schedule.scattered_output = (PyObject *)&runtime)
     BREAK("schedule_is_flushed(", runtime.schedule.reduction = REDUCTION_PACKED)

@@ -1,10 +1,44 @@
-/* The way back after an exception in a step. */
+/* The way back after an exception: in the forward of one unit, in a step, and in a backward that autograd's own
+ * thread lets go of. */
+#include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
 #include <sched.h>
 #include <time.h>
 
 #include "torch/names.h"
+
+/* ---- a forward that has raised ---- */
+
+/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is
+ * its whole tree's: units that had finished wait for a backward that will not come. */
+void unit_abandon_forward(struct unit *unit) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    /* where a layer of another unit, called past that unit, has failed on a parameter that is sharded, the
+     * exception says so itself */
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    if (module && value && traceback && PyException_SetTraceback(value, traceback) == 0)
+        callbacks_tell(callbacks.explain_error, value, module);
+    PyErr_Clear(); /* nothing of Python's is called with an exception set */
+    unit_set_phase(unit, PHASE_IDLE);
+    optional_abandon(unit);
+    unit_set_prefetched(unit, false);
+    FOR_PARTS(part, unit->handle ? unit : NULL) {
+        unit_reshard(part, !unit->optional.enclosing);
+        PyErr_Clear();
+        handle_show_sharded(part->handle);
+        PyErr_Clear();
+        handle_set_training_state(part->handle, USE_IDLE);
+    }
+    if (unit->is_root && !unit->runtime->callback_queued)
+        runtime_reset(unit->runtime);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
+/* ---- a whole tree ---- */
 
 /* The first exception of several. A collective that fails again must not leave the units behind it as they
  * were. */
@@ -23,7 +57,7 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
     if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
         return; /* summon_full_params ends by itself */
     optional_reset(unit);
-    unit_forget_graph(unit);
+    unit->graph_reads = false;
     note_result(first, unit_unwatch_inputs(unit));
     if (handle) {
         note_result(first, unit_await_step(unit));

@@ -1,0 +1,40 @@
+#include "runtime/limiter.h"
+
+#include "base/check.h"
+#include "runtime/trace.h"
+
+void limiter_fini(struct limiter *limiter, struct streams *streams) {
+    for (int i = 0; i < LIMITER_DEPTH; i++)
+        stream_event_destroy(streams, &limiter->frees[i]);
+}
+
+static stream_event take_oldest(struct limiter *limiter) {
+    stream_event oldest = limiter->frees[limiter->first];
+    limiter->first = (limiter->first + 1) % LIMITER_DEPTH;
+    limiter->count--;
+    return oldest;
+}
+
+int limiter_wait(struct limiter *limiter, struct streams *streams) {
+    if (limiter->num_frees < LIMITER_DEPTH)
+        return 0;
+    /* there as well where there is nothing to wait for: as upstream's */
+    TRACE(TRACED_RATE_LIMITER, -1);
+    return limiter->count < LIMITER_DEPTH ? 0 : stream_synchronize(streams, take_oldest(limiter));
+}
+
+int limiter_note_free(struct limiter *limiter, struct streams *streams) {
+    limiter->num_frees++;
+    if (!streams_are_real(streams))
+        return 0;
+    if (limiter->count ==
+        LIMITER_DEPTH) /* two frees without an all-gather between them: the older one is implied */
+        take_oldest(limiter);
+    int slot = (limiter->first + limiter->count++) % LIMITER_DEPTH;
+    return stream_record(streams, STREAM_COMPUTE, &limiter->frees[slot]);
+}
+
+void limiter_check(const struct limiter *limiter) {
+    INVARIANT(limiter->count >= 0 && limiter->count <= LIMITER_DEPTH);
+    INVARIANT(limiter->count <= limiter->num_frees);
+}

@@ -1,0 +1,282 @@
+/* What is gathered ahead of its use: which unit comes next, in the order of units (D-110 to D-116) or as outside
+ * code or the user says; and the memory for what is gathered at a time. */
+#include "runtime/operations.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+/* ---- which unit comes next ---- */
+
+static bool can_prefetch(const struct unit *unit) {
+    return !unit->prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
+}
+
+static struct unit *next_forward(const struct unit *unit) {
+    const struct order *order = &unit->runtime->order;
+    for (int64_t distance = 1; unit->forward_prefetch && distance <= order->forward_prefetch_limit;
+         distance++) {
+        int64_t next = order_after(order, &unit->place, distance);
+        if (next < 0)
+            return NULL;
+        if (can_prefetch(unit->runtime->units[next]))
+            return unit->runtime->units[next];
+    }
+    return NULL;
+}
+
+static struct unit *next_backward(const struct unit *unit) {
+    const struct order *order = &unit->runtime->order;
+    for (int64_t distance = 1; distance <= order->backward_prefetch_limit; distance++) {
+        int64_t next = order_before(order, &unit->place, distance);
+        if (next < 0)
+            return NULL;
+        struct unit *candidate = unit->runtime->units[next];
+        if (candidate->needs_pre_backward_unshard && can_prefetch(candidate))
+            return candidate;
+    }
+    return NULL;
+}
+
+struct unit *unit_next(const struct unit *unit, enum training_state state) {
+    if (state == USE_FORWARD)
+        return next_forward(unit);
+    if (state == USE_BACKWARD_PRE && unit->backward_prefetch == PREFETCH_BACKWARD_PRE)
+        return next_backward(unit);
+    if (state == USE_BACKWARD_POST && unit->backward_prefetch == PREFETCH_BACKWARD_POST)
+        return next_backward(unit);
+    return NULL;
+}
+
+/* ---- prefetch ---- */
+
+void unit_set_prefetched(struct unit *unit, bool prefetched) {
+    FOR_PARTS(part, unit)
+        part->prefetched = prefetched;
+}
+
+int unit_prefetch(struct unit *candidate, enum training_state state) {
+    if (!can_prefetch(candidate))
+        return 0;
+    bool in_forward = state == USE_FORWARD;
+    int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
+    if (chosen < 0 || unit_unshard(candidate) < 0)
+        return -1;
+    unit_set_prefetched(candidate, true);
+    return 0;
+}
+
+int unit_prefetch_in_order(struct unit *unit, enum training_state state) {
+    for (struct unit *next; (next = unit_next(unit, state)) != NULL;)
+        if (unit_prefetch(next, state) < 0)
+            return -1;
+    return 0;
+}
+
+/* As many times as there are units to prefetch; *chosen is NULL where there is no more. */
+static int choose(struct unit *unit, struct unit **chosen) {
+    const struct runtime *runtime = unit->runtime;
+    OWNED *handle =
+        operations_call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
+    *chosen = NULL;
+    for (int64_t i = 0; handle && !*chosen && i < runtime->num_units; i++)
+        if (runtime->units[i]->handle_object == handle)
+            *chosen = runtime->units[i];
+    if (!handle || handle == Py_None || *chosen)
+        return handle ? 0 : -1;
+    return unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
+                      "the function in place of _get_handle_to_prefetch returned %R: return the "
+                      "handle of a unit below the same root, or None",
+                      handle);
+}
+
+int unit_prefetch_chosen(struct unit *unit, enum training_state state) {
+    const struct order *order = &unit->runtime->order;
+    int64_t limit = state == USE_FORWARD ? order->forward_prefetch_limit : order->backward_prefetch_limit;
+    for (int64_t i = 0; i < limit; i++) {
+        struct unit *chosen;
+        if (choose(unit, &chosen) < 0)
+            return -1;
+        if (!chosen)
+            return 0;
+        if (unit_prefetch(chosen, state) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int unit_prefetch_next(struct unit *unit, enum training_state state) {
+    static const enum traced parts[USE_STATES] = {[USE_FORWARD] = TRACED_PRE_FORWARD_PREFETCH,
+                                                  [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
+                                                  [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
+    TRACE(parts[state], unit->name_index);
+    return unit->runtime->operations->prefetch(unit, state);
+}
+
+int unit_prefetch_by_user(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    struct runtime *runtime = unit->runtime;
+    if (!handle || !runtime)
+        return 0;
+    if (handle->training_state == USE_SUMMON_FULL_PARAMS)
+        return unit_error(PyExc_RuntimeError, handle->param.layout.rank, unit->name,
+                          "its full parameters are summoned: prefetch it outside of summon_full_params");
+    if (runtime_begin_step_alone(runtime) < 0 || unit_precision_for_forward(unit) < 0)
+        return -1;
+    /* what the last forward has left may be stale for the next one */
+    bool is_for_next = !runtime->num_in_forward || !runtime->num_forwards;
+    if (is_for_next && unit->unsharded_for != FOR_NEXT_FORWARD)
+        unit->unsharded_for = 0;
+    if (unit_reshard_stale(unit) < 0 || unit_unshard(unit) < 0)
+        return -1;
+    unit->unsharded_for = is_for_next ? FOR_NEXT_FORWARD : runtime->num_forwards;
+    FOR_PARTS(part, unit)
+        if (handle_show_views(part->handle) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- memory for what is gathered at a time ---- */
+
+/* [Note: one piece] Before the first step the pool holds what as many units want as are gathered at a time.
+ * It is one piece, so that torch's allocator cuts off what a unit wants, to 512 bytes; from pieces of their
+ * own units would be given up to 1 MiB more, and no two of them could make room for a larger one. At the end
+ * of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
+
+/* In use, prefetched, and in forward held until its last use is over. */
+static int64_t units_at_a_time(const struct runtime *runtime) {
+    int64_t forward = 2, backward = 1;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        const struct unit *unit = runtime->units[i];
+        if (unit->forward_prefetch)
+            forward = 2 + runtime->order.forward_prefetch_limit;
+        if (unit->backward_prefetch != PREFETCH_NONE)
+            backward = 1 + runtime->order.backward_prefetch_limit;
+    }
+    return forward > backward ? forward : backward;
+}
+
+static bool has_storage_to_take(const struct unit *unit) {
+    return unit->handle && storage_wants_memory(&unit->handle->storage);
+}
+
+/* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
+static bool stays_gathered(struct unit *part) {
+    const struct unit *unit = unit_of_part(part);
+    return unit->is_root || flat_param_stays_unsharded(&unit->handle->param);
+}
+
+static int64_t gathered_nbytes(struct unit *unit) {
+    int64_t nbytes = 0;
+    FOR_PARTS(part, unit)
+        nbytes += part->handle->storage.copy->full.nbytes;
+    return nbytes;
+}
+
+static bool is_larger(struct unit *unit, struct unit *other) {
+    int64_t nbytes = gathered_nbytes(unit), nbytes_of_other = gathered_nbytes(other);
+    return nbytes > nbytes_of_other || (nbytes == nbytes_of_other && unit->place.unit < other->place.unit);
+}
+
+/* The largest among the units that give their storage back in a step, after `previous`; NULL when there is
+ * none. */
+static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
+    struct unit *largest = NULL;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->leader || !has_storage_to_take(unit) || stays_gathered(unit))
+            continue;
+        if ((!previous || is_larger(previous, unit)) && (!largest || is_larger(unit, largest)))
+            largest = unit;
+    }
+    return largest;
+}
+
+/* `visit` each part whose storage is held at a time: 0 or -1. */
+static int for_all_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (has_storage_to_take(unit) && stays_gathered(unit) && visit(unit, arg) < 0)
+            return -1;
+    }
+    struct unit *unit = NULL;
+    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
+        FOR_PARTS(part, unit)
+            if (visit(part, arg) < 0)
+                return -1;
+    return 0;
+}
+
+static int add_to_piece(struct unit *part, void *nbytes) {
+    *(int64_t *)nbytes += pool_nbytes_of_piece(part->handle->storage.copy->full.nbytes);
+    return 0;
+}
+
+/* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the
+ * root's, whose forward was the first to begin. -1 with an exception. */
+static int64_t last_input_nbytes(const struct runtime *runtime) {
+    int64_t first = 0, most = 0;
+    while (first < runtime->num_units && !runtime->units[first]->handle)
+        first++;
+    if (first == runtime->num_units || !runtime->trains)
+        return 0;
+    FOR_PARTS(part, runtime->units[first]) {
+        struct handle *handle = part->handle;
+        int trains = handle->param.sharded ? flat_param_is_trainable(&handle->param) : 0;
+        if (trains < 0)
+            return -1;
+        int64_t nbytes = trains ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&handle->gradients)) : 0;
+        most = nbytes > most ? nbytes : most;
+    }
+    return most;
+}
+
+/* Bytes of the piece from which all of a step is cut, or -1. */
+static int64_t piece_nbytes(const struct runtime *runtime) {
+    int64_t held = 0, input = last_input_nbytes(runtime);
+    if (input < 0)
+        return -1;
+    for_all_held(runtime, add_to_piece, &held);
+    return pool_piece_nbytes(held && input > held ? input : held);
+}
+
+struct taken {
+    const struct pool *pool;
+    bool cuts_piece;
+};
+
+static int take(struct unit *part, void *arg) {
+    struct storage *storage = &part->handle->storage;
+    struct taken *taken = arg;
+    if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
+        return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
+    taken->cuts_piece = taken->cuts_piece || pool_is_cut(taken->pool, storage->copy->full.view.data);
+    return 0;
+}
+
+/* Allocate and free the storage of each unit once: 1 if the piece provides some of it, 0 or -1. */
+static int take_memory(struct runtime *runtime) {
+    struct taken taken = {.pool = &runtime->schedule.pool};
+    int result = for_all_held(runtime, take, &taken);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
+            result = -1;
+    if (type)
+        PyErr_Restore(type, value, traceback);
+    return result < 0 ? -1 : taken.cuts_piece;
+}
+
+int runtime_reserve(struct runtime *runtime) {
+    struct schedule *schedule = &runtime->schedule;
+    struct pool *pool = &schedule->pool;
+    if (!schedule_wants_memory(schedule))
+        return 0;
+    if (schedule_begin_reserve(schedule) < 0)
+        return -1;
+    int64_t nbytes = piece_nbytes(runtime);
+    int cuts_piece = nbytes < 0 || pool_grow(pool, nbytes) < 0 ? -1 : take_memory(runtime);
+    /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
+    if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || take_memory(runtime) < 0))
+        cuts_piece = -1;
+    return schedule_end_reserve(schedule, cuts_piece < 0 ? -1 : 0);
+}

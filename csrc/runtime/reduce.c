@@ -1,0 +1,129 @@
+/* Gradients of one flat parameter after the other are packed and reduced, of which at most one is on its way; with
+ * those of optional units, which the unit around them brings along. */
+#include "runtime/callbacks.h"
+#include "runtime/runtime.h"
+
+/* The stream whose memory a reduction reads: see schedule.h. The last one of a backward, mostly the root's, reads
+ * memory that lies idle then. */
+static enum stream_role owner_of_input(const struct runtime *runtime, const struct gradients *gradients) {
+    bool is_anything_gathered = false;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        const struct unit *unit = runtime->units[i];
+        if (!unit->handle)
+            continue;
+        if (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE)
+            return STREAM_POST_BACKWARD; /* its gradients are still to come: the root is found at once */
+        is_anything_gathered = is_anything_gathered || unit->handle->storage.copy->full.allocated;
+    }
+    bool has_room = pool_has_room(&runtime->schedule.pool, gradients_reduce_input_nbytes(gradients));
+    return has_room && !is_anything_gathered ? STREAM_UNSHARD : STREAM_COMPUTE;
+}
+
+/* ---- optimizers that step in a backward ---- */
+
+int unit_await_step(struct unit *part) {
+    bool stepping = part->stepping;
+    part->stepping = false;
+    return stepping ? schedule_wait_reduced(&part->runtime->schedule) : 0;
+}
+
+/* Optimizers of the unit step as soon as its gradients are there (D-089). */
+static int step_in_backward(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct gradients *gradients = &unit->handle->gradients;
+    int have_late = gradients_add_late(gradients, NULL);
+    if (have_late < 0)
+        return -1;
+    unit->stepping = true;
+    if (have_late) /* autograd has added what computation made */
+        return schedule_wait_reduced(schedule) < 0 || gradients_hand_over(gradients) < 0
+                   ? -1
+                   : callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
+    OWNED *gradient = Py_XNewRef(gradients->saved_shard);
+    if (schedule_begin_stepping(schedule, gradients) < 0)
+        return -1;
+    int result = gradients_hand_over(gradients);
+    if (!result)
+        result = callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
+    return schedule_end_stepping(schedule, gradients, gradient, result);
+}
+
+/* ---- one reduction ---- */
+
+int runtime_finish_reduction(struct runtime *runtime) {
+    struct unit *unit = runtime->reducing;
+    runtime->reducing = NULL;
+    if (!unit)
+        return 0;
+    {
+        TRACE(TRACED_REDUCTION, unit->name_index);
+        if (schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients) < 0)
+            return unit_explain_failure(unit, TRACED_REDUCTION, true);
+    }
+    return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
+}
+
+int runtime_reduce_part(struct unit *part) {
+    struct runtime *runtime = part->runtime;
+    struct gradients *gradients = &part->handle->gradients;
+    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(gradients) < 0)
+        return -1;
+    if (schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients)) < 0)
+        return unit_explain_failure(part, TRACED_REDUCTION, false);
+    runtime->reducing = part;
+    if (schedule_reduce(&runtime->schedule, gradients) < 0)
+        return unit_explain_failure(part, TRACED_REDUCTION, false);
+    return 0;
+}
+
+/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced
+ * either: an optimizer may step next. */
+int runtime_reduce_left_over(struct unit *part) {
+    struct gradients *gradients = &part->handle->gradients;
+    if (!part->sync_gradients || !gradients->unreduced || unit_of_part(part)->optional.enclosing)
+        return 0;
+    if (gradients_prepare(gradients) < 0)
+        return -1;
+    if (!gradients->unreduced) /* the user has cleared it */
+        return 0;
+    return runtime_reduce_part(part) < 0 ? -1 : runtime_finish_reduction(part->runtime);
+}
+
+/* ---- optional units ---- */
+
+static int reduce_optional_part(struct unit *part) {
+    struct handle *handle = part->handle;
+    optional_set_owes(part, false);
+    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || gradients_prepare(&handle->gradients) < 0)
+        return -1;
+    return runtime_reduce_part(part);
+}
+
+/* Whether a unit ran, or has gradients, is not asked. */
+int runtime_reduce_optional(struct unit *enclosing) {
+    if (unit_reshard_optional(enclosing) < 0)
+        return -1;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
+        FOR_PARTS(part, unit) {
+            if (!part->optional.trains)
+                continue;
+            if (!part->sync_gradients)
+                optional_set_owes(part, true);
+            else if (reduce_optional_part(part) < 0)
+                return -1;
+        }
+    return 0;
+}
+
+int runtime_reduce_all_optional(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units && runtime->callback_queued; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->optional.reached && runtime_reduce_optional(unit) < 0)
+            return -1;
+        /* the backward has not come to the unit around it */
+        bool owes = !runtime->num_in_forward && unit->optional.owes && unit->sync_gradients;
+        if (owes && reduce_optional_part(unit) < 0)
+            return -1;
+    }
+    return runtime_finish_reduction(runtime);
+}

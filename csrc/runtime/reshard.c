@@ -1,0 +1,211 @@
+/* When the unsharded parameters of a unit are freed: after its forward, in its backward, and where an earlier
+ * forward or a prefetch has left them. */
+#include "runtime/operations.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+/* ---- after a forward ---- */
+
+/* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use
+ * (parity 4). */
+static int reshard_after_forward(struct unit *part, const struct unit *unit) {
+    struct handle *handle = part->handle;
+    bool keeps = flat_param_stays_unsharded(&handle->param);
+    bool free_storage = !unit->graph_reads && (!handle->param.sharded || !unit->needs_pre_backward_unshard ||
+                                               (!unit->is_root && !keeps));
+    if (handle_take_over_writes(handle) < 0 || unit_reshard(part, free_storage) < 0)
+        return -1;
+    bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
+    if (!views_stay && handle_show_sharded(handle) < 0)
+        return -1;
+    return handle_set_training_state(handle, USE_IDLE);
+}
+
+int unit_reshard_after_forward(struct unit *unit) {
+    if (unit->handle && unit->optional.enclosing) { /* it may run again, and sends nothing */
+        FOR_PARTS(part, unit)
+            if (handle_take_over_writes(part->handle) < 0)
+                return -1;
+        if (optional_hold(unit) < 0 || unit_set_training_state(unit, USE_IDLE) < 0)
+            return -1;
+    } else if (unit->handle) {
+        if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
+            return -1;
+        FOR_PARTS(part, unit)
+            if (reshard_after_forward(part, unit) < 0)
+                return -1;
+    }
+    if (optional_end_forward(unit) < 0)
+        return -1;
+    bool is_outermost = unit->is_root || unit->runtime->num_in_forward == 1; /* or was called by itself */
+    if (is_outermost && runtime_reshard_unused(unit->runtime) < 0)
+        return -1;
+    return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_flush(&unit->runtime->schedule) : 0;
+}
+
+/* ---- stale parameters ---- */
+
+/* [Note: stale parameters] A forward may leave gathered what its backward will read: the root, all units of a
+ * strategy that does not reshard after forward, what was prefetched and not run. The backward may never
+ * come, and parameters change: by an optimizer, by a state dict that is loaded, by the user's own hand. All
+ * of that goes to the shards. A change through `.data` leaves no trace, and ranks that hold nothing of a
+ * parameter may be left out of one: so it is not asked whether there was any, as all ranks must gather or
+ * none. Each unit knows for which forward it was gathered, and another one gathers anew: forwards are counted
+ * where none is on its way yet, on each rank alike. Within one forward a unit that runs again, or that was
+ * prefetched, is gathered once.
+ *
+ * What is gathered on the user's word is for the next forward that it runs in. So is what a backward under
+ * no_sync keeps, whose use is that nothing is sent: it goes where any parameter of the root, empty or not,
+ * has been written to in a way that can be seen, and in a forward without gradients, which is no part of an
+ * accumulation and may be an evaluation of averaged weights. */
+static bool is_stale(const struct unit *unit) {
+    bool gathered = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
+    return gathered && unit->unsharded_for != unit->runtime->num_forwards &&
+           unit->unsharded_for != FOR_NEXT_FORWARD;
+}
+
+/* ---- in a backward ---- */
+
+/* Is this backward followed by another one over the graph of a backward, which reads the unsharded parameters
+ * and has no all-gather? create_graph=True makes such a graph, retain_graph=True keeps it. 1, 0 or -1. */
+static int graph_goes_on(struct unit *part) {
+    if (part->handle->storage.param_state == PARAM_SHARDED)
+        return 0;
+    if (part->runtime->graph_goes_on)
+        return 1;
+    return unit_of_part(part)->graph_reads ? torch_keeps_graph() : 0;
+}
+
+/* Under no_sync a strategy that keeps parameters stays gathered (D-070). */
+static int reshard_in_backward(struct unit *part) {
+    struct unit *unit = unit_of_part(part);
+    int goes_on = graph_goes_on(part);
+    bool keeps = !part->sync_gradients && flat_param_stays_unsharded(&part->handle->param);
+    if (goes_on < 0)
+        return -1;
+    unit->graph_reads = goes_on;
+    if (keeps && !unit->runtime->num_in_forward && part->handle->storage.param_state != PARAM_SHARDED &&
+        !is_stale(unit)) {
+        unit->unsharded_for = FOR_NEXT_FORWARD;
+        unit->runtime->keeps = true;
+    }
+    if (handle_take_over_views(part->handle) < 0 || unit_reshard(part, !keeps && !goes_on) < 0)
+        return -1;
+    return handle_show_sharded(part->handle);
+}
+
+int unit_post_backward_reshard(struct unit *unit) {
+    if (unit->optional.enclosing)
+        return optional_hold(unit);
+    FOR_PARTS(part, unit)
+        if (reshard_in_backward(part) < 0)
+            return -1;
+    if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
+        return -1;
+    return schedule_release_deferred(&unit->runtime->schedule);
+}
+
+int unit_reshard_optional(struct unit *enclosing) {
+    optional_reset(enclosing);
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
+        FOR_PARTS(part, unit)
+            if (reshard_in_backward(part) < 0)
+                return -1;
+        if (schedule_release_deferred(&unit->runtime->schedule) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+bool unit_ends_with_backward(const struct unit *unit) {
+    if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
+        (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS))
+        return false; /* summon_full_params ends by itself */
+    if (!unit->runtime->num_in_forward)
+        return true;
+    if (!unit->handle)
+        return unit->ran_pre_backward;
+    enum training_state state = unit->handle->training_state;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->prefetched);
+}
+
+int runtime_reshard_units(struct runtime *runtime) {
+    runtime->keeps = false;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->handle && unit_ends_with_backward(unit) && reshard_in_backward(unit) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- what an earlier forward has left ---- */
+
+static int reshard_unused(struct unit *unit) {
+    FOR_PARTS(part, unit) {
+        struct handle *handle = part->handle;
+        part->prefetched = false;
+        if (writeback_check_views(&handle->writeback) < 0 || handle_take_over_views(handle) < 0 ||
+            unit_reshard(part, true) < 0 || handle_show_sharded(handle) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int unit_reshard_stale(struct unit *unit) {
+    return is_stale(unit) && !unit->runtime->callback_queued ? reshard_unused(unit) : 0;
+}
+
+void unit_note_used(struct unit *unit) {
+    unit->unsharded_for = unit->runtime->num_forwards;
+}
+
+/* For the memory, but for what a graph of a backward reads, which nobody would gather again. */
+int runtime_reshard_stale(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        bool comes_back = (unit->needs_pre_backward_unshard || unit->prefetched) && !unit->graph_reads;
+        if (comes_back && !unit->leader && unit_reshard_stale(unit) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int runtime_reshard_unused(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units && !runtime->callback_queued; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->prefetched && !unit->leader && reshard_unused(unit) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- what a backward under no_sync keeps ---- */
+
+static int64_t count_writes(const struct runtime *runtime) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        const struct handle *handle = runtime->units[i]->handle;
+        int64_t writes = handle ? writeback_count_writes(&handle->writeback) : 0;
+        if (writes < 0)
+            return -1;
+        sum += writes;
+    }
+    return sum;
+}
+
+int runtime_note_kept(struct runtime *runtime) {
+    runtime->num_writes = runtime->keeps ? count_writes(runtime) : 0;
+    return runtime->num_writes < 0 ? -1 : 0;
+}
+
+int runtime_check_kept(struct runtime *runtime) {
+    if (!runtime->keeps || runtime->num_in_forward > 1)
+        return 0;
+    int64_t writes = count_writes(runtime);
+    bool anew = writes != runtime->num_writes || !torch_grad_enabled();
+    for (int64_t i = 0; i < runtime->num_units && anew; i++)
+        if (runtime->units[i]->unsharded_for == FOR_NEXT_FORWARD)
+            runtime->units[i]->unsharded_for = 0;
+    return writes < 0 ? -1 : 0;
+}

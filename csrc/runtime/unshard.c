@@ -1,0 +1,221 @@
+/* A unit's verbs for its parameters, over all of its flat parameters: unit_unshard, unit_wait_unshard and
+ * unit_reshard; and in which precision they are gathered. When they are called: forward.c, backward.c, prefetch.c
+ * and reshard.c. */
+#include "runtime/operations.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+/* ---- unshard ---- */
+
+static enum traced traced_unshard(const struct unit *unit) {
+    enum training_state state = unit->handle->training_state;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? TRACED_BACKWARD_GATHER
+                                                                   : TRACED_FORWARD_GATHER;
+}
+
+static int explain(struct unit *unit, bool enqueued) {
+    return unit_explain_failure(unit, traced_unshard(unit), enqueued);
+}
+
+static bool is_replaced(const struct unit *unit) {
+    return unit->runtime->operations->replaced[REPLACEABLE_UNSHARD];
+}
+
+/* The shard is the whole, where computation is: nothing is enqueued. */
+static bool is_local(const struct unit *unit) {
+    return unit->handle->storage.copy->is_local && !is_replaced(unit);
+}
+
+/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
+ * on. Gathers come after that, and after a step of the unit's optimizers in this backward. */
+static int pre_unshard(struct unit *part) {
+    bool stepping = part->stepping;
+    if (unit_await_step(part) < 0)
+        return -1;
+    if (is_replaced(part))
+        return 0; /* by what does that as well */
+    if (handle_pre_unshard(part->handle) < 0)
+        return -1;
+    bool copied = writeback_take_copied(&part->handle->writeback);
+    return copied || stepping ? schedule_begin_step(&part->runtime->schedule) : 0;
+}
+
+/* What an all-gather reads is made beside the all-gather before it, in memory of the stream that gathers. */
+static int make_input(struct unit *part) {
+    struct schedule *schedule = &part->runtime->schedule;
+    struct storage *storage = &part->handle->storage;
+    if (!storage_makes_input(storage))
+        return 0;
+    if (storage_alloc_unsharded(storage) < 0 || schedule_begin_pre_unshard(schedule) < 0)
+        return -1;
+    return schedule_end_pre_unshard(schedule, storage->offload, storage_pre_unshard(storage));
+}
+
+int unit_unshard_part(struct unit *part) {
+    if (make_input(part) == 0)
+        return storage_unshard(&part->handle->storage);
+    storage_abandon_unshard(&part->handle->storage);
+    return -1;
+}
+
+/* The limiter counts units. */
+static int begin_unshard(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    bool limited = unit->limit_all_gathers && !unit->leader;
+    if (pre_unshard(unit) < 0 || (limited && limiter_wait(&schedule->limiter, &schedule->streams) < 0))
+        return -1;
+    return schedule_begin_unshard(schedule);
+}
+
+static int unshard_part(struct unit *unit) {
+    if (unit->handle->storage.param_state != PARAM_SHARDED)
+        return unit_await_step(unit) < 0 || handle_check_flat_param(unit->handle) < 0
+                   ? -1
+                   : writeback_check_views(&unit->handle->writeback);
+    if (is_local(unit))
+        return unit_await_step(unit) < 0 ? -1 : handle_unshard(unit->handle);
+    if (begin_unshard(unit) < 0) {
+        storage_abandon_unshard(&unit->handle->storage);
+        return explain(unit, false);
+    }
+    /* the event of a unit's last all-gather is that of all its parts */
+    if (schedule_end_unshard(&unit->runtime->schedule, &unit_of_part(unit)->last_unshard,
+                             unit->runtime->operations->unshard(unit)) < 0)
+        return explain(unit, false);
+    return 0;
+}
+
+/* ---- of several flat parameters ---- */
+
+/* On a GPU one launch sends them all; elsewhere nothing is won. Outside code that gathers does it part by
+ * part. */
+static bool can_coalesce(struct unit *unit) {
+    if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
+        unit->runtime->operations->unshard != unit_unshard_part)
+        return false;
+    FOR_PARTS(part, unit)
+        if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
+            return false;
+    return collective_gathers_together(&unit->handle->param.shard_group);
+}
+
+static int enqueue_together(struct unit *unit) {
+    OWNED *outputs = PyList_New(0);
+    OWNED *inputs = PyList_New(0);
+    struct unshard_batch batch = {.outputs = outputs, .inputs = inputs};
+    if (!outputs || !inputs)
+        return -1;
+    FOR_PARTS(part, unit)
+        if (make_input(part) < 0 || storage_unshard_add(&part->handle->storage, &batch) < 0)
+            return -1;
+    OWNED *work = collective_all_gather_together(&unit->handle->param.shard_group, outputs, inputs);
+    if (!work)
+        return -1;
+    FOR_PARTS(part, unit) /* what comes next is after the first one's */
+        if (storage_unshard_begun(&part->handle->storage, part == unit ? work : Py_None) < 0)
+            return -1;
+    return 0;
+}
+
+static int unshard_together(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    FOR_PARTS(part, unit->next_segment)
+        if (pre_unshard(part) < 0)
+            return explain(part, false);
+    int result = begin_unshard(unit);
+    if (!result)
+        result = schedule_end_unshard(schedule, &unit->last_unshard, enqueue_together(unit));
+    if (!result)
+        return 0;
+    FOR_PARTS(part, unit)
+        if (part->handle->storage.param_state == PARAM_SHARDED)
+            storage_abandon_unshard(&part->handle->storage);
+    return explain(unit, false);
+}
+
+int unit_unshard(struct unit *unit) {
+    if (unit->handle->storage.param_state == PARAM_SHARDED)
+        unit->unsharded_for = unit->runtime->num_forwards;
+    if (can_coalesce(unit))
+        return unshard_together(unit);
+    FOR_PARTS(part, unit)
+        if (unshard_part(part) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- wait and reshard ---- */
+
+static int wait_unshard_part(struct unit *unit) {
+    if (storage_wait_unshard(&unit->handle->storage) < 0)
+        return explain(unit, true);
+    return schedule_wait_unshard(&unit->runtime->schedule, &unit_of_part(unit)->last_unshard);
+}
+
+int unit_wait_unshard(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (wait_unshard_part(part) < 0)
+            return -1;
+    return 0;
+}
+
+int unit_unshard_and_wait(struct unit *unit) {
+    TRACE(traced_unshard(unit), unit->name_index);
+    return unit_unshard(unit) < 0 ? -1 : unit_wait_unshard(unit);
+}
+
+int unit_reshard(struct unit *unit, bool free_storage) {
+    const struct operations *table = unit->runtime->operations;
+    struct storage *storage = &unit->handle->storage;
+    bool frees = storage->param_state != PARAM_SHARDED && free_storage && !unit->leader && !is_local(unit);
+    if (wait_unshard_part(unit) < 0) /* prefetched for nothing */
+        return -1;
+    /* wherever another function has left the storage, it is as it should be then */
+    if ((table->reshard && table->reshard(unit, free_storage) < 0) ||
+        storage_reshard(storage, free_storage) < 0)
+        return -1;
+    return frees ? limiter_note_free(&unit->runtime->schedule.limiter, &unit->runtime->schedule.streams) : 0;
+}
+
+/* ---- in which precision ---- */
+
+/* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its
+ * shard (D-123). */
+
+static int use_precision(struct unit *unit, enum precision precision) {
+    struct handle *handle = unit->handle;
+    if (storage_precision(&handle->storage) == precision)
+        return 0;
+    if (handle_take_over_views(handle) < 0)
+        return -1;
+    return unit_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
+}
+
+int unit_precision_for_forward(struct unit *unit) {
+    if (!unit->full_precision_in_eval)
+        return 0;
+    int training = unit_is_training(unit);
+    if (training < 0)
+        return -1;
+    unit->evaluating = !training;
+    if (!unit->handle)
+        return 0;
+    FOR_PARTS(part, unit) {
+        bool full = !training && storage_has_mixed_precision(&part->handle->storage);
+        if (use_precision(part, full ? PRECISION_FULL : PRECISION_COMPUTE) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+void unit_note_precision(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        part->graph_precision = storage_precision(&part->handle->storage);
+}
+
+int unit_precision_for_backward(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (use_precision(part, part->graph_precision) < 0)
+            return -1;
+    return 0;
+}
