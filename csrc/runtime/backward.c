@@ -19,23 +19,25 @@
  * what is left. */
 
 static int begin_backward(struct unit *unit) {
-    unit->graph_task = unit->recomputed ? torch_graph_task() : unit->runtime->graph_task;
-    unit->nested = false;
-    int comes = unit->may_nest && unit->anchor_node ? torch_will_execute(unit->anchor_node) : 1;
-    unit->anchor_comes = comes;
-    return unit->graph_task == -2 || comes < 0 ? -1 : 0;
+    unit->nesting.graph_task = unit->nesting.recomputed ? torch_graph_task() : unit->runtime->graph_task;
+    unit->nesting.nested = false;
+    int comes = unit->nesting.may_nest && unit->node.accumulation_node
+                    ? torch_will_execute(unit->node.accumulation_node)
+                    : 1;
+    unit->nesting.anchor_comes = comes;
+    return unit->nesting.graph_task == -2 || comes < 0 ? -1 : 0;
 }
 
 /* At the anchor's hook: does it come again in this backward? 1, 0 or -1 */
 static int awaits_gradients(struct unit *unit) {
-    int64_t current = unit->ran_pre_backward ? torch_graph_task() : unit->graph_task;
+    int64_t current = unit->ran_pre_backward ? torch_graph_task() : unit->nesting.graph_task;
     if (current == -2)
         return -1;
-    if (current == unit->graph_task)
-        unit->may_nest = unit->nested;
+    if (current == unit->nesting.graph_task)
+        unit->nesting.may_nest = unit->nesting.nested;
     else
-        unit->may_nest = unit->nested = true;
-    return current != unit->graph_task && unit->anchor_comes;
+        unit->nesting.may_nest = unit->nesting.nested = true;
+    return current != unit->nesting.graph_task && unit->nesting.anchor_comes;
 }
 
 /* ---- flat parameters in the graph ---- */
@@ -56,7 +58,7 @@ static int reaches_anchor(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (!runtime->has_edges || (runtime->callback_queued && runtime->reach == REACH_ALL))
         return 1;
-    int reaches = torch_will_execute(unit->anchor_node);
+    int reaches = torch_will_execute(unit->node.accumulation_node);
     if (reaches > 0 && runtime->callback_queued)
         runtime_set_reach(runtime, REACH_ALL);
     return reaches;
@@ -66,11 +68,19 @@ int unit_reaches_anchor(struct unit *unit) {
     return unit->handle->param.use_orig_params ? 1 : reaches_anchor(unit);
 }
 
+int unit_receive_inputs_only(struct unit *part) {
+    if (runtime_queue_final_callback(part->runtime) < 0)
+        return -1;
+    runtime_set_reach(part->runtime, REACH_INPUTS_ONLY);
+    part->inputs_only = true;
+    return 0;
+}
+
 /* Warns where a backward to named tensors gives its parameters nothing. Original parameters are in no graph:
  * a schedule that takes the gradients of inputs first, and then those of the weights, finds none of these. To
  * take those of inputs alone is no mistake. */
 static int check_named(struct unit *unit) {
-    if (!unit->anchor_node || !unit->handle->param.use_orig_params)
+    if (!unit->node.accumulation_node || !unit->handle->param.use_orig_params)
         return 0;
     int reaches = reaches_anchor(unit);
     if (reaches)
@@ -117,8 +127,8 @@ static int pre_backward(struct unit *unit) {
         if (handle->gradients.hidden)
             runtime_have_script_wait(unit->runtime);
     }
-    unit->ran_pre_backward = unit->had_gradient = true;
-    unit->left_out = false;
+    unit->ran_pre_backward = true;
+    no_gradient_note_reached(unit);
     return 0;
 }
 
@@ -158,8 +168,8 @@ static bool has_new(struct unit *unit) {
 static int is_reduced(struct unit *part) {
     if (!unit_of_part(part)->next_segment)
         return 1;
-    if (part->runtime->reach == REACH_NAMED)
-        return part->named;
+    if (part->runtime->reach == REACH_INPUTS_ONLY)
+        return part->inputs_only;
     int trains = flat_param_is_trainable(&part->handle->param);
     return trains == 0 && gradients_have_new(&part->handle->gradients) ? 1 : trains;
 }
@@ -242,7 +252,7 @@ static int post_backward_of_new(struct unit *unit) {
     if (awaits < 0)
         return -1;
     if (!awaits)
-        return unit->optional.reached && runtime_reduce_optional(unit) < 0 ? -1 : post_backward(unit);
+        return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
     /* the rest comes later in this backward, which reads the parameters until then */
     FOR_PARTS(part, unit) {
         struct gradients *gradients = &part->handle->gradients;
@@ -312,7 +322,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
         return -1;
     runtime->callback_queued = true;
     runtime->reach = REACH_UNKNOWN;
-    runtime->graph_goes_on = torch_grad_enabled();
+    runtime->create_graph = torch_grad_enabled();
     return 0;
 }
 
@@ -323,8 +333,8 @@ void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
 /* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]
  * in backward.c. */
 static int end_named(struct runtime *runtime) {
-    for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_NAMED; i--) {
-        PyObject *hook = runtime->units[i]->anchor_hook;
+    for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_INPUTS_ONLY; i--) {
+        PyObject *hook = runtime->units[i]->node.anchor_hook;
         if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
             return -1;
     }
@@ -333,8 +343,7 @@ static int end_named(struct runtime *runtime) {
 
 static int finalise_units(struct runtime *runtime) {
     bool offloads = false;
-    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 ||
-        runtime_reduce_all_optional(runtime) < 0)
+    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
@@ -390,11 +399,11 @@ static int end_backward(struct runtime *runtime) {
 int runtime_final_callback(void *target) {
     struct runtime *runtime = target;
     bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
-    bool tells = ends_step && !runtime->told_of_no_gradient;
-    OWNED *cut_off = tells ? runtime_take_cut_off(runtime) : Py_NewRef(Py_None);
+    bool tells = ends_step && !runtime->no_gradient.told;
+    OWNED *cut_off = tells ? no_gradient_take_unreachable(runtime) : Py_NewRef(Py_None);
     /* told when all is in order again: a warning may be made an error */
     if (!cut_off || end_backward(runtime) < 0 ||
-        (cut_off != Py_None && runtime_warn_of_cut_off(runtime, cut_off) < 0))
+        (cut_off != Py_None && no_gradient_warn_unreachable(runtime, cut_off) < 0))
         return -1;
     if (!ends_step || !runtime->unchecked)
         return 0;

@@ -28,7 +28,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
     OWNED *dtype = PyObject_GetAttr(value, torch_names.dtype);
     if (!dtype)
         PyErr_Clear();
-    return dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
+    return dtype && (dtype == unit->options.param_dtype || !dtype_is_known(view.dtype));
 }
 
 static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
@@ -49,11 +49,11 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
 /* A root casts as a root, and any unit with parameters as a unit (D-023, D-031). */
 static bool casts_inputs(const struct unit *unit) {
     const struct handle *handle = unit->handle;
-    if (!unit->param_dtype || (handle && storage_precision(&handle->storage) == PRECISION_FULL))
+    if (!unit->options.param_dtype || (handle && storage_precision(&handle->storage) == PRECISION_FULL))
         return false;
-    if (unit->is_root && unit->cast_root_forward_inputs && !unit->evaluating)
+    if (unit->is_root && unit->options.cast_root_forward_inputs && !unit->evaluating)
         return true;
-    return handle && unit->cast_forward_inputs;
+    return handle && unit->options.cast_forward_inputs;
 }
 
 /* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root
@@ -66,7 +66,7 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
         return 0;
     OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
                                                     mover ? mover->param.device : Py_None,
-                                                    cast ? unit->param_dtype : Py_None, NULL);
+                                                    cast ? unit->options.param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -184,9 +184,10 @@ static int graph_dropped(void *target, const void *hook) {
 /* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     int64_t hooked = 0;
-    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = false;
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
+    no_gradient_forget(unit);
     if (!torch_grad_enabled())
-        return unit_note_checkpointed(unit);
+        return no_gradient_note_checkpointed(unit);
     PyObject *hook = hook_new(unit_pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(*output, hook, &hooked) : -1;
     unit->backward_hook = hook;
@@ -194,7 +195,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
         hook_on_drop(hook, graph_dropped);
     Py_XDECREF(hook);
     if (!result && !hooked)
-        return unit_note_cut_off(unit);
+        return no_gradient_note_unreachable(unit);
     unit_expect_backward(unit, hooked > 0);
     if (unit->needs_pre_backward_unshard)
         unit_note_precision(unit);
@@ -236,7 +237,7 @@ int unit_register_post_backward_hook(struct unit *unit) {
     int trainable = is_trainable(unit);
     if (trainable < 0)
         return -1;
-    return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
+    return trainable ? node_attach_views(unit) : node_detach_views(unit);
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
@@ -367,7 +368,7 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
                                                                : run_within(unit, wrapped, args, kwargs);
     if (begin_forward(unit) < 0)
         return NULL;
-    unit->recomputed = unit->runtime->callback_queued;
+    unit->nesting.recomputed = unit->runtime->callback_queued;
     TRACE(TRACED_FORWARD, unit->name_index);
     return run_forward(unit, wrapped, args, kwargs);
 }

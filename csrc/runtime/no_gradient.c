@@ -1,4 +1,6 @@
 /* Units with trainable parameters to which a backward brings no gradient, which is told once. */
+#include "runtime/no_gradient.h"
+
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
@@ -16,44 +18,44 @@
  * A unit to which one has come before is on purpose without one now, as a head is that takes turns with
  * others. */
 static bool is_told(const struct unit *unit) {
-    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached ||
-           unit->optional.enclosing || unit->had_gradient;
+    return unit->runtime->no_gradient.told || !unit->handle || !unit->node.views_attached ||
+           unit->optional.enclosing || unit->no_gradient.had_gradient;
 }
 
-static int cut_off(struct unit *unit) {
+static int note_unreachable(struct unit *unit) {
     int training = unit_is_training(unit);
     if (training < 0)
         return -1;
-    unit->cut_off = training;
-    unit->runtime->any_cut_off = unit->runtime->any_cut_off || training;
+    unit->no_gradient.unreachable = training;
+    unit->runtime->no_gradient.any_unreachable = unit->runtime->no_gradient.any_unreachable || training;
     return 0;
 }
 
-int unit_note_cut_off(struct unit *unit) {
-    return is_told(unit) ? 0 : cut_off(unit);
+int no_gradient_note_unreachable(struct unit *unit) {
+    return is_told(unit) ? 0 : note_unreachable(unit);
 }
 
 /* Asked before the first backward alone: it looks at the frames on Python's stack. */
-int unit_note_checkpointed(struct unit *unit) {
+int no_gradient_note_checkpointed(struct unit *unit) {
     if (unit->runtime->order.iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
         return 0;
     OWNED *answer = PyObject_CallNoArgs(callbacks.is_in_reentrant_checkpoint);
     int checkpointed = answer ? PyObject_IsTrue(answer) : -1;
-    return checkpointed > 0 ? cut_off(unit) : checkpointed;
+    return checkpointed > 0 ? note_unreachable(unit) : checkpointed;
 }
 
-PyObject *runtime_take_cut_off(struct runtime *runtime) {
-    PyObject *names = runtime->any_cut_off ? PyList_New(0) : Py_NewRef(Py_None);
+PyObject *no_gradient_take_unreachable(struct runtime *runtime) {
+    PyObject *names = runtime->no_gradient.any_unreachable ? PyList_New(0) : Py_NewRef(Py_None);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        unit->left_out = unit->needs_pre_backward_unshard && !is_told(unit);
-        runtime->any_left_out = runtime->any_left_out || unit->left_out;
+        unit->no_gradient.skipped = unit->needs_pre_backward_unshard && !is_told(unit);
+        runtime->no_gradient.any_skipped = runtime->no_gradient.any_skipped || unit->no_gradient.skipped;
         /* a module may hand its results out by another way than its outputs, and be reached after all */
-        bool was_cut_off = unit->cut_off && unit->handle->training_state == USE_IDLE;
+        bool was_cut_off = unit->no_gradient.unreachable && unit->handle->training_state == USE_IDLE;
         if (was_cut_off && PyList_Append(names, unit->handle->param.name) < 0)
             Py_CLEAR(names);
     }
-    runtime->any_cut_off = false;
+    runtime->no_gradient.any_unreachable = false;
     return names;
 }
 
@@ -62,26 +64,35 @@ static int tell(struct runtime *runtime, PyObject *function, PyObject *names) {
     PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
     if (!PyList_Size(names) || !module || module == Py_None)
         return 0;
-    runtime->told_of_no_gradient = true;
+    runtime->no_gradient.told = true;
     return callbacks_tell(function, module, names);
 }
 
-int runtime_warn_of_cut_off(struct runtime *runtime, PyObject *names) {
+int no_gradient_warn_unreachable(struct runtime *runtime, PyObject *names) {
     return tell(runtime, callbacks.warn_of_units_cut_off, names);
 }
 
-int runtime_warn_of_left_out(struct runtime *runtime) {
-    if (!runtime->any_left_out)
+int no_gradient_warn_skipped(struct runtime *runtime) {
+    if (!runtime->no_gradient.any_skipped)
         return 0;
-    runtime->any_left_out = false;
+    runtime->no_gradient.any_skipped = false;
     OWNED *names = PyList_New(0);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         /* whether it trains is asked now: most are never left out */
-        int trains = unit->left_out ? unit_is_training(unit) : 0;
-        unit->left_out = false;
+        int trains = unit->no_gradient.skipped ? unit_is_training(unit) : 0;
+        unit->no_gradient.skipped = false;
         if (trains < 0 || (trains && PyList_Append(names, unit->handle->param.name) < 0))
             Py_CLEAR(names);
     }
     return names ? tell(runtime, callbacks.warn_of_units_left_out, names) : -1;
+}
+
+void no_gradient_note_reached(struct unit *unit) {
+    unit->no_gradient.had_gradient = true;
+    unit->no_gradient.skipped = false;
+}
+
+void no_gradient_forget(struct unit *unit) {
+    unit->no_gradient.unreachable = false;
 }

@@ -1,4 +1,4 @@
-/* The autograd function of a unit. See [Note: one node per unit] in unit.h. */
+/* The autograd function of a unit. See [Note: one node per unit] in node.h. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
@@ -31,14 +31,14 @@ static int add_frozen_anew(struct unit *part, PyObject **frozen) {
     uint64_t which = 0;
     if (add_frozen(part, frozen, &which) < 0)
         return -1;
-    bool same = which == part->frozen;
-    part->frozen = which;
-    if (same || !unit_of_part(part)->views_attached)
+    bool same = which == part->node.frozen_params;
+    part->node.frozen_params = which;
+    if (same || !unit_of_part(part)->node.views_attached)
         return 0;
     if ((*frozen && PyList_SetSlice(*frozen, before, PyList_Size(*frozen), NULL) < 0) ||
-        unit_detach_part(part) < 0)
+        node_detach_part(part) < 0)
         return -1;
-    part->in_node = true;
+    part->node.trained_last_forward = true;
     return add_frozen(part, frozen, &which);
 }
 
@@ -46,7 +46,7 @@ static int add_frozen_anew(struct unit *part, PyObject **frozen) {
 static PyObject *frozen_views(struct unit *unit) {
     OWNED *frozen = NULL;
     FOR_PARTS(part, unit)
-        if (part->in_node && add_frozen_anew(part, &frozen) < 0)
+        if (part->node.trained_last_forward && add_frozen_anew(part, &frozen) < 0)
             return NULL;
     return frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
 }
@@ -58,9 +58,9 @@ static int choose_parts(struct unit *unit) {
     FOR_PARTS(part, unit) {
         int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
         /* what was trained before, and is not any more, has no history from now on */
-        if (trains < 0 || (!trains && part->in_node && unit_detach_part(part) < 0))
+        if (trains < 0 || (!trains && part->node.trained_last_forward && node_detach_part(part) < 0))
             return -1;
-        part->in_node = trains;
+        part->node.trained_last_forward = trains;
     }
     return 0;
 }
@@ -73,7 +73,7 @@ static int keep_parts(PyObject *context, struct unit *unit) {
     char *is_in = kept ? PyBytes_AsString(kept) : NULL;
     FOR_PARTS(part, unit)
         if (is_in)
-            *is_in++ = part->in_node;
+            *is_in++ = part->node.trained_last_forward;
     return kept ? PyObject_SetAttr(context, torch_names.parts, kept) : -1;
 }
 
@@ -82,7 +82,7 @@ static PyObject *views_in_node(struct unit *unit) {
     PyObject *views = NULL;
     FOR_PARTS(part, unit) {
         PyObject *own = part->handle->storage.copy->views;
-        if (!part->in_node)
+        if (!part->node.trained_last_forward)
             continue;
         PyObject *all = views ? PySequence_Concat(views, own) : Py_NewRef(own);
         Py_XDECREF(views);
@@ -179,22 +179,13 @@ static int edge_use(PyObject *context, Py_ssize_t index) {
     return EDGE_CAPTURED;
 }
 
-/* The anchor's hook will not come. */
-static int receives_named(struct unit *unit) {
-    if (runtime_queue_final_callback(unit->runtime) < 0)
-        return -1;
-    runtime_set_reach(unit->runtime, REACH_NAMED);
-    unit->named = true;
-    return 0;
-}
-
 /* The gradients of one part go where the backward takes them. */
 static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_ssize_t index) {
     if (arrival->everywhere)
         return receive(part, own, &arrival->again);
     int use = edge_use(arrival->context, index);
     if (use == EDGE_ACCUMULATES)
-        return receives_named(part) < 0 ? -1 : receive(part, own, &arrival->again);
+        return unit_receive_inputs_only(part) < 0 ? -1 : receive(part, own, &arrival->again);
     if (use != EDGE_CAPTURED)
         return use; /* unused, or an exception */
     PyObject *grad = gradients_flat_of(&part->handle->gradients, own);
@@ -317,6 +308,19 @@ int node_init(void) {
 
 /* ---- anchor ---- */
 
+void node_drop_anchor(struct unit *unit) {
+    if (unit->node.anchor_hook)
+        hook_disarm(unit->node.anchor_hook);
+    Py_CLEAR(unit->node.anchor_hook);
+    Py_CLEAR(unit->node.accumulation_node);
+    Py_CLEAR(unit->node.anchor);
+}
+
+void node_fini(struct unit *unit) {
+    node_drop_anchor(unit);
+    Py_CLEAR(unit->node.hooks_seen);
+}
+
 /* The accumulation node of a leaf: what its expansion leads back to. */
 static PyObject *accumulation_node(PyObject *leaf) {
     OWNED *expanded = PyObject_CallMethod(leaf, "expand_as", "O", leaf);
@@ -333,23 +337,24 @@ static int make_anchor(struct unit *unit) {
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         return -1;
     /* the node stays with the unit, and the engine uses its stream in each backward */
-    unit->anchor_node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(anchor);
-    if (stream_leave(streams) == 0 && unit->anchor_node)
-        unit->anchor_hook = hook_new(unit_post_backward, unit, NULL);
-    if (unit->anchor_hook)
-        removable = PyObject_CallMethod(unit->anchor_node, "register_hook", "O", unit->anchor_hook);
+    unit->node.accumulation_node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(anchor);
+    if (stream_leave(streams) == 0 && unit->node.accumulation_node)
+        unit->node.anchor_hook = hook_new(unit_post_backward, unit, NULL);
+    if (unit->node.anchor_hook)
+        removable =
+            PyObject_CallMethod(unit->node.accumulation_node, "register_hook", "O", unit->node.anchor_hook);
     if (!removable) {
-        unit_drop_anchor(unit);
+        node_drop_anchor(unit);
         return -1;
     }
-    unit->anchor = Py_NewRef(anchor);
+    unit->node.anchor = Py_NewRef(anchor);
     return 0;
 }
 
 /* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of
  * more of them. */
 static int forget_hooks(struct unit *unit) {
-    int registered = torch_hooks_registered_since(&unit->hooks_seen);
+    int registered = torch_hooks_registered_since(&unit->node.hooks_seen);
     FOR_PARTS(part, unit) {
         PyObject *views = part->handle->storage.copy->views;
         for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(views); i++) {
@@ -361,7 +366,7 @@ static int forget_hooks(struct unit *unit) {
         }
     }
     if (registered < 0)
-        Py_CLEAR(unit->hooks_seen);
+        Py_CLEAR(unit->node.hooks_seen);
     return registered < 0 ? -1 : 0;
 }
 
@@ -379,7 +384,7 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
         return -1;
     PyErr_Clear();
     if (has_new_anchor)
-        unit_drop_anchor(unit);
+        node_drop_anchor(unit);
     if (!enabled)
         return 0;
     return unit_error(PyExc_NotImplementedError, unit_rank(unit), unit->name,
@@ -403,11 +408,13 @@ static bool has_edges(struct unit *unit) {
 static PyObject *apply_node(struct unit *unit) {
     bool edges = has_edges(unit);
     if (!unit->next_segment)
-        return PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook,
+        return PyObject_CallFunctionObjArgs(apply, unit->node.anchor, unit->node.anchor_hook,
                                             edges ? unit->handle->param.tensor : NULL, NULL);
     OWNED *args = PyList_New(0);
     OWNED *tuple = NULL;
-    int result = args && PyList_Append(args, unit->anchor) == 0 ? PyList_Append(args, unit->anchor_hook) : -1;
+    int result = args && PyList_Append(args, unit->node.anchor) == 0
+                     ? PyList_Append(args, unit->node.anchor_hook)
+                     : -1;
     FOR_PARTS(part, unit)
         if (!result && edges)
             result = PyList_Append(args, part->handle->param.tensor);
@@ -416,21 +423,42 @@ static PyObject *apply_node(struct unit *unit) {
     return tuple ? PyObject_CallObject(apply, tuple) : NULL;
 }
 
-int unit_attach_views(struct unit *unit) {
+int node_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
-    if ((!enabled || !unit->anchor) && torch_inference_mode())
+    if ((!enabled || !unit->node.anchor) && torch_inference_mode())
         return 0; /* nothing is recorded there, whatever is turned on */
     OWNED *views = NULL;
-    bool has_anchor = unit->anchor;
+    bool has_anchor = unit->node.anchor;
     if (!enabled)
         torch_set_grad_enabled(true);
     /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit
      * the views */
-    if (forget_hooks(unit) == 0 && (unit->anchor || make_anchor(unit) == 0))
+    if (forget_hooks(unit) == 0 && (unit->node.anchor || make_anchor(unit) == 0))
         views = apply_node(unit);
     if (!enabled)
         torch_set_grad_enabled(false);
-    unit->views_attached = true;
+    unit->node.views_attached = true;
     return views ? 0 : refuse_transformed(unit, enabled, !has_anchor);
+}
+
+/* ---- the views lose their history ---- */
+
+int node_detach_part(struct unit *part) {
+    PyObject *left;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    part->node.trained_last_forward = false;
+    int result = handle_detach_views(part->handle);
+    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+}
+
+int node_detach_views(struct unit *unit) {
+    if (!unit->node.views_attached || !unit->handle)
+        return 0;
+    unit->node.views_attached = false;
+    FOR_PARTS(part, unit)
+        if (node_detach_part(part) < 0)
+            return -1;
+    return 0;
 }

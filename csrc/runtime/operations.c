@@ -67,7 +67,7 @@ static int call_register_pre_backward_hooks(struct unit *unit, PyObject **output
 
 /* The views belong to no node, unless it makes one. */
 static int call_register_post_backward_hook(struct unit *unit) {
-    if (unit_detach_views(unit) < 0)
+    if (node_detach_views(unit) < 0)
         return -1;
     return ref_done(
         operations_call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));

@@ -37,10 +37,6 @@ int optional_check_backward(const struct unit *unit) {
     return refuse(unit, "a gradient comes to it where its parameters are not gathered");
 }
 
-void optional_set_owes(struct unit *part, bool owes) {
-    part->optional.owes = owes;
-}
-
 /* ---- gathered with the unit around them ---- */
 
 static int gather(struct unit *unit, enum traced part) {
@@ -67,54 +63,8 @@ int optional_begin_backward(struct unit *enclosing) {
     return 0;
 }
 
-/* ---- after a forward ---- */
-
-static int reshard_parts(struct unit *unit, bool free_storage) {
-    FOR_PARTS(part, unit)
-        if (unit_reshard(part, free_storage) < 0 || handle_show_sharded(part->handle) < 0)
-            return -1;
-    return 0;
-}
-
-int optional_hold(struct unit *unit) {
-    return reshard_parts(unit, false);
-}
-
-/* Whether this unit ran is not asked: a rank on which it did may need it in a backward. */
-static int note_forward(struct unit *unit) {
-    unit_note_precision(unit);
-    FOR_PARTS(part, unit) {
-        int trains = flat_param_is_trainable(&part->handle->param);
-        part->optional.trains = trains > 0;
-        if (trains < 0)
-            return -1;
-    }
-    return 0;
-}
-
-int optional_end_forward(struct unit *enclosing) {
-    bool expected = enclosing->needs_pre_backward_unshard;
-    enclosing->optional.open = false;
-    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* of one strategy with the segments */
-        if (torch_grad_enabled() && note_forward(unit) < 0)
-            return -1;
-        if (reshard_parts(unit, !(keeps && expected) && !unit->graph_reads) < 0)
-            return -1;
-    }
-    return 0;
-}
-
 /* ---- after an exception ---- */
 
 void optional_reset(struct unit *enclosing) {
     enclosing->optional.open = enclosing->optional.reached = false;
-}
-
-void optional_abandon(struct unit *enclosing) {
-    enclosing->optional.open = false;
-    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        reshard_parts(unit, true);
-        PyErr_Clear();
-    }
 }

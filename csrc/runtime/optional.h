@@ -25,6 +25,7 @@
 
 #include "handle/flat_param.h"
 
+struct runtime;
 struct unit;
 
 /* Of each unit; zeros where nothing is optional. Segments (see [Note: segments] in unit.h) go with their
@@ -45,18 +46,20 @@ struct optional {
 /* `unit` comes before those that are in the list of `enclosing` already. */
 void optional_add(struct unit *unit, struct unit *enclosing);
 
-/* The enclosing unit begins its forward or its backward, or ends its forward. The end of its backward is in
- * reshard.c, and in reduce.c. 0 or -1. */
+/* The enclosing unit begins or ends its forward or its backward. reshard.c frees them. 0 or -1. */
 int optional_begin_forward(struct unit *enclosing);
 int optional_end_forward(struct unit *enclosing);
 int optional_begin_backward(struct unit *enclosing);
+int optional_end_backward(struct unit *enclosing);
+/* reduce.c: then their gradients, zeros where nothing came, also where the unit around them has none. 0 or -1 */
+int optional_reduce(struct unit *enclosing);
+int optional_reduce_all(struct runtime *runtime);
 void optional_abandon(struct unit *enclosing); /* its forward has raised; clears exceptions */
 void optional_reset(struct unit *enclosing);   /* after an exception in a step: nothing is open */
 
 /* An optional unit. 0, or -1 with RuntimeError where it may not run, or where its gradient comes too late. */
 int optional_check_forward(const struct unit *unit);
 int optional_check_backward(const struct unit *unit);
-void optional_set_owes(struct unit *unit, bool owes);
 int optional_hold(struct unit *unit); /* it has run: it shows its shard, and stays gathered. 0 or -1 */
 
 #endif

@@ -7,12 +7,12 @@
 /* ---- which unit comes next ---- */
 
 static bool can_prefetch(const struct unit *unit) {
-    return !unit->prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
+    return !unit->unsharded.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
 }
 
 static struct unit *next_forward(const struct unit *unit) {
     const struct order *order = &unit->runtime->order;
-    for (int64_t distance = 1; unit->forward_prefetch && distance <= order->forward_prefetch_limit;
+    for (int64_t distance = 1; unit->options.forward_prefetch && distance <= order->forward_prefetch_limit;
          distance++) {
         int64_t next = order_after(order, &unit->place, distance);
         if (next < 0)
@@ -39,9 +39,9 @@ static struct unit *next_backward(const struct unit *unit) {
 struct unit *unit_next(const struct unit *unit, enum training_state state) {
     if (state == USE_FORWARD)
         return next_forward(unit);
-    if (state == USE_BACKWARD_PRE && unit->backward_prefetch == PREFETCH_BACKWARD_PRE)
+    if (state == USE_BACKWARD_PRE && unit->options.backward_prefetch == PREFETCH_BACKWARD_PRE)
         return next_backward(unit);
-    if (state == USE_BACKWARD_POST && unit->backward_prefetch == PREFETCH_BACKWARD_POST)
+    if (state == USE_BACKWARD_POST && unit->options.backward_prefetch == PREFETCH_BACKWARD_POST)
         return next_backward(unit);
     return NULL;
 }
@@ -50,7 +50,7 @@ struct unit *unit_next(const struct unit *unit, enum training_state state) {
 
 void unit_set_prefetched(struct unit *unit, bool prefetched) {
     FOR_PARTS(part, unit)
-        part->prefetched = prefetched;
+        part->unsharded.prefetched = prefetched;
 }
 
 int unit_prefetch(struct unit *candidate, enum training_state state) {
@@ -123,11 +123,11 @@ int unit_prefetch_by_user(struct unit *unit) {
         return -1;
     /* what the last forward has left may be stale for the next one */
     bool is_for_next = !runtime->num_in_forward || !runtime->num_forwards;
-    if (is_for_next && unit->unsharded_for != FOR_NEXT_FORWARD)
-        unit->unsharded_for = 0;
+    if (is_for_next && unit->unsharded.for_forward != FOR_NEXT_FORWARD)
+        unit->unsharded.for_forward = 0;
     if (unit_reshard_stale(unit) < 0 || unit_unshard(unit) < 0)
         return -1;
-    unit->unsharded_for = is_for_next ? FOR_NEXT_FORWARD : runtime->num_forwards;
+    unit->unsharded.for_forward = is_for_next ? FOR_NEXT_FORWARD : runtime->num_forwards;
     FOR_PARTS(part, unit)
         if (handle_show_views(part->handle) < 0)
             return -1;
@@ -146,9 +146,9 @@ static int64_t units_at_a_time(const struct runtime *runtime) {
     int64_t forward = 2, backward = 1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         const struct unit *unit = runtime->units[i];
-        if (unit->forward_prefetch)
+        if (unit->options.forward_prefetch)
             forward = 2 + runtime->order.forward_prefetch_limit;
-        if (unit->backward_prefetch != PREFETCH_NONE)
+        if (unit->options.backward_prefetch != PREFETCH_NONE)
             backward = 1 + runtime->order.backward_prefetch_limit;
     }
     return forward > backward ? forward : backward;

@@ -57,7 +57,7 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
     if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
         return; /* summon_full_params ends by itself */
     optional_reset(unit);
-    unit->graph_reads = false;
+    unit->unsharded.saved_by_graph = false;
     note_result(first, unit_unwatch_inputs(unit));
     if (handle) {
         note_result(first, unit_await_step(unit));

@@ -93,32 +93,32 @@ int runtime_reduce_left_over(struct unit *part) {
 
 static int reduce_optional_part(struct unit *part) {
     struct handle *handle = part->handle;
-    optional_set_owes(part, false);
+    part->optional.owes = false;
     if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || gradients_prepare(&handle->gradients) < 0)
         return -1;
     return runtime_reduce_part(part);
 }
 
 /* Whether a unit ran, or has gradients, is not asked. */
-int runtime_reduce_optional(struct unit *enclosing) {
-    if (unit_reshard_optional(enclosing) < 0)
+int optional_reduce(struct unit *enclosing) {
+    if (optional_end_backward(enclosing) < 0)
         return -1;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
         FOR_PARTS(part, unit) {
             if (!part->optional.trains)
                 continue;
             if (!part->sync_gradients)
-                optional_set_owes(part, true);
+                part->optional.owes = true;
             else if (reduce_optional_part(part) < 0)
                 return -1;
         }
     return 0;
 }
 
-int runtime_reduce_all_optional(struct runtime *runtime) {
+int optional_reduce_all(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units && runtime->callback_queued; i++) {
         struct unit *unit = runtime->units[i];
-        if (unit->optional.reached && runtime_reduce_optional(unit) < 0)
+        if (unit->optional.reached && optional_reduce(unit) < 0)
             return -1;
         /* the backward has not come to the unit around it */
         bool owes = !runtime->num_in_forward && unit->optional.owes && unit->sync_gradients;

@@ -11,8 +11,9 @@
 static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     struct handle *handle = part->handle;
     bool keeps = flat_param_stays_unsharded(&handle->param);
-    bool free_storage = !unit->graph_reads && (!handle->param.sharded || !unit->needs_pre_backward_unshard ||
-                                               (!unit->is_root && !keeps));
+    bool free_storage =
+        !unit->unsharded.saved_by_graph &&
+        (!handle->param.sharded || !unit->needs_pre_backward_unshard || (!unit->is_root && !keeps));
     if (handle_take_over_writes(handle) < 0 || unit_reshard(part, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
@@ -60,8 +61,8 @@ int unit_reshard_after_forward(struct unit *unit) {
  * accumulation and may be an evaluation of averaged weights. */
 static bool is_stale(const struct unit *unit) {
     bool gathered = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
-    return gathered && unit->unsharded_for != unit->runtime->num_forwards &&
-           unit->unsharded_for != FOR_NEXT_FORWARD;
+    return gathered && unit->unsharded.for_forward != unit->runtime->num_forwards &&
+           unit->unsharded.for_forward != FOR_NEXT_FORWARD;
 }
 
 /* ---- in a backward ---- */
@@ -71,9 +72,9 @@ static bool is_stale(const struct unit *unit) {
 static int graph_goes_on(struct unit *part) {
     if (part->handle->storage.param_state == PARAM_SHARDED)
         return 0;
-    if (part->runtime->graph_goes_on)
+    if (part->runtime->create_graph)
         return 1;
-    return unit_of_part(part)->graph_reads ? torch_keeps_graph() : 0;
+    return unit_of_part(part)->unsharded.saved_by_graph ? torch_keeps_graph() : 0;
 }
 
 /* Under no_sync a strategy that keeps parameters stays gathered (D-070). */
@@ -83,10 +84,10 @@ static int reshard_in_backward(struct unit *part) {
     bool keeps = !part->sync_gradients && flat_param_stays_unsharded(&part->handle->param);
     if (goes_on < 0)
         return -1;
-    unit->graph_reads = goes_on;
+    unit->unsharded.saved_by_graph = goes_on;
     if (keeps && !unit->runtime->num_in_forward && part->handle->storage.param_state != PARAM_SHARDED &&
         !is_stale(unit)) {
-        unit->unsharded_for = FOR_NEXT_FORWARD;
+        unit->unsharded.for_forward = FOR_NEXT_FORWARD;
         unit->runtime->keeps = true;
     }
     if (handle_take_over_views(part->handle) < 0 || unit_reshard(part, !keeps && !goes_on) < 0)
@@ -105,18 +106,6 @@ int unit_post_backward_reshard(struct unit *unit) {
     return schedule_release_deferred(&unit->runtime->schedule);
 }
 
-int unit_reshard_optional(struct unit *enclosing) {
-    optional_reset(enclosing);
-    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        FOR_PARTS(part, unit)
-            if (reshard_in_backward(part) < 0)
-                return -1;
-        if (schedule_release_deferred(&unit->runtime->schedule) < 0)
-            return -1;
-    }
-    return 0;
-}
-
 bool unit_ends_with_backward(const struct unit *unit) {
     if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
         (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS))
@@ -126,7 +115,8 @@ bool unit_ends_with_backward(const struct unit *unit) {
     if (!unit->handle)
         return unit->ran_pre_backward;
     enum training_state state = unit->handle->training_state;
-    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->prefetched);
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ||
+           (state == USE_IDLE && unit->unsharded.prefetched);
 }
 
 int runtime_reshard_units(struct runtime *runtime) {
@@ -139,12 +129,70 @@ int runtime_reshard_units(struct runtime *runtime) {
     return 0;
 }
 
+/* ---- optional units, with the unit around them: see [Note: optional units] ---- */
+
+static int reshard_parts(struct unit *unit, bool free_storage) {
+    FOR_PARTS(part, unit)
+        if (unit_reshard(part, free_storage) < 0 || handle_show_sharded(part->handle) < 0)
+            return -1;
+    return 0;
+}
+
+int optional_hold(struct unit *unit) {
+    return reshard_parts(unit, false);
+}
+
+/* Whether this unit ran is not asked: a rank on which it did may need it in a backward. */
+static int note_forward(struct unit *unit) {
+    unit_note_precision(unit);
+    FOR_PARTS(part, unit) {
+        int trains = flat_param_is_trainable(&part->handle->param);
+        part->optional.trains = trains > 0;
+        if (trains < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int optional_end_forward(struct unit *enclosing) {
+    bool expected = enclosing->needs_pre_backward_unshard;
+    enclosing->optional.open = false;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
+        bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* of one strategy with the segments */
+        if (torch_grad_enabled() && note_forward(unit) < 0)
+            return -1;
+        if (reshard_parts(unit, !(keeps && expected) && !unit->unsharded.saved_by_graph) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+void optional_abandon(struct unit *enclosing) {
+    enclosing->optional.open = false;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
+        reshard_parts(unit, true);
+        PyErr_Clear();
+    }
+}
+
+int optional_end_backward(struct unit *enclosing) {
+    optional_reset(enclosing);
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
+        FOR_PARTS(part, unit)
+            if (reshard_in_backward(part) < 0)
+                return -1;
+        if (schedule_release_deferred(&unit->runtime->schedule) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 /* ---- what an earlier forward has left ---- */
 
 static int reshard_unused(struct unit *unit) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
-        part->prefetched = false;
+        part->unsharded.prefetched = false;
         if (writeback_check_views(&handle->writeback) < 0 || handle_take_over_views(handle) < 0 ||
             unit_reshard(part, true) < 0 || handle_show_sharded(handle) < 0)
             return -1;
@@ -157,14 +205,15 @@ int unit_reshard_stale(struct unit *unit) {
 }
 
 void unit_note_used(struct unit *unit) {
-    unit->unsharded_for = unit->runtime->num_forwards;
+    unit->unsharded.for_forward = unit->runtime->num_forwards;
 }
 
 /* For the memory, but for what a graph of a backward reads, which nobody would gather again. */
 int runtime_reshard_stale(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        bool comes_back = (unit->needs_pre_backward_unshard || unit->prefetched) && !unit->graph_reads;
+        bool comes_back = (unit->needs_pre_backward_unshard || unit->unsharded.prefetched) &&
+                          !unit->unsharded.saved_by_graph;
         if (comes_back && !unit->leader && unit_reshard_stale(unit) < 0)
             return -1;
     }
@@ -174,7 +223,7 @@ int runtime_reshard_stale(struct runtime *runtime) {
 int runtime_reshard_unused(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units && !runtime->callback_queued; i++) {
         struct unit *unit = runtime->units[i];
-        if (unit->prefetched && !unit->leader && reshard_unused(unit) < 0)
+        if (unit->unsharded.prefetched && !unit->leader && reshard_unused(unit) < 0)
             return -1;
     }
     return 0;
@@ -205,7 +254,7 @@ int runtime_check_kept(struct runtime *runtime) {
     int64_t writes = count_writes(runtime);
     bool anew = writes != runtime->num_writes || !torch_grad_enabled();
     for (int64_t i = 0; i < runtime->num_units && anew; i++)
-        if (runtime->units[i]->unsharded_for == FOR_NEXT_FORWARD)
-            runtime->units[i]->unsharded_for = 0;
+        if (runtime->units[i]->unsharded.for_forward == FOR_NEXT_FORWARD)
+            runtime->units[i]->unsharded.for_forward = 0;
     return writes < 0 ? -1 : 0;
 }

@@ -51,7 +51,7 @@ static void unbind_units(struct runtime *runtime) {
         PyErr_WriteUnraisable(runtime->object);
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        schedule_forget(&runtime->schedule, &unit->last_unshard);
+        schedule_forget(&runtime->schedule, &unit->unsharded.mark);
         if (unit->handle)
             storage_share(&unit->handle->storage, NULL, NULL, unit->leader);
         unit_unbind(unit);
@@ -158,13 +158,13 @@ int runtime_pre_forward(struct runtime *runtime) {
     struct unit *root = runtime->units[0];
     PyObject *module = PyWeakref_GetObject(root->module_ref);
     TRACE(TRACED_ROOT_PRE_FORWARD, root->name_index);
-    if (!module || (root->full_precision_in_eval && /* buffers follow the mode as well (D-021) */
+    if (!module || (root->options.full_precision_in_eval && /* buffers follow the mode as well (D-021) */
                     callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0))
         return -1;
     if (runtime_check_holder(runtime) < 0)
         return -1;
     runtime->trains = torch_grad_enabled();
-    if (note_ddp(runtime) < 0 || runtime_warn_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+    if (note_ddp(runtime) < 0 || no_gradient_warn_skipped(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
         runtime_reshard_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
@@ -198,7 +198,7 @@ bool unit_shows_views(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
     return part->handle && handle_leaves_views(part->handle) &&
            part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
-           part->handle->training_state == USE_IDLE && unit->unsharded_for != FOR_NEXT_FORWARD;
+           part->handle->training_state == USE_IDLE && unit->unsharded.for_forward != FOR_NEXT_FORWARD;
 }
 
 static int note_walk(struct unit *part) {
@@ -287,7 +287,7 @@ void runtime_let_go(struct runtime *runtime) {
 static void check_unit(const struct unit *unit) {
     const struct handle *handle = unit->handle;
     INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
-    INVARIANT(!unit->prefetched && !unit->last_unshard.pending);
+    INVARIANT(!unit->unsharded.prefetched && !unit->unsharded.mark.pending);
     INVARIANT(!unit->reshard_hook && !unit->stepping);
     INVARIANT(!unit->optional.open && !unit->optional.reached);
     INVARIANT(!unit->optional.enclosing || !unit->optional.first);

@@ -26,7 +26,7 @@
 struct operations;
 
 /* Where the backward goes that the callback was queued in. */
-enum backward_reach { REACH_UNKNOWN, REACH_ALL, REACH_NAMED };
+enum backward_reach { REACH_UNKNOWN, REACH_ALL, REACH_INPUTS_ONLY };
 
 struct runtime {
     PyObject *object;       /* borrowed */
@@ -41,13 +41,13 @@ struct runtime {
     int64_t num_writes;   /* when the user had written so often to parameters */
     /* units amid their forward: a backward then is one of part of the model, within it, */
     int64_t num_in_forward;
-    bool graph_goes_on; /* the last backward ran with create_graph=True */
+    bool create_graph;  /* the last backward ran with create_graph=True */
     int64_t graph_task; /* autograd's number of the backward that the callback was queued in */
     bool has_edges;     /* its units' nodes have edges to flat parameters, */
     /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
     const void *ddp;
     enum backward_reach reach; /* see [Note: flat parameters in the graph] in backward.c */
-    bool any_cut_off, any_left_out, told_of_no_gradient;
+    struct no_gradient_told no_gradient;
     bool unchecked;               /* callbacks.check_backward looks at the next backward that ends */
     bool trains;                  /* the root's last forward began with gradients enabled */
     const void *final_hook;       /* what was queued last: compared, never followed */
@@ -109,23 +109,12 @@ int runtime_check_kept(struct runtime *runtime);    /* a forward begins: is what
 int runtime_reduce_part(struct unit *part);
 int runtime_finish_reduction(struct runtime *runtime); /* of the part on its way, if there is one */
 int runtime_reduce_left_over(struct unit *part); /* what no_sync left, where the backward did not pass */
-/* the backward of the unit around them ends: zeros where nothing came */
-int runtime_reduce_optional(struct unit *enclosing);
-int runtime_reduce_all_optional(struct runtime *runtime); /* where the unit around has no gradients */
 
 /* ---- backward.c. 0 or -1 ---- */
 
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(void *runtime); /* a hook_function */
 void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
-
-/* ---- no_gradient.c ---- */
-
-/* New list of the names of the units that the backward could not reach, None where there is none, or NULL.
- * Those that it left out are noted. */
-PyObject *runtime_take_cut_off(struct runtime *runtime);
-int runtime_warn_of_cut_off(struct runtime *runtime, PyObject *names); /* 0 or -1 */
-int runtime_warn_of_left_out(struct runtime *runtime);                 /* 0 or -1 */
 
 /* ---- recover.c. 0 or -1 ---- */
 
@@ -135,8 +124,5 @@ int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any 
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
 /* amid a backward that hides gradients: before the script goes on */
 void runtime_have_script_wait(struct runtime *runtime);
-
-/* node.c: the autograd function, for all units; once per process. 0 or -1. */
-int node_init(void);
 
 #endif

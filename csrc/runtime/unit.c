@@ -88,9 +88,9 @@ static int on_module_end(void *target) {
     if (!guard)
         return -1;
     if (!unit->is_root || !unit->runtime)
-        return unit_detach_views(unit);
+        return node_detach_views(unit);
     for (int64_t i = 0; i < unit->runtime->num_units; i++)
-        if (unit_detach_views(unit->runtime->units[i]) < 0)
+        if (node_detach_views(unit->runtime->units[i]) < 0)
             PyErr_WriteUnraisable(unit->runtime->units[i]->name);
     return 0;
 }
@@ -100,15 +100,15 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->handle_object = Py_XNewRef(spec->handle_object);
     unit->handle = spec->handle;
     unit->name = Py_NewRef(spec->name);
-    unit->param_dtype = spec->param_dtype == Py_None ? NULL : Py_NewRef(spec->param_dtype);
-    unit->cast_forward_inputs = spec->cast_forward_inputs;
-    unit->cast_root_forward_inputs = spec->cast_root_forward_inputs;
-    unit->backward_prefetch = (enum backward_prefetch)spec->backward_prefetch;
-    unit->forward_prefetch = spec->forward_prefetch;
-    unit->limit_all_gathers = spec->limit_all_gathers;
-    unit->full_precision_in_eval = spec->full_precision_in_eval;
+    unit->options.param_dtype = spec->param_dtype == Py_None ? NULL : Py_NewRef(spec->param_dtype);
+    unit->options.cast_forward_inputs = spec->cast_forward_inputs;
+    unit->options.cast_root_forward_inputs = spec->cast_root_forward_inputs;
+    unit->options.backward_prefetch = (enum backward_prefetch)spec->backward_prefetch;
+    unit->options.forward_prefetch = spec->forward_prefetch;
+    unit->options.limit_all_gathers = spec->limit_all_gathers;
+    unit->options.full_precision_in_eval = spec->full_precision_in_eval;
     unit->segments = Py_NewRef(spec->segments);
-    unit->sync_gradients = unit->may_nest = true;
+    unit->sync_gradients = unit->nesting.may_nest = true;
     unit->name_index = -1;
     order_place_init(&unit->place, 0);
     /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
@@ -152,14 +152,6 @@ void unit_set_sync_gradients(struct unit *unit, bool sync) {
     unit->sync_gradients = sync;
 }
 
-void unit_drop_anchor(struct unit *unit) {
-    if (unit->anchor_hook)
-        hook_disarm(unit->anchor_hook);
-    Py_CLEAR(unit->anchor_hook);
-    Py_CLEAR(unit->anchor_node);
-    Py_CLEAR(unit->anchor);
-}
-
 int unit_clear(struct unit *unit) {
     while (!unit->leader && unit->next_segment) {
         struct unit *segment = unit->next_segment;
@@ -167,8 +159,7 @@ int unit_clear(struct unit *unit) {
         segment->leader = segment->next_segment = NULL;
     }
     Py_CLEAR(unit->segments);
-    unit_drop_anchor(unit);
-    Py_CLEAR(unit->hooks_seen);
+    node_fini(unit);
     Py_CLEAR(unit->reshard_hook);
     if (unit->module_end)
         hook_disarm(unit->module_end);
@@ -179,7 +170,7 @@ int unit_clear(struct unit *unit) {
     unit->handle = NULL;
     Py_CLEAR(unit->handle_object);
     Py_CLEAR(unit->name);
-    Py_CLEAR(unit->param_dtype);
+    Py_CLEAR(unit->options.param_dtype);
     return 0;
 }
 
@@ -201,29 +192,9 @@ int unit_unwatch_inputs(struct unit *unit) {
 }
 
 int unit_end_step(struct unit *unit) {
-    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = unit->named = false;
-    unit->prefetched = false;
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->inputs_only = false;
+    no_gradient_forget(unit);
+    unit->unsharded.prefetched = false;
     order_place_end_step(&unit->place);
     return unit_set_phase(unit, PHASE_IDLE);
-}
-
-/* ---- the views of a unit lose their history: see [Note: one node per unit] ---- */
-
-int unit_detach_part(struct unit *part) {
-    PyObject *left;
-    if (torch_leave_inference_mode(&left) < 0)
-        return -1;
-    part->in_node = false;
-    int result = handle_detach_views(part->handle);
-    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
-}
-
-int unit_detach_views(struct unit *unit) {
-    if (!unit->views_attached || !unit->handle)
-        return 0;
-    unit->views_attached = false;
-    FOR_PARTS(part, unit)
-        if (unit_detach_part(part) < 0)
-            return -1;
-    return 0;
 }

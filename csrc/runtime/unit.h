@@ -11,6 +11,8 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
+#include "runtime/no_gradient.h"
+#include "runtime/node.h"
 #include "runtime/optional.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
@@ -28,74 +30,75 @@ enum unit_phase {
 
 struct runtime;
 
-static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
-
-/* One FullyShardedDataParallel instance. */
-struct unit {
-    PyObject *object;        /* borrowed; the Python object that this struct lives in */
-    PyObject *module_ref;    /* owned; weak reference to the instance, which owns the unit; its _lazy_init
-                              * builds the runtime, its end detaches the views */
-    PyObject *module_end;    /* owned; a hook that does not own the unit: that reference's callback */
-    PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
-    struct handle *handle;   /* borrowed from handle_object */
-    /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat
-     * parameter. Then a unit has several: its own, and one for each of its segments. A segment is a struct
-     * unit too, with a handle and a place among the runtime's units, so that whatever goes over those finds
-     * it; but its unit gathers, shows and frees it. They share the unit's node: where a gradient comes to any
-     * part, all that are trained are reduced, in one order on all ranks. */
-    struct unit *leader;       /* borrowed; of a segment: the unit that it is part of, else NULL */
-    struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
-    PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
-    PyObject *runtime_object;  /* owned; NULL before lazy init */
-    struct runtime *runtime;   /* borrowed from runtime_object */
-    PyObject *name;            /* owned; str */
-
-    PyObject *param_dtype; /* owned; inputs are cast to it, or NULL */
+/* What the constructor was given. */
+struct unit_options {
+    PyObject *param_dtype; /* owned; dtype that inputs are cast to, or NULL */
     bool cast_forward_inputs, cast_root_forward_inputs;
     enum backward_prefetch backward_prefetch;
     bool forward_prefetch, limit_all_gathers;
     bool full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
+};
 
-    bool is_root;
-    bool sync_gradients;
-    bool stepping;         /* of a part: its optimizers step in this backward, and nobody has waited */
-    enum unit_phase phase; /* written by unit_set_phase() */
+static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
 
-    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its
-     * outputs are the unit's cached views and its backward receives all their gradients at once. It returns
-     * no gradient for the anchor, yet autograd runs the anchor's accumulation node once per backward, after
-     * every contribution: the post-backward moment. */
-    PyObject *anchor;      /* owned */
-    PyObject *anchor_node; /* owned; keeps the accumulation node, and the hook on it, alive */
-    PyObject *anchor_hook; /* owned; a hook that does not own the unit */
-    bool views_attached;   /* the views carry history of an earlier forward */
-    bool in_node;          /* of a part: its own do, as it was trained in the last one */
-    uint64_t frozen;       /* of a part: which of its parameters were not; 0: all were */
-    /* owned; the views had no hooks yet when torch's hook of this number was registered */
-    PyObject *hooks_seen;
+/* The unsharded parameters, beside what the storage says of them. */
+struct unit_unsharded {
+    struct unshard_mark mark; /* end of the last all-gather, of all parts */
+    /* number of the forward that they are for, as runtime.num_forwards counts: see [Note: stale parameters] in
+     * reshard.c */
+    int64_t for_forward;
+    bool prefetched;                /* of a part: gathered ahead, and not used yet */
+    bool saved_by_graph;            /* needed by the graph of a create_graph backward: they stay gathered */
+    enum precision graph_precision; /* of a part: that of the last forward that a backward can follow */
+};
 
-    PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
-    bool ran_pre_backward, needs_pre_backward_unshard;
-    /* [Note: checkpoints inside a unit], in backward.c */
-    int64_t graph_task; /* autograd's number of the backward that it is in */
-    bool recomputed;    /* its last forward ran within that */
-    bool may_nest, nested, anchor_comes;
-    bool named;                       /* of a part: by backward(inputs=...), in which its node has run */
-    bool cut_off, left_out;           /* see [Note: units without a gradient] in no_gradient.c */
-    bool had_gradient;                /* one has come to its outputs in some backward */
-    bool evaluating;                  /* with full_precision_in_eval: the wrapped module is in eval mode */
-    enum precision graph_precision;   /* of the last forward that a backward can follow */
-    int32_t name_index;               /* index of the unit's name in progress.c, -1: none */
-    struct order_place place;         /* in the order of units */
-    bool prefetched;                  /* of a part: and not used yet */
-    struct unshard_mark last_unshard; /* its last all-gather */
-    /* the forward, as num_forwards counts: see [Note: stale parameters] in reshard.c */
-    int64_t unsharded_for;
-    /* true if the graph of a create_graph backward reads its unsharded parameters: they stay gathered */
-    bool graph_reads;
-    /* that of its last forward, where the views stay: compared, never followed */
-    const void *backward_hook;
-    struct optional optional; /* need it not run on every rank, or is it around units that need not? */
+/* Backwards within the unit's own: [Note: checkpoints inside a unit] in backward.c. */
+struct unit_nesting {
+    int64_t graph_task; /* autograd's number of the backward that the unit is in */
+    bool recomputed;    /* the last forward ran within that */
+    bool may_nest;      /* autograd is to be asked where the backward goes */
+    bool nested;        /* another backward within this one was seen */
+    bool anchor_comes;  /* the backward goes to the unit's anchor */
+};
+
+/* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter.
+ * Then a unit has several: its own, and one for each of its segments. A segment is a struct unit too, with a handle
+ * and a place among the runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and
+ * frees it. They share the unit's node: where a gradient comes to any part, all that are trained are reduced, in one
+ * order on all ranks. */
+struct unit {
+    PyObject *object;            /* borrowed; the Python object that this struct lives in */
+    PyObject *module_ref;        /* owned; weak reference to the instance, which owns the unit */
+    PyObject *module_end;        /* owned; callback of that reference, a hook that does not own the unit */
+    PyObject *handle_object;     /* owned; or NULL without parameters */
+    struct handle *handle;       /* borrowed from handle_object */
+    PyObject *runtime_object;    /* owned; NULL before lazy init */
+    struct runtime *runtime;     /* borrowed from runtime_object */
+    PyObject *name;              /* owned; str */
+    int32_t name_index;          /* index of the name in progress.c, or -1 */
+    struct unit_options options; /* the constructor's */
+
+    struct unit *leader;       /* borrowed; the unit that a segment is part of, else NULL */
+    struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
+    PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
+
+    bool is_root;                    /* the first of its runtime */
+    bool sync_gradients;             /* outside of no_sync */
+    enum unit_phase phase;           /* written by unit_set_phase() */
+    struct order_place place;        /* in the order of units */
+    struct optional optional;        /* the enclosing unit, or the units inside that a rank need not run */
+    struct unit_unsharded unsharded; /* the parameters while they are gathered */
+    bool evaluating;                 /* the wrapped module is in eval mode, with full_precision_in_eval */
+
+    struct unit_node node;     /* in autograd's graph */
+    PyObject *reshard_hook;    /* owned; removable, on the inputs of a frozen unit; or NULL */
+    const void *backward_hook; /* of the last forward's outputs, where views stay: compared, never followed */
+    bool needs_pre_backward_unshard; /* a backward is expected, which will read the parameters */
+    bool ran_pre_backward;           /* that has begun */
+    bool inputs_only;                /* of a part: its node has run in a backward(inputs=...) */
+    bool stepping;                   /* of a part: its optimizers step, and nobody has waited */
+    struct unit_nesting nesting;     /* in backwards */
+    struct no_gradient no_gradient;  /* warnings where none comes */
 };
 
 struct unit_spec {
@@ -119,7 +122,6 @@ static inline struct unit *unit_of_part(struct unit *part) {
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec);
 int unit_clear(struct unit *unit);
-void unit_drop_anchor(struct unit *unit); /* and its node and hook */
 /* which comes after those that it has; see [Note: segments] */
 void unit_lead(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
@@ -128,8 +130,6 @@ int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE */
 int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them */
-int unit_detach_part(struct unit *part);    /* its views have no history */
-int unit_detach_views(struct unit *unit);   /* nor those of any part */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
 
@@ -169,11 +169,7 @@ int unit_reshard_only(void *unit);                 /* a frozen unit whose inputs
 int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
 /* does the backward come to the anchor, where it has come to the unit's node? 1, 0 or -1 */
 int unit_reaches_anchor(struct unit *unit);
-
-/* ---- node.c: the autograd function of [Note: one node per unit]. 0 or -1 ---- */
-
-/* The views belong to a new node; its anchor is made on the first call. */
-int unit_attach_views(struct unit *unit);
+int unit_receive_inputs_only(struct unit *part); /* its node has run, and its anchor's hook will not come */
 
 /* ---- unshard.c. 0 or -1 ---- */
 
@@ -192,10 +188,8 @@ int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 
 int unit_reshard_after_forward(struct unit *unit);
 int unit_post_backward_reshard(struct unit *unit); /* and prefetch */
-int unit_reshard_optional(
-    struct unit *enclosing);               /* its backward is over for the optional units that belong to it */
-int unit_reshard_stale(struct unit *unit); /* but not amid a backward */
-void unit_note_used(struct unit *unit);    /* what is gathered is for the forward that is on its way */
+int unit_reshard_stale(struct unit *unit);         /* but not amid a backward */
+void unit_note_used(struct unit *unit); /* what is gathered is for the forward that is on its way */
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain.
  * The others are amid their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
@@ -212,13 +206,9 @@ int unit_prefetch_chosen(struct unit *unit, enum training_state state);   /* or 
 /* on the user's word; the module shows the whole parameters */
 int unit_prefetch_by_user(struct unit *unit);
 
-/* ---- reduce.c, no_gradient.c, recover.c ---- */
+/* ---- reduce.c, recover.c ---- */
 
-int unit_await_step(struct unit *part); /* its optimizers have stepped. 0 or -1 */
-/* a unit with trainable parameters, of whose forward no output requires a gradient. 0 or -1 */
-int unit_note_cut_off(struct unit *unit);
-/* a forward without gradients has ended; perhaps a checkpoint's. 0 or -1 */
-int unit_note_checkpointed(struct unit *unit);
+int unit_await_step(struct unit *part);       /* its optimizers have stepped. 0 or -1 */
 void unit_abandon_forward(struct unit *unit); /* it has raised; the exception stays */
 
 #endif

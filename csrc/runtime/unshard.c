@@ -5,25 +5,25 @@
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
-/* ---- unshard ---- */
+/* ---- one flat parameter ---- */
 
-static enum traced traced_unshard(const struct unit *unit) {
-    enum training_state state = unit->handle->training_state;
+static enum traced traced_unshard(const struct unit *part) {
+    enum training_state state = part->handle->training_state;
     return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? TRACED_BACKWARD_GATHER
                                                                    : TRACED_FORWARD_GATHER;
 }
 
-static int explain(struct unit *unit, bool enqueued) {
-    return unit_explain_failure(unit, traced_unshard(unit), enqueued);
+static int explain(struct unit *part, bool enqueued) {
+    return unit_explain_failure(part, traced_unshard(part), enqueued);
 }
 
-static bool is_replaced(const struct unit *unit) {
-    return unit->runtime->operations->replaced[REPLACEABLE_UNSHARD];
+static bool is_replaced(const struct unit *part) {
+    return part->runtime->operations->replaced[REPLACEABLE_UNSHARD];
 }
 
 /* The shard is the whole, where computation is: nothing is enqueued. */
-static bool is_local(const struct unit *unit) {
-    return unit->handle->storage.copy->is_local && !is_replaced(unit);
+static bool is_local(const struct unit *part) {
+    return part->handle->storage.copy->is_local && !is_replaced(part);
 }
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
@@ -59,30 +59,12 @@ int unit_unshard_part(struct unit *part) {
 }
 
 /* The limiter counts units. */
-static int begin_unshard(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    bool limited = unit->limit_all_gathers && !unit->leader;
-    if (pre_unshard(unit) < 0 || (limited && limiter_wait(&schedule->limiter, &schedule->streams) < 0))
+static int begin_unshard(struct unit *part) {
+    struct schedule *schedule = &part->runtime->schedule;
+    bool limited = part->options.limit_all_gathers && !part->leader;
+    if (pre_unshard(part) < 0 || (limited && limiter_wait(&schedule->limiter, &schedule->streams) < 0))
         return -1;
     return schedule_begin_unshard(schedule);
-}
-
-static int unshard_part(struct unit *unit) {
-    if (unit->handle->storage.param_state != PARAM_SHARDED)
-        return unit_await_step(unit) < 0 || handle_check_flat_param(unit->handle) < 0
-                   ? -1
-                   : writeback_check_views(&unit->handle->writeback);
-    if (is_local(unit))
-        return unit_await_step(unit) < 0 ? -1 : handle_unshard(unit->handle);
-    if (begin_unshard(unit) < 0) {
-        storage_abandon_unshard(&unit->handle->storage);
-        return explain(unit, false);
-    }
-    /* the event of a unit's last all-gather is that of all its parts */
-    if (schedule_end_unshard(&unit->runtime->schedule, &unit_of_part(unit)->last_unshard,
-                             unit->runtime->operations->unshard(unit)) < 0)
-        return explain(unit, false);
-    return 0;
 }
 
 /* ---- of several flat parameters ---- */
@@ -124,7 +106,7 @@ static int unshard_together(struct unit *unit) {
             return explain(part, false);
     int result = begin_unshard(unit);
     if (!result)
-        result = schedule_end_unshard(schedule, &unit->last_unshard, enqueue_together(unit));
+        result = schedule_end_unshard(schedule, &unit->unsharded.mark, enqueue_together(unit));
     if (!result)
         return 0;
     FOR_PARTS(part, unit)
@@ -134,22 +116,40 @@ static int unshard_together(struct unit *unit) {
 }
 
 int unit_unshard(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
     if (unit->handle->storage.param_state == PARAM_SHARDED)
-        unit->unsharded_for = unit->runtime->num_forwards;
+        unit->unsharded.for_forward = unit->runtime->num_forwards;
     if (can_coalesce(unit))
         return unshard_together(unit);
-    FOR_PARTS(part, unit)
-        if (unshard_part(part) < 0)
-            return -1;
+    FOR_PARTS(part, unit) {
+        struct handle *handle = part->handle;
+        if (handle->storage.param_state != PARAM_SHARDED) {
+            if (unit_await_step(part) < 0 || handle_check_flat_param(handle) < 0 ||
+                writeback_check_views(&handle->writeback) < 0)
+                return -1;
+        } else if (is_local(part)) {
+            if (unit_await_step(part) < 0 || handle_unshard(handle) < 0)
+                return -1;
+        } else {
+            int result = begin_unshard(part);
+            if (result < 0)
+                storage_abandon_unshard(&handle->storage);
+            else /* the event of a unit's last all-gather is that of all its parts */
+                result = schedule_end_unshard(schedule, &unit->unsharded.mark,
+                                              unit->runtime->operations->unshard(part));
+            if (result < 0)
+                return explain(part, false);
+        }
+    }
     return 0;
 }
 
 /* ---- wait and reshard ---- */
 
-static int wait_unshard_part(struct unit *unit) {
-    if (storage_wait_unshard(&unit->handle->storage) < 0)
-        return explain(unit, true);
-    return schedule_wait_unshard(&unit->runtime->schedule, &unit_of_part(unit)->last_unshard);
+static int wait_unshard_part(struct unit *part) {
+    if (storage_wait_unshard(&part->handle->storage) < 0)
+        return explain(part, true);
+    return schedule_wait_unshard(&part->runtime->schedule, &unit_of_part(part)->unsharded.mark);
 }
 
 int unit_wait_unshard(struct unit *unit) {
@@ -164,17 +164,18 @@ int unit_unshard_and_wait(struct unit *unit) {
     return unit_unshard(unit) < 0 ? -1 : unit_wait_unshard(unit);
 }
 
-int unit_reshard(struct unit *unit, bool free_storage) {
-    const struct operations *table = unit->runtime->operations;
-    struct storage *storage = &unit->handle->storage;
-    bool frees = storage->param_state != PARAM_SHARDED && free_storage && !unit->leader && !is_local(unit);
-    if (wait_unshard_part(unit) < 0) /* prefetched for nothing */
+int unit_reshard(struct unit *part, bool free_storage) {
+    const struct operations *table = part->runtime->operations;
+    struct schedule *schedule = &part->runtime->schedule;
+    struct storage *storage = &part->handle->storage;
+    bool frees = storage->param_state != PARAM_SHARDED && free_storage && !part->leader && !is_local(part);
+    if (wait_unshard_part(part) < 0) /* prefetched for nothing */
         return -1;
     /* wherever another function has left the storage, it is as it should be then */
-    if ((table->reshard && table->reshard(unit, free_storage) < 0) ||
+    if ((table->reshard && table->reshard(part, free_storage) < 0) ||
         storage_reshard(storage, free_storage) < 0)
         return -1;
-    return frees ? limiter_note_free(&unit->runtime->schedule.limiter, &unit->runtime->schedule.streams) : 0;
+    return frees ? limiter_note_free(&schedule->limiter, &schedule->streams) : 0;
 }
 
 /* ---- in which precision ---- */
@@ -182,17 +183,17 @@ int unit_reshard(struct unit *unit, bool free_storage) {
 /* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its
  * shard (D-123). */
 
-static int use_precision(struct unit *unit, enum precision precision) {
-    struct handle *handle = unit->handle;
+static int use_precision(struct unit *part, enum precision precision) {
+    struct handle *handle = part->handle;
     if (storage_precision(&handle->storage) == precision)
         return 0;
     if (handle_take_over_views(handle) < 0)
         return -1;
-    return unit_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
+    return unit_reshard(part, true) < 0 ? -1 : handle_use_precision(handle, precision);
 }
 
 int unit_precision_for_forward(struct unit *unit) {
-    if (!unit->full_precision_in_eval)
+    if (!unit->options.full_precision_in_eval)
         return 0;
     int training = unit_is_training(unit);
     if (training < 0)
@@ -210,12 +211,12 @@ int unit_precision_for_forward(struct unit *unit) {
 
 void unit_note_precision(struct unit *unit) {
     FOR_PARTS(part, unit)
-        part->graph_precision = storage_precision(&part->handle->storage);
+        part->unsharded.graph_precision = storage_precision(&part->handle->storage);
 }
 
 int unit_precision_for_backward(struct unit *unit) {
     FOR_PARTS(part, unit)
-        if (use_precision(part, part->graph_precision) < 0)
+        if (use_precision(part, part->unsharded.graph_precision) < 0)
             return -1;
     return 0;
 }

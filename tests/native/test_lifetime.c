@@ -194,13 +194,13 @@ static void build(enum sharding_strategy strategy, enum backward_prefetch backwa
         handles[i].param.strategy = strategy;
         handles[i].param.sharded = strategy != NO_SHARD;
         handles[i].storage.copy = handles[i].storage.copies;
-        units[i] = (struct unit){.handle = &handles[i],
-                                 .runtime = &runtime,
-                                 .backward_prefetch = backward_prefetch,
-                                 .forward_prefetch = forward_prefetch,
-                                 .is_root = i == 0,
-                                 .sync_gradients = true,
-                                 .name_index = -1};
+        units[i] = (struct unit){
+            .handle = &handles[i],
+            .runtime = &runtime,
+            .options = {.backward_prefetch = backward_prefetch, .forward_prefetch = forward_prefetch},
+            .is_root = i == 0,
+            .sync_gradients = true,
+            .name_index = -1};
         order_place_init(&units[i].place, i);
         pointers[i] = &units[i];
     }
@@ -248,7 +248,7 @@ static void end_backward(void) {
     CHECK_EQUAL(runtime_note_kept(&runtime), 0);
     for (int i = 0; i < UNITS; i++) {
         CHECK_EQUAL(handle_set_training_state(&handles[i], USE_IDLE), 0);
-        units[i].prefetched = false;
+        units[i].unsharded.prefetched = false;
         order_place_end_step(&units[i].place);
     }
     order_next_iteration(&runtime.order);
@@ -322,7 +322,7 @@ TEST(test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward) {
     said[0] = '\0';
     forward_from(3, false); /* 1 is expected after the root, and 2 and 3 after that */
     CHECK(it_said("gather0 gather1 gather3 free3 free0 free1 flush"));
-    CHECK(!units[1].prefetched);
+    CHECK(!units[1].unsharded.prefetched);
 }
 
 TEST(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to) {
@@ -424,7 +424,7 @@ static void optional_step(bool runs) {
         CHECK_EQUAL(unit_unshard_for_backward(&units[i]), 0);
         post_backward(i);
     }
-    CHECK_EQUAL(unit_reshard_optional(&units[0]), 0);
+    CHECK_EQUAL(optional_end_backward(&units[0]), 0);
     post_backward(0);
 }
 

@@ -87,7 +87,7 @@ ENDS(unit_post_backward_reshard, struct unit *of)
 ENDS(unit_register_pre_backward_hooks, struct unit *of, PyObject **outputs)
 ENDS(unit_register_post_backward_hook, struct unit *of)
 ENDS(unit_prefetch, struct unit *candidate, enum training_state state)
-ENDS(handle_detach_views, struct handle *of)
+ENDS(node_detach_views, struct unit *of)
 ENDS(torch_leave_inference_mode, PyObject **left)
 ENDS(torch_return_to_inference_mode, PyObject *left)
 
@@ -309,7 +309,7 @@ static const char *break_one(int number) {
     BREAK("!= PARAM_UNSHARDING", handle.storage.param_state = PARAM_UNSHARDING)
     BREAK("is_at(order->post", order_record_post_forward(&runtime.order, &unit.place),
           order_forget_forwards(&runtime.order))
-    BREAK("!unit->prefetched", unit.prefetched = true)
+    BREAK("!unit->unsharded.prefetched", unit.unsharded.prefetched = true)
     BREAK("!runtime->reducing", runtime.reducing = &unit)
     BREAK("!unit->reshard_hook", unit.reshard_hook = (PyObject *)&unit)
     BREAK("order.num_post == 0", order_record_post_forward(&runtime.order, &unit.place))
