@@ -25,7 +25,7 @@ from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import Pickled
 from fsdp_c.checkpoint.pieces import span
-from fsdp_c.checkpoint.values import LocalParts, PartialTensor, RangeTensor
+from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 
@@ -100,7 +100,7 @@ class HostCopies:
         for piece in pieces:
             for one in piece.sources:
                 copy = _like(one, piece, views[one.tensor.dtype])
-                copies[one.key] = one.value._like(copy) if isinstance(one.value, PartialTensor) else copy
+                copies[one.key] = one.value._like(copy) if isinstance(one.value, RangeTensor) else copy
             if one.tensor.is_cpu:
                 is_whole = len(piece.sources) == 1 and one.is_contiguous
                 on_cpu.append((copy, one.tensor) if is_whole else (_place(piece, memory), _bytes(piece)))
@@ -195,7 +195,7 @@ def _is_of_training(source: _Source, path: PathInDict) -> bool:
 
 def _source(key: str, value: Tensor) -> _Source | None:
     """The memory of a value; None for what has none that can be copied as bytes."""
-    tensor = value.local if isinstance(value, RangeTensor | LocalParts) else value.detach()
+    tensor = value.local if isinstance(value, RangeTensor) else value.detach()
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
         return None
     if tensor.is_conj() or tensor.is_neg():

@@ -7,12 +7,10 @@ against the files that are there, names of files. A ``Checkpoint`` remains, from
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
 import pathlib
-import pickle
 import reprlib
 import resource
 import weakref
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
 
 from fsdp_c.checkpoint.folder import (
     CHECKSUMS,
@@ -39,7 +36,7 @@ from fsdp_c.checkpoint.folder import (
     refusing,
     require,
 )
-from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
+from fsdp_c.checkpoint.pickles import read_metadata
 from fsdp_c.checkpoint.pieces import Place
 from fsdp_c.sharding.common import collector_paused
 from fsdp_c.sharding.flat_param import are_dense
@@ -52,54 +49,6 @@ _MAX_CORNERS = 2**24  # of boxes, in all: looked at in seconds
 # with another attribute it may be ours with a damaged name, and must not pass for torch's, which has no
 # checksums
 _STORAGE_INFO = {"args", "relative_path", "offset", "length", "transform_descriptors", "piece"}
-
-_ENUM = "_MEM_FORMAT_ENCODING"
-_MODULES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        _ENUM,
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """See [Note: A pickle from a stranger]. Classes are made for one reading: nothing can be left on them."""
-
-    persistent_load = Tuple
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(with_marked_tuples(content)))
-        self.classes: dict[str, type[Value]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return Tuple
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if is_getattr(module, name):
-            return self._member
-        if (dtype := dtype_named(module, name)) is not None:
-            return dtype
-        if name not in _MODULES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata has")
-        return self.classes.setdefault(name, type(name, (Value,), {}))
-
-    def _member(self, cls: object = None, name: object = None, *_: object) -> Value:
-        """``getattr`` of the one enum that metadata has."""
-        member = dcp._MEM_FORMAT_ENCODING.__members__.get(name) if type(name) is str else None
-        if member is None or cls is not self.classes.get(_ENUM):
-            raise pickle.UnpicklingError(f"it names builtins.getattr, and asks for {reprlib.repr(name)}")
-        return self.classes[_ENUM](member.value)
 
 
 def _kind(value: object) -> str:
@@ -286,7 +235,7 @@ class _Reader:
         content = self._content()
         identity = len(content), zlib.crc32(content)
         checksums, problem = _checksums(self.folder, identity, data_folders(content))
-        metadata = _Unpickler(content).load()
+        metadata = read_metadata(content)
         require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
         require(type(metadata.state_dict_metadata) is dict, "it has no entries")
         require(type(metadata.storage_data) is dict, "it does not say where entries are")

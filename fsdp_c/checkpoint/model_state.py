@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from fsdp_c.checkpoint.values import (
     RangeTensor,
     box_of_rank,
-    global_shape,
     in_box,
-    is_in_parts,
     mapped_tensors,
+    unless_part,
     whole_value,
 )
 from fsdp_c.compat.aliases import StateDict
-from fsdp_c.compat.errors import IGNORED_AND_TRAINED
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
@@ -155,27 +153,15 @@ def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
 def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str, Tensor]]:
     """By the module and the name there."""
     found: dict[nn.Module, dict[str, Tensor]] = {}
-    for path, module in units_with_paths(model):
+    for name, param in params_of_script(model):
+        mapped_tensors(name, param, unless_part)
+    for module in units_of(model):
         if module._handle is not None:
-            _refuse_parts(path, module)
             parts = split_shard(module, _settled_shard(module, waits))
             values = [part_value(module, layout, part) for layout, part in parts]
-            for param in module._handle.managed_params:
-                found.setdefault(param.module, {})[param.name] = values[param.place]
+            for managed in module._handle.managed_params:
+                found.setdefault(managed.module, {})[managed.name] = values[managed.place]
     return found
-
-
-def _refuse_parts(path: str, module: ShardedModule) -> None:
-    """What the parameter is a part of, is known only where the unit has left it to the modules."""
-    handle = handle_of(module)
-    for param, info in zip(handle.flat_param._params or (), handle.managed_params, strict=False):
-        if is_in_parts(param):
-            name = clean_name(joined(path, info.fqn))
-            raise NotImplementedError(
-                f"{name} is part of a tensor of shape {global_shape(param)}, as its attributes say "
-                f"(CheckpointableTensor), and is divided by a unit on rank {module.rank} besides: pass it in "
-                f"ignored_states, or take the attributes off. {IGNORED_AND_TRAINED}."
-            )
 
 
 def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
@@ -200,26 +186,18 @@ def _in_order(
         own = of_module.get(module, {})
         for name, param in module._parameters.items():
             if param is not None and name not in own and not is_flat_param_name(name):
-                yield prefix + name, _plain(prefix + name, param)
+                yield prefix + name, mapped_tensors(prefix + name, param, whole_value)
         for name, value in own.items():
             yield prefix + name, value
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, _plain(prefix + name, buffer.to(dtype=original.get((module, name))))
+                yield (
+                    prefix + name,
+                    mapped_tensors(prefix + name, buffer.to(dtype=original.get((module, name))), whole_value),
+                )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             key = prefix + EXTRA_STATE
-            yield key, mapped_tensors(key, module.get_extra_state(), _as_part)
-
-
-def _plain(name: str, tensor: Tensor) -> Tensor:
-    try:
-        return whole_value(tensor)
-    except (NotImplementedError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from error
-
-
-def _as_part(name: str, tensor: Tensor) -> Tensor:
-    return _plain(name, tensor) if is_in_parts(tensor) else tensor
+            yield key, mapped_tensors(key, module.get_extra_state(), unless_part)
 
 
 def show_loaded(model: nn.Module) -> None:

@@ -1,42 +1,28 @@
 """What a checkpoint holds besides tensors: made plain before it is saved, and read without running anything.
 
 [Note: Names in a pickle]
-A pickle may call whatever it names, with any arguments, and set attributes of what comes out. torch's
-weights_only reader has a short list of names that may stand there. While it reads for us it knows those of
-``_known()`` as well. Each stands for a function or a class of ours that checks what it is given, or for an
-immutable class of the interpreter that is made of numbers and text. None of them imports a module, opens a
-file or leaves anything changed but what it returns. What a user has put on torch's list, by
-``torch.serialization.add_safe_globals``, stays as it is.
+Objects are read by ``torch.load(weights_only=True)``, which calls only what is on its list. Meanwhile ``_known()`` is
+on it too: paths, times and frozensets, whose classes do nothing but hold what they are given, and stand-ins of ours
+for numpy's functions, which believe any size and flag. A user adds names by ``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
 
 import datetime
-import decimal
-import difflib
-import enum
 import functools
 import io
 import math
 import pathlib
 import re
-import resource
 import sys
 import threading
-import time
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.serialization import get_safe_globals, safe_globals
-
-from fsdp_c.checkpoint.pickles import rebuilt
-from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy, StateDictType
 
 
 class _EmptyDict:
@@ -46,6 +32,13 @@ class _EmptyDict:
         return dict, ()
 
 
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    """A tuple, named or not, with ``items`` in place of its own; itself where they are the same."""
+    if all(one is other for one, other in zip(items, value, strict=True)):
+        return value
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
 def plain(value: object) -> Any:
     """``value`` as it is saved: numpy's scalars in nested dicts, lists and tuples become Python's."""
     if isinstance(value, dict):
@@ -53,7 +46,7 @@ def plain(value: object) -> Any:
     if isinstance(value, list):
         return [plain(one) for one in value]
     if isinstance(value, tuple):
-        return rebuilt(value, [plain(one) for one in value])
+        return _rebuilt(value, [plain(one) for one in value])
     numpy = sys.modules.get("numpy")  # where it is not imported, nothing is of its types
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
         return value.item()  # of a long double it is a long double
@@ -84,9 +77,8 @@ class Pickled:
 def load(content: bytes) -> Any:
     """What ``torch.save`` made ``content`` of. See [Note: Names in a pickle]."""
     with names_known():
-        return plain_arrays(
-            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
-        )
+        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
+    return _plain_arrays(value, {})
 
 
 def reason(error: Exception) -> str:
@@ -96,6 +88,8 @@ def reason(error: Exception) -> str:
     if name is None:
         last = text.split("WeightsUnpickler error: ")[-1].strip()
         return (last or text).splitlines()[0]
+    if name[1] == "getattr":
+        return "it calls getattr, which might run code: save it as text or numbers"
     return (
         f"it names {name[1]}, which might run code: who trusts it calls "
         f"torch.serialization.add_safe_globals([{name[1]}]) before saving and loading"
@@ -107,14 +101,13 @@ _lock = threading.RLock()  # torch's list is one for all threads
 
 @contextmanager
 def names_known() -> Iterator[None]:
-    """While torch's weights_only reader reads for us. numpy's arrays come as ours: see plain_arrays()."""
+    """While torch's weights_only reader reads for us."""
     with _lock:
         theirs = {each[1] if isinstance(each, tuple) else _name(each) for each in get_safe_globals()}
-        ours = [(stand_in, name) for name, stand_in in _known().items() if name not in theirs]
-        # numpy's own functions are trusted then, which need the classes of all dtypes
-        if "numpy.dtype" in theirs:
-            ours += [(cls, name) for name, cls in _dtype_classes().items() if name not in theirs]
-        with safe_globals(ours):  # type: ignore[arg-type]  # a name may stand for anything that is called
+        # who has added one of numpy's names trusts numpy, whose functions do not take what ours give
+        of_numpy = _numpys_own() if any(name.startswith("numpy.") for name in theirs) else _stand_ins()
+        known = _known() | of_numpy
+        with safe_globals([(each, name) for name, each in known.items() if name not in theirs]):
             yield
 
 
@@ -124,30 +117,20 @@ def names_known() -> Iterator[None]:
 @functools.cache
 def _known() -> dict[str, Any]:
     """By its name in a pickle, what it stands for."""
-    immutable = [
-        # C classes of numbers: there is no attribute to set
-        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-        frozenset,  # of what the pickle itself has made
-        # named tuples without a __dict__, whose classes only put names to what they are given
-        *(time.struct_time, resource.struct_rusage, decimal.DecimalTuple, difflib.Match),
-        *(urllib.parse.DefragResult, urllib.parse.ParseResult, urllib.parse.SplitResult),
-    ]
-    known: dict[str, Any] = {_name(cls): cls for cls in immutable}
-    # as pickled by Python 2
-    known |= {name.replace("urllib.parse", "urlparse"): cls for name, cls in known.items()}
-    # a pickle of b"" calls bytes; with a number that would be as many bytes
-    known |= {"builtins.bytes": _nothing(bytes), "builtins.dict": _nothing(dict)}
+    times = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
+    known: dict[str, Any] = {_name(cls): cls for cls in (*times, frozenset, dict)}
+    known["builtins.bytes"] = lambda: b""  # given a number, bytes() would be as many
     for path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
-        # of text alone; pathlib._local is its module in Python 3.13
-        known |= {f"{module}.{path.__name__}": _path(path) for module in ("pathlib", "pathlib._local")}
-    members = [_Members(each) for each in (ShardingStrategy, BackwardPrefetch, StateDictType, CheckpointImpl)]
-    known |= {_name(each.enum): each for each in members}
-    known["builtins.getattr"] = _member  # which CPython 3.11.0 to 3.11.3 pickle a member by
-    return known | _known_of_numpy()
+        # pathlib._local is its module in Python 3.13
+        known |= {f"{module}.{path.__name__}": path for module in ("pathlib", "pathlib._local")}
+    return known
 
 
 def _name(named: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
+
+
+# ----------------------------------------------------------------- numpy
 
 
 def _require(condition: object, problem: str) -> None:
@@ -155,136 +138,78 @@ def _require(condition: object, problem: str) -> None:
         raise UnpicklingError(problem)
 
 
-def _nothing(cls: type) -> Callable[[], object]:
-    return lambda: cls()
-
-
-def _path(cls: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
-    def path(*parts: str) -> pathlib.PurePath:
-        _require(all(type(part) is str for part in parts), f"a {cls.__name__} of {parts!r}")
-        return cls(*parts)
-
-    return path
-
-
-class _Members:
-    """Stands for an enum, of which a pickle gets the members; the class itself it could make another of."""
-
-    def __init__(self, cls: type[enum.Enum]) -> None:
-        self.enum = cls
-
-    def __call__(self, value: object) -> enum.Enum:
-        return self.enum(value)
-
-
-def _member(members: object, name: object) -> enum.Enum:
-    if not isinstance(members, _Members) or name not in members.enum.__members__:
-        raise UnpicklingError(f"it asks for the attribute {name!r} of something")
-    return members.enum.__members__[str(name)]
-
-
-# ----------------------------------------------------------------- numpy
-
-
-class _DType:
-    """Stands for ``numpy.dtype``, of numbers, text and times: numpy's believes any size and flag."""
-
-    def __init__(self, kind: str, *_: object) -> None:
-        _require(type(kind) is str and re.fullmatch(r"[biufcmMSU][0-9]{1,9}", kind), f"arrays of {kind!r}")
-        self.kind, self.order, self.unit = kind, "=", ""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, order, *structure = state[:5]
-        _require(structure == [None] * 3 and order in ("<", ">", "|", "="), "arrays of structures")
-        self.order = order
-        if self.kind[0] in "mM":
-            name, count, *rest = state[8][1]
-            _require(
-                type(count) is int and rest == [1, 1] and name.isalpha(), "arrays of times in an odd unit"
-            )
-            self.unit = "" if name == b"generic" else f"[{count}{name.decode()}]"
-
-    @property
-    def dtype(self) -> Any:
-        import numpy
-
-        return numpy.dtype(f"{self.order}{self.kind}{self.unit}")
+def _in_numpy(**functions: Any) -> dict[str, Any]:
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1 and 2
+    return {f"{module}.{name}": function for module in modules for name, function in functions.items()}
 
 
 @functools.cache
-def _known_of_numpy() -> dict[str, Any]:
-    try:
-        import numpy
-    except ImportError:
-        return {}
+def _numpys_own() -> dict[str, Any]:
+    import numpy
+
+    dtypes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
+    known = {_name(cls): cls for cls in (numpy.ndarray, numpy.dtype, *dtypes)}
+    return known | _in_numpy(
+        _reconstruct=numpy.ones(1).__reduce__()[0], scalar=numpy.ones(1)[0].__reduce__()[0]
+    )
+
+
+@functools.cache
+def _stand_ins() -> dict[str, Any]:
+    """For numpy's classes and functions, of numbers, text and times."""
+    import numpy
+
+    class DType:
+        def __init__(self, kind: str, *_: object) -> None:
+            _require(type(kind) is str and re.fullmatch("[biufcmMSU][0-9]{1,9}", kind), f"arrays of {kind!r}")
+            self.dtype = numpy.dtype(kind)
+
+        def __setstate__(self, state: tuple[Any, ...]) -> None:
+            _, order, *structure = state[:5]
+            _require(structure == [None] * 3 and order in ("<", ">", "|", "="), "arrays of structures")
+            self.dtype = self.dtype.newbyteorder(order)
+            if self.dtype.kind in "mM":
+                name, count, *rest = state[8][1]
+                _require(type(count) is int and rest == [1, 1], "arrays of times in an odd unit")
+                unit = "" if name == b"generic" else f"[{count}{name.decode()}]"
+                self.dtype = numpy.dtype(f"{self.dtype.str[:3]}{unit}")
 
     class Array(numpy.ndarray[Any, Any]):
-        """An array while it is read: numpy's own are not told a shape and data that do not fit each other."""
+        """An array while it is read."""
 
         def __new__(cls) -> Any:
             return super().__new__(cls, (0,), "i1")
 
         def __setstate__(self, state: tuple[Any, ...]) -> None:
-            _, shape, dtype, is_fortran, data = state
-            if isinstance(dtype, _DType):
-                dtype = dtype.dtype
-                _require(type(data) is bytes, "arrays of objects")
-                _require(all(type(size) is int and size >= 0 for size in shape), "an array without a shape")
-                nbytes = math.prod(shape) * dtype.itemsize
-                _require(nbytes == len(data), f"an array of {nbytes} bytes with {len(data)}")
-            checked: Any = (1, shape, dtype, bool(is_fortran), data)
+            _, shape, kind, is_fortran, data = state
+            _require(all(type(size) is int and size >= 0 for size in shape), "an array without a shape")
+            nbytes = math.prod(shape) * kind.dtype.itemsize
+            _require(type(data) is bytes and len(data) == nbytes, f"an array of other than {nbytes} bytes")
+            checked: Any = (1, shape, kind.dtype, bool(is_fortran), data)
             super().__setstate__(checked)
 
-    def reconstruct(cls: type, *_: object) -> Any:
-        _require(cls in (Array, numpy.ndarray), "a kind of array")
-        return Array() if cls is Array else numpy.ndarray((0,), "i1")
+    def scalar(kind: DType, content: bytes) -> Any:
+        _require(type(content) is bytes and len(content) == kind.dtype.itemsize, "a scalar of another size")
+        return numpy.ndarray((1,), kind.dtype, content)[0]
 
-    def scalar(dtype: Any, content: bytes) -> Any:
-        dtype = dtype.dtype if isinstance(dtype, _DType) else dtype
-        _require(type(content) is bytes and len(content) == dtype.itemsize, "a scalar of another size")
-        return numpy.ndarray((1,), dtype, content)[0]
-
-    known: dict[str, Any] = {"numpy.dtype": _DType, "numpy.ndarray": Array}
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # of numpy 1 and 2
-        known |= {f"{module}._reconstruct": reconstruct, f"{module}.scalar": scalar}
-    return known
+    known = {"numpy.dtype": DType, "numpy.ndarray": Array}
+    return known | _in_numpy(_reconstruct=lambda *_: Array(), scalar=scalar)
 
 
-@functools.cache
-def _dtype_classes() -> dict[str, Any]:
-    import numpy
-
-    classes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
-    return {_name(cls): cls for cls in classes}
-
-
-def _has_its_elements(tensor: Tensor) -> bool:
-    """Whether each has a place of its own, so that who works with them needs no more memory than was read."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout != torch.strided:
-        return True
-    return tensor.is_meta or tensor.nbytes <= tensor.untyped_storage().nbytes()
-
-
-def plain_arrays(value: Any, made: dict[int, Any] | None = None) -> Any:
-    """``value`` with numpy's own arrays for those that were read. ``made``: of what stands in several places."""
-    made = {} if made is None else made
-    if id(value) in made or isinstance(value, Tensor):
-        _require(
-            not isinstance(value, Tensor) or _has_its_elements(value),
-            "a tensor of more elements than are there",
-        )
-        return made.get(id(value), value)
-    if type(value) is _known_of_numpy().get("numpy.ndarray"):
-        import numpy
-
-        made[id(value)] = value.view(numpy.ndarray)
+def _plain_arrays(value: Any, made: dict[int, Any]) -> Any:
+    """``value`` with numpy's own arrays for those that were read. ``made``: by ``id()``, of what stands in several
+    places."""
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) is _stand_ins()["numpy.ndarray"]:
+        made[id(value)] = value.view(_numpys_own()["numpy.ndarray"])
     elif isinstance(value, dict):
         made[id(value)] = value
         for key, one in value.items():
-            value[key] = plain_arrays(one, made)
+            value[key] = _plain_arrays(one, made)
     elif isinstance(value, list):
         made[id(value)] = value
-        value[:] = [plain_arrays(one, made) for one in value]
+        value[:] = [_plain_arrays(one, made) for one in value]
     elif isinstance(value, tuple):
-        made[id(value)] = rebuilt(value, [plain_arrays(one, made) for one in value])
+        made[id(value)] = _rebuilt(value, [_plain_arrays(one, made) for one in value])
     return made.get(id(value), value)

@@ -20,14 +20,7 @@ from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.storage import put_at
-from fsdp_c.checkpoint.values import (
-    RangeTensor,
-    global_shape,
-    is_in_parts,
-    mapped_tensors,
-    value_of_state,
-    whole_value,
-)
+from fsdp_c.checkpoint.values import RangeTensor, mapped_tensors, whole_value
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.sharded_module import units_of
@@ -177,7 +170,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
     if isinstance(value, WholeState):
         yield known.fqns[0], value.mapped(_on_holder).value
     elif known.module is None:
-        yield known.fqns[0], mapped_tensors(name, value, lambda _, one: value_of_state(one, param))
+        yield known.fqns[0], mapped_tensors(name, value, whole_value)
     elif not isinstance(value, Tensor) or value.dim() == 0:
         if holds_elements(known):
             yield from ((fqn, value) for fqn in known.fqns)
@@ -306,7 +299,7 @@ class OptimTarget:
                 entry = self.checkpoint.entries[key]
                 if isinstance(entry, TensorEntry):
                     self.memory[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=param.device)
-                    self.tensors[key] = value_of_state(self.memory[key], param)
+                    self.tensors[key] = whole_value(self.memory[key])
                 else:
                     self.object_keys.append(key)
 
@@ -347,9 +340,8 @@ class OptimTarget:
         entry = entries[0]
         assert isinstance(entry, TensorEntry)
         if known.module is None:
-            in_parts = is_in_parts(param) and entry.shape == global_shape(param)
-            value = self._memory(param, name, tuple(param.shape) if in_parts else entry.shape, entry.dtype)
-            self.tensors[keys[0]] = value_of_state(value, param)
+            value = self._memory(param, name, entry.shape, entry.dtype)
+            self.tensors[keys[0]] = whole_value(value)
         elif name in self._numbers or (not entry.shape and known.layouts[present[0]].shape):
             self.scalars.update((key, self._scalar(key)) for key in keys)
             return keys

@@ -61,7 +61,7 @@ from fsdp_c.checkpoint.storage import (
     read_object,
 )
 from fsdp_c.checkpoint.table import RankResult
-from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tensors, whole_value
+from fsdp_c.checkpoint.values import TOO_DEEP, mapped_tensors, whole_value
 from fsdp_c.checkpoint.writing import Writer
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
@@ -131,10 +131,6 @@ def save(
     Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and
     groups of the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
     fsdp_c/checkpoint/objects.py. Scalars of numpy are saved as numbers.
-
-    Plain tensors that hold parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``, are
-    saved and loaded as such in the model, its extra state and the optimizer; in ``extra`` rank 0 must have
-    all parts, and ``load`` returns the whole. A part that a unit divides besides is refused by name.
 
     ``background``: return a ``BackgroundSave`` once this rank's part has been copied into memory of the
     host's, which is kept for the next save, and write it from a thread while training goes on: see [Note:
@@ -344,7 +340,7 @@ def _saved_state(
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
-        state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, _whole_on_rank_0))
+        state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, whole_value))
     return _State(*flatten_state_dict(state), units_of_some(model, world_size))
 
 
@@ -393,17 +389,6 @@ def _plain_values(values: StateDict) -> StateDict:
     return made
 
 
-def _whole_on_rank_0(name: str, tensor: Tensor) -> Tensor:
-    value = whole_value(tensor)
-    if isinstance(value, LocalParts) and value.numel_held != value.shape.numel():
-        raise ValueError(
-            f"{name}: rank 0 holds {value.numel_held} of the {value.shape.numel()} elements of a tensor of "
-            f"shape {tuple(value.shape)}, and alone saves what is in extra: make it a buffer of the model, "
-            "or pass it whole"
-        )
-    return value
-
-
 @contextmanager
 def progress_bar(title: str, shown: bool) -> Iterator[tuple[Report, Report]]:
     """Two functions to report progress to: one takes the bytes just done, the other the total."""
@@ -438,8 +423,7 @@ class _Loading:
         self.checkpoint = read(path)
         _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
-        # modules' own state by name: its key, and what it is now
-        self.nested: dict[str, tuple[str, Any]] = {}
+        self.nested: dict[str, str] = {}  # the keys of modules' own state, by its name
         prefix = f"{model_key}." if model_key else ""
         self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optims: list[OptimTarget] = []
@@ -455,9 +439,7 @@ class _Loading:
             Reader(self.checkpoint).read(itertools.chain.from_iterable(scalars))
             optim.objects = {key: read_object(self.checkpoint, key) for key in optim.object_keys}
             optim.check()
-        self.own_state = {
-            n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()
-        }
+        self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
         items = (item for each in self.items.values() for item in each)
         self.checkpoint.hold(item.chunk.file for item in items)
@@ -470,13 +452,12 @@ class _Loading:
         takers = {prefix + name for name in extra_state_takers(model)}
         missing, errors = self._add_tensors(expected)
         for key in dict.fromkeys([*own, *takers]):
-            held = own.get(key)
             if any(each == key or each.startswith(f"{key}.") for each in entries):
                 if key in takers:
-                    self.nested[key.removeprefix(prefix)] = (key, held)
+                    self.nested[key.removeprefix(prefix)] = key
                 elif strict:
                     errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
-            elif key in takers and flatten_state_dict({key: held})[0]:  # {} was saved as nothing
+            elif key in takers and flatten_state_dict({key: own.get(key)})[0]:  # {} was saved as nothing
                 missing.append(key)
         if strict:
             errors += [f"{key} is missing" for key in missing]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 from collections import deque
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint import objects
-from fsdp_c.checkpoint.archives import check_archive
 from fsdp_c.checkpoint.folder import CheckpointError, refusing
 from fsdp_c.checkpoint.metadata import (
     BytesEntry,
@@ -85,7 +83,6 @@ def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
 
 def _torch_load(what: str, content: bytes) -> Any:
     with refusing(lambda error: f"{what} cannot be read ({objects.reason(error)})"):
-        check_archive(io.BytesIO(content))
         return objects.load(content)
 
 

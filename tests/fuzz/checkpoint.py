@@ -339,81 +339,6 @@ class HeadersOfTorch(Headers):
 # ----------------------------------------------------------------- made to harm
 
 
-def program(rng: random.Random) -> bytes:
-    """A pickle of values that stand in several places, in one another, and as keys."""
-    parts: list[bytes] = []
-    memo: list[bytes] = []
-    lists: list[bytes] = []
-    leaves = [b"K\x01", b"N", b"G" + bytes(8), b"X\x02\x00\x00\x00hi", b")", b"J\xff\xff\xff\x7f"]
-    calls = [b"ctorch\nSize\n%b\x85R", b"ccollections\nOrderedDict\n)R", b"c__builtin__\nset\n]%ba\x85R"]
-    calls += [
-        b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x06\x00\x00\x00latin1\x86R",
-        b"cbuiltins\nbytearray\n%b\x85R",
-    ]
-    calls += [b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}X\x01\x00\x00\x00a%bsb"]
-
-    def some() -> bytes:
-        return rng.choice(memo) if memo and rng.random() < 0.7 else rng.choice(leaves)
-
-    def keep(made: bytes) -> None:
-        parts.append(made + b"r" + struct.pack("<I", len(memo)))
-        memo.append(b"j" + struct.pack("<I", len(memo)))
-
-    for _ in range(rng.choice([1, 3, 10, 40])):
-        kind = rng.randrange(7)
-        if kind == 0:
-            for _ in range(rng.choice([1, 1, 2, 3, 5, 70])):
-                keep(memo[-1] * 2 + b"\x86" if memo else b")")
-        elif kind == 1:
-            for _ in range(rng.choice([1, 1, 2, 3, 5, 70])):
-                keep(b"]" + (memo[-1] if memo else b"N") + b"a" + (memo[-1] if memo else b"N") + b"a")
-        elif kind == 2:
-            keep(b"}" + rng.choice([b"K\x01", some()]) + some() + b"s")
-        elif kind == 3:
-            keep(b"(" + b"".join(some() for _ in range(rng.choice([2, 40]))) + b"t")
-        elif kind == 4:
-            call = rng.choice(calls)
-            keep(call.replace(b"%b", some()))
-        elif kind == 5 and lists:
-            parts.append(rng.choice(lists) + some() + b"a")
-        else:
-            keep(rng.choice([b"]", b"]", b"}", b")"]))
-            lists += [memo[-1]] if parts[-1].startswith(b"]") else []
-    key = rng.choice([b"X\x01\x00\x00\x00a"] * 3 + memo)
-    last = (
-        b"t" + b"r" + struct.pack("<I", len(memo)) + b"}" + key + b"j" + struct.pack("<I", len(memo)) + b"s."
-    )
-    return b"\x80\x02(" + b"".join(parts) + last
-
-
-class Bombs(Subject):
-    """Values that would take all time or memory, in the metadata and in an object's archive."""
-
-    def make(self) -> None:
-        dcp.save({"model": plain()[0].state_dict(), "note": 1}, checkpoint_id=self.folder, no_dist=True)
-        self.metadata = pickle.loads((self.folder / METADATA).read_bytes())
-
-    def change(self, rng: random.Random) -> str:
-        pickled = program(rng)
-        if rng.random() < 0.5:
-            (self.folder / METADATA).write_bytes(pickled)
-            return METADATA
-        records = {"data.pkl": pickled, "version": b"3\n"}
-        self.put_object(zip_archive([(f"a/{name}".encode(), data) for name, data in records.items()]))
-        return NOTE
-
-    def put_object(self, content: bytes) -> None:
-        """Make ``content`` the bytes of the entry "note"."""
-        (info,) = [info for index, info in self.metadata.storage_data.items() if index.fqn == "note"]
-        info.relative_path, info.offset, info.length = NOTE, 0, len(content)
-        (self.folder / NOTE).write_bytes(content)
-        (self.folder / METADATA).write_bytes(pickle.dumps(self.metadata))
-
-    def read(self) -> None:
-        contents(self.folder)
-        verify(self.folder)
-
-
 def verify(path: Path) -> None:
     """The command; a refusal is raised."""
     said = io.StringIO()
@@ -458,7 +383,7 @@ def zip_archive(records: list[tuple[bytes, bytes]], rng: random.Random | None = 
     return body + directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *numbers, maybe(0, 0xFFFF))
 
 
-class Archives(Bombs):
+class Objects(Subject):
     """Objects whose archive has another directory, other records and names than torch.save makes."""
 
     NAMES = (
@@ -473,7 +398,8 @@ class Archives(Bombs):
     )
 
     def make(self) -> None:
-        super().make()
+        dcp.save({"model": plain()[0].state_dict(), "note": 1}, checkpoint_id=self.folder, no_dist=True)
+        self.metadata = pickle.loads((self.folder / METADATA).read_bytes())
         content = io.BytesIO()
         torch.save({"a": torch.ones(5), "b": (1, torch.ones(3))}, content)
         reader: Any = torch._C.PyTorchFileReader(io.BytesIO(content.getvalue()))
@@ -491,8 +417,15 @@ class Archives(Bombs):
         if rng.random() < 0.1:
             del records[rng.randrange(len(records))]
         content = zip_archive(records, rng)
-        self.put_object(mutated(content, rng) if rng.random() < 0.2 else content)
+        self.put(mutated(content, rng) if rng.random() < 0.2 else content)
         return NOTE
+
+    def put(self, content: bytes) -> None:
+        """Make ``content`` the bytes of the entry "note"."""
+        (info,) = [info for index, info in self.metadata.storage_data.items() if index.fqn == "note"]
+        info.relative_path, info.offset, info.length = NOTE, 0, len(content)
+        (self.folder / NOTE).write_bytes(content)
+        (self.folder / METADATA).write_bytes(pickle.dumps(self.metadata))
 
 
 SUBJECTS = {
@@ -502,8 +435,7 @@ SUBJECTS = {
     "layouts": Layouts,
     "headers-alone": HeadersAlone,
     "torch-headers": HeadersOfTorch,
-    "bombs": Bombs,
-    "archives": Archives,
+    "objects": Objects,
 }
 REFUSALS = (CheckpointError, FileNotFoundError, NotADirectoryError)
 

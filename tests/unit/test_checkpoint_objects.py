@@ -7,18 +7,15 @@ import argparse
 import collections
 import datetime
 import decimal
-import difflib
 import enum
 import fractions
 import io
 import math
 import pathlib
 import pickle
-import resource
 import threading
 import time
 import types
-import urllib.parse
 import uuid
 import zoneinfo
 from pathlib import Path
@@ -31,7 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, objects
@@ -135,9 +132,6 @@ KEPT = {
     "Size": torch.Size([1, 2]),
     "layout": torch.strided,
     "qscheme": torch.per_tensor_affine,
-    "ShardingStrategy": ShardingStrategy.HYBRID_SHARD,
-    "BackwardPrefetch": BackwardPrefetch.BACKWARD_PRE,
-    "StateDictType": [StateDictType.FULL_STATE_DICT],
     "date": datetime.date(2026, 1, 2),
     "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
     "aware datetime": datetime.datetime(2026, 1, 2, tzinfo=UTC),
@@ -147,12 +141,6 @@ KEPT = {
     "Path": Path("/a/b"),
     "empty path": Path(),
     "PureWindowsPath": pathlib.PureWindowsPath("c:/a"),
-    "struct_time": time.gmtime(0),
-    "struct_rusage": resource.getrusage(resource.RUSAGE_SELF),
-    "DecimalTuple": decimal.Decimal("1.5").as_tuple(),
-    "Match": difflib.Match(1, 2, 3),
-    "SplitResult": urllib.parse.urlsplit("http://a/b"),
-    "DefragResult": urllib.parse.urldefrag("a#b"),
     "tensors in a tuple": (torch.ones(2), 1),
     "tensors in a list": [torch.ones(2), None, {"a": torch.zeros(0, 3)}],
     "the scheduler": torch.optim.lr_scheduler.StepLR(
@@ -166,7 +154,9 @@ REFUSED = {
     "fractions.Fraction": fractions.Fraction(1, 2),
     "decimal.Decimal": decimal.Decimal(1),
     "uuid.UUID": uuid.UUID(int=1),
-    "zoneinfo.ZoneInfo": datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "time.struct_time": time.gmtime(0),
+    "ShardingStrategy": ShardingStrategy.HYBRID_SHARD,
+    "it calls getattr": datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
     "argparse.Namespace": argparse.Namespace(lr=1),
     "types.SimpleNamespace": types.SimpleNamespace(a=1),
     "test_checkpoint_objects.Point": Point(1, 2.0),
@@ -304,15 +294,6 @@ def test_a_tensor_that_is_no_array_of_numbers_is_refused_by_name(kind, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tensor_within_a_value_that_has_fewer_elements_than_it_says_is_refused(tmp_path):
-    with pytest.raises(
-        CheckpointError, match="extra.a: tuple cannot be saved .*: a tensor of more elements than are"
-    ):
-        checkpoint.save(*model(), tmp_path / "a", extra={"a": (torch.ones(1).expand(3),)})
-    checkpoint.save(*model(), tmp_path / "a", extra={"a": torch.ones(1).expand(3)})
-    assert torch.equal(checkpoint.load(*model(), tmp_path / "a")["a"], torch.ones(3))
-
-
 def test_mapping_files_by_default_is_no_matter(tmp_path):
     import torch.utils.serialization
 
@@ -365,24 +346,19 @@ def test_nothing_else_is_called(name):
     "content",
     [
         called("builtins:bytes", 10**12),
-        called("builtins:dict", [("a", 1)]),
         called("builtins:getattr", "text", "upper"),
         called("pathlib:PosixPath", 1),
         called("numpy:ndarray", (10**12,)),
         called("numpy._core.multiarray:scalar", "f8", b"12345678"),
         called("numpy:dtype", "O8", False, True),
         called("numpy:dtype", "f8", False, True, state=(3, "<", None, ("a",), {"a": 1}, 8, 1, 63)),
-        # members are one for the whole process, so nothing of them may be set
-        called("torch.distributed.fsdp.api:ShardingStrategy", 1, state={"_value_": 7}),
-        called("pathlib:PosixPath", "a", state=(None, {"_str": "b"})),
         called("datetime:timedelta", 1, state={"days": 7}),
     ],
-    ids=range(11),
+    ids=range(8),
 )
 def test_a_known_name_takes_what_it_is_for_and_no_more(content):
     with pytest.raises(Exception, match="."):
         objects.load(archive(content))
-    assert ShardingStrategy.FULL_SHARD.value == 1
 
 
 @pytest.mark.parametrize("forged", ["dtype", "shape", "negative", "objects"])
@@ -406,23 +382,6 @@ def test_an_array_has_the_memory_that_it_says(forged):
     torch.save(Forged(), content)
     with pytest.raises(pickle.UnpicklingError):
         objects.load(content.getvalue())
-
-
-def test_named_tuples_that_are_known_have_no_attributes_to_set():
-    known = {each for each in objects._known().values() if isinstance(each, type) and issubclass(each, tuple)}
-    values = [KEPT[kind] for kind in ("struct_time", "struct_rusage", "DecimalTuple", "Match", "SplitResult")]
-    values += [KEPT["DefragResult"], urllib.parse.urlparse("http://a/b")]
-    assert {type(value) for value in values} == known
-    assert not any(hasattr(value, "__dict__") for value in values)
-
-
-def test_a_member_of_an_enum_is_read_as_every_python_writes_it():
-    by_getattr = b"\x80\x02c__builtin__\ngetattr\n" + (
-        b"ctorch.distributed.fsdp.api\nShardingStrategy\nX\x0a\x00\x00\x00FULL_SHARD\x86R."
-    )
-    by_value = called("torch.distributed.fsdp.api:ShardingStrategy", 1)
-    for content in (by_getattr, by_value):
-        assert objects.load(archive(content)) is ShardingStrategy.FULL_SHARD
 
 
 def test_arrays_that_stand_in_several_places_stay_one():
