@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ from typing import TextIO
 
 from fsdp_c.checkpoint.export import CASTS, export
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA, CheckpointError, check_path, unless_replaced
-from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.pieces import crc32_of
 from fsdp_c.checkpoint.storage import read_chunk, read_object
 
@@ -36,19 +35,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     verify = commands.add_parser("verify", help="read everything and compare it with its checksums")
-    verify.add_argument("path", type=Path, metavar="PATH")
     export = commands.add_parser("export", help="write the model as sharded safetensors with an index")
-    export.add_argument("path", type=Path, metavar="PATH")
+    for each in (verify, export):
+        each.add_argument("path", type=Path, metavar="PATH")
     export.add_argument("target", type=Path, metavar="OUT", help="a folder that does not exist yet")
-    export.add_argument(
-        "--dtype", choices=CASTS, help="cast floating-point tensors of 16 bits and more (default: none)"
-    )
-    export.add_argument(
-        "--model-key",
-        default="model",
-        metavar="KEY",
-        help="the model's name in the checkpoint, as for load (default: %(default)s; '' for all tensors)",
-    )
+    cast = "cast floating-point tensors of 16 bits and more (default: none)"
+    export.add_argument("--dtype", choices=CASTS, help=cast)
+    key = "the model's name in the checkpoint, as for load (default: %(default)s; '' for all tensors)"
+    export.add_argument("--model-key", default="model", metavar="KEY", help=key)
     return parser
 
 
@@ -56,20 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     args = make_parser().parse_args(argv)
     try:
-        return COMMANDS[args.command](args)
+        return (_verify if args.command == "verify" else _export)(args)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
     except (CheckpointError, OSError, ValueError) as error:
         _print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, MemoryError) as error:
-        reason = "out of memory" if isinstance(error, MemoryError) else str(error).split("\n")[0]
-        _print(f"error: {args.path}: {reason}", file=sys.stderr)
-        return 2
+    except (RuntimeError, MemoryError) as error:  # torch's, which do not name the path
+        _print(f"error: {args.path}: {(str(error) or 'out of memory').splitlines()[0]}", file=sys.stderr)
     except Exception:  # a bug; 1 would say that the checkpoint is damaged
         traceback.print_exc()
-        return 2
+    return 2
 
 
 def _print(text: str, file: TextIO | None = None) -> None:
@@ -89,14 +79,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return unless_replaced(path, opened)
 
 
-def _nbytes(checkpoint: Checkpoint) -> int:
-    tensors = (entry for entry in checkpoint.entries.values() if isinstance(entry, TensorEntry))
-    return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors)
-
-
-# ----------------------------------------------------------------- verify
-
-
 def _verify(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(args.path)
     count = 0
@@ -104,54 +86,41 @@ def _verify(args: argparse.Namespace) -> int:
         count += 1
         _print(problem)
     writer = "fsdp_c, with checksums" if checkpoint.framing else "torch, without checksums"
+    nbytes = sum(entry.nbytes for entry in checkpoint.entries.values() if isinstance(entry, TensorEntry))
     _print(
         f"{args.path}: written by {writer}: {len(checkpoint.file_sizes)} files, {len(checkpoint.entries)} entries, "
-        f"{_nbytes(checkpoint)} bytes: {count or 'no'} problems"
+        f"{nbytes} bytes: {count or 'no'} problems"
     )
     return 1 if count else 0
 
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Read everything, a piece at a time, and describe each damage; without checksums, each unreadable entry."""
+    """Read everything, a piece at a time, and describe each damage; without checksums, each unreadable part."""
+    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
     for key, entry in checkpoint.entries.items():
-        try:
-            if isinstance(entry, TensorEntry):
-                for chunk in entry.chunks:
-                    with checkpoint.open(chunk.file) as file:
-                        read_chunk(checkpoint, key, chunk, file)
-            else:
-                read_object(checkpoint, key)
-        except (CheckpointError, OSError) as error:
-            yield str(error)
-    for name, gaps in _framing_gaps(checkpoint):
-        crc32 = 0
+        for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
+            if part.place is not None and part.file in data:
+                data[part.file].add((part.place.offset, part.place.offset + part.place.nbytes))
+            try:
+                if isinstance(part, BytesEntry):
+                    read_object(checkpoint, key)
+                else:
+                    with checkpoint.open(part.file) as file:
+                        read_chunk(checkpoint, key, part, file)
+            except (CheckpointError, OSError) as error:
+                yield str(error)
+    for name, ranges in data.items():
+        crc32 = last = 0
+        size = checkpoint.file_sizes[name]
         with checkpoint.open(name) as file:
-            for start, end in gaps:
-                crc32 = crc32_of(file, start, end, crc32)
+            for start, end in [*sorted(ranges), (size, size)]:
+                crc32, last = crc32_of(file, last, start, crc32), max(last, end)
         if crc32 != checkpoint.framing[name]:
             path = checkpoint.folder / name
             if path.name == LAYOUT:
                 yield f"{path}: damaged: loads read {METADATA} in its place"
             else:
                 yield f"{path}: damaged outside of the tensors' data: torch may not read it"
-
-
-def _framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """The ranges of bytes of each file that hold no piece's data."""
-    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
-    for entry in checkpoint.entries.values():
-        for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
-            if part.place is not None and part.file in data:
-                data[part.file].add((part.place.offset, part.place.nbytes))
-    for name, ranges in data.items():
-        gaps, end = [], 0
-        for offset, nbytes in sorted(ranges):
-            gaps.append((end, offset))
-            end = max(end, offset + nbytes)
-        yield name, [*gaps, (end, checkpoint.file_sizes[name])]
-
-
-# ----------------------------------------------------------------- export
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -161,6 +130,3 @@ def _export(args: argparse.Namespace) -> int:
     others = len(checkpoint.entries) - tensors
     _print(f"{args.target}: {tensors} tensors in {files} files; left out: {others} other entries")
     return 0
-
-
-COMMANDS = {"verify": _verify, "export": _export}

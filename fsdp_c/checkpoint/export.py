@@ -25,25 +25,14 @@ CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 MAX_NBYTES = 5 * 10**9  # of a file; a larger tensor has a file of its own
 _CAST_NUMEL = 2**20
 _NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
+    getattr(torch, dtype): name
+    for dtype, name in (
+        *(("bool", "BOOL"), ("uint8", "U8"), ("int8", "I8"), ("int16", "I16"), ("uint16", "U16")),
+        *(("int32", "I32"), ("uint32", "U32"), ("int64", "I64"), ("uint64", "U64"), ("float16", "F16")),
+        *(("bfloat16", "BF16"), ("float32", "F32"), ("float64", "F64"), ("complex64", "C64")),
+        *(("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"), ("float8_e8m0fnu", "F8_E8M0")),
+        *(("float8_e4m3fnuz", "F8_E4M3FNUZ"), ("float8_e5m2fnuz", "F8_E5M2FNUZ")),
+    )
 }
 
 
@@ -134,12 +123,8 @@ def _content(checkpoint: Checkpoint, tensors: list[_Tensor]) -> Iterator[bytes |
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [start, end],
-        }
+        where = [end, end := end + tensor.nbytes]
+        header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": where}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
     yield len(content).to_bytes(8, "little") + content

@@ -10,16 +10,14 @@ import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_c.checkpoint.model_state import uncompiled_names
 from fsdp_c.checkpoint.pieces import in_memory, memory
 from fsdp_c.checkpoint.planning import Content, Held
-from fsdp_c.sharding.common import managed_params, of_several
-from fsdp_c.sharding.holders import Ranks, holder_count, ranks_of
-from fsdp_c.sharding.sharded_module import handle_of, units_with_paths
+from fsdp_c.sharding.common import managed_params
+from fsdp_c.sharding.holders import Holders, Ranks
+from fsdp_c.sharding.sharded_module import units_with_paths
 from fsdp_c.sharding.traversal import clean_name, clean_path, joined
 
 Groups = frozenset[Ranks]  # all with this rank in them
@@ -35,18 +33,12 @@ class HeldUnit(NamedTuple):
 
 def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
     """The units that fewer than ``count`` ranks hold. Ranks of tensor parallelism are in one group."""
-    units = [(path, module) for path, module in units_with_paths(model) if module._handle is not None]
-    specs = [spec for _, module in units for spec in handle_of(module).flat_param._param_extensions]
-    meshes = {tuple(spec.mesh.mesh.flatten().tolist()) for spec in specs if isinstance(spec, DTensorSpec)}
-    parallel = max(map(len, meshes), default=1)
     uncompiled = uncompiled_names(model)
     found = []
-    for path, module in units:
-        if holder_count(module.process_group, module._replicate_group) * parallel < count:
+    for path, module in units_with_paths(model):
+        if module._handle is not None and (holders := Holders.of(module)).size < count:
             names = (clean_name(joined(path, param.fqn)) for param in managed_params(module._handle))
-            groups = map(ranks_of, of_several(module.process_group, module._replicate_group))
-            own = frozenset({*groups, *meshes, (dist.get_rank(),)})
-            found.append(HeldUnit(clean_path(path), own, tuple(map(uncompiled, names))))
+            found.append(HeldUnit(clean_path(path), holders.groups, tuple(map(uncompiled, names))))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names, ranks_text
-from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_path
 
@@ -21,15 +21,15 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Ranks, dist.ProcessGrou
 )
 
 
-class _Place(NamedTuple):
-    """The groups of a unit. ``mesh_ranks``: all ranks of the mesh, where the shard group is a slice of it."""
+class Holders(NamedTuple):
+    """The groups of ranks that hold a unit. ``mesh_ranks``: all of the mesh, where the shard group is a slice of it."""
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
     mesh_ranks: Ranks
 
     @classmethod
-    def of(cls, module: ShardedModule) -> _Place:
+    def of(cls, module: ShardedModule) -> Holders:
         mesh_ranks: Ranks = ()
         if module._fsdp_extension is not None and module._device_mesh is not None:
             mesh_ranks = tuple(module._device_mesh._get_root_mesh().mesh.flatten().tolist())
@@ -38,6 +38,12 @@ class _Place(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.mesh_ranks) or holder_count(self.shard, self.replicate)
+
+    @property
+    def groups(self) -> frozenset[Ranks]:
+        """The groups as this rank knows them, each with this rank in it."""
+        groups = map(ranks_of, of_several(self.shard, self.replicate))
+        return frozenset({*groups, self.mesh_ranks, (dist.get_rank(),)} - {()})
 
     def all_ranks(self) -> Ranks:
         """Collective over ``replicate``."""
@@ -62,18 +68,18 @@ def group_of_model(model: nn.Module) -> dist.ProcessGroup | None:
     of a unit of several groups or of a slice of a mesh, if these are not all ranks.
     """
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    places: dict[_Place, None] = {}
+    found: dict[Holders, None] = {}
     for module in units_of(model):
         if holder_count(module.process_group, module._replicate_group) >= world_size:
             return None
-        places[_Place.of(module)] = None
-    if not places:
+        found[Holders.of(module)] = None
+    if not found:
         return None
-    largest = max(places, key=lambda place: place.size)
+    largest = max(found, key=lambda each: each.size)
     if largest.size >= world_size:
         return None
     ranks = largest.all_ranks()
-    groups = (group for place in places for group in (place.shard, place.replicate) if group is not None)
+    groups = (group for each in found for group in (each.shard, each.replicate) if group is not None)
     if any(not {*ranks_of(group)} <= {*ranks} for group in groups):
         return None
     return largest.shard if len(ranks) == largest.shard.size() else _group_over(ranks, largest.shard)
