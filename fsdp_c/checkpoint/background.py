@@ -11,7 +11,6 @@ is raised by ``wait``, by the next save or, where neither comes, at exit.
 from __future__ import annotations
 
 import atexit
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from fsdp_c import _C
-from fsdp_c.checkpoint.pieces import memory
+from fsdp_c.sharding.common import tell
 from fsdp_c.tools import phases
 
 T = TypeVar("T")
@@ -101,75 +99,50 @@ atexit.register(_at_exit)
 
 
 class GlooRanks(_DistWrapper):
-    """DCP's collectives over a group of gloo that torch.distributed does not know."""
+    """DCP's collectives over a group that torch.distributed does not know, and so cannot tell the ranks of."""
 
-    def __init__(self, gloo: Any) -> None:
-        super().__init__(None, False, 0)
-        self.gloo, self.rank, self.is_coordinator = gloo, gloo.rank(), gloo.rank() == 0
+    group: dist.ProcessGroup
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, False, 0)
+        self.rank, self.is_coordinator = group.rank(), group.rank() == 0
 
     def get_world_size(self) -> int:
-        return int(self.gloo.size())
+        return self.group.size()
 
     def broadcast_object(self, object: T | None) -> T:
-        packed = _packed(object)
-        size = torch.tensor([packed.numel()], device="cpu")
-        self.gloo.broadcast(size, 0).wait()
-        data = packed if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self.gloo.broadcast(data, 0).wait()
-        made: T = _unpacked(data)
+        told: list[Any] = [object]
+        dist.broadcast_object_list(told, group=self.group, group_src=0)
+        made: T = told[0]
         return made
-
-    def all_gather_object(self, object: T) -> list[T]:
-        packed, sizes, outputs = self._buffers(object, receives=True)
-        self.gloo.allgather([outputs], [packed]).wait()
-        return [_unpacked(data[:size]) for data, size in zip(outputs, sizes, strict=True)]
 
     def gather_object(self, object: T) -> list[T] | None:
-        packed, sizes, outputs = self._buffers(object, receives=self.is_coordinator)
-        self.gloo.gather(outputs, packed, 0).wait()
-        return [_unpacked(data[:size]) for data, size in zip(outputs, sizes, strict=False)] or None
+        told = [object] * self.get_world_size() if self.is_coordinator else None
+        dist.gather_object(object, told, group=self.group, group_dst=0)
+        return told
+
+    def all_gather_object(self, object: T) -> list[T]:
+        return tell(object, self.group)
 
     def scatter_object(self, object_list: list[T] | None) -> T:
-        packed = [_packed(one) for one in object_list or ()]
-        sizes: list[int] = self.broadcast_object([one.numel() for one in packed])
-        output = torch.empty(max(sizes), dtype=torch.uint8, device="cpu")
-        self.gloo.scatter(output, [_padded(one, max(sizes)) for one in packed], 0).wait()
-        made: T = _unpacked(output[: sizes[self.rank]])
+        told: list[Any] = [None]
+        dist.scatter_object_list(told, object_list, group=self.group, group_src=0)
+        made: T = told[0]
         return made
 
-    def _buffers(self, value: object, receives: bool) -> tuple[Tensor, list[int], list[Tensor]]:
-        """``value`` as it is sent, the size of each rank's, and memory for all if this one ``receives``."""
-        packed = _packed(value)
-        outputs = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.get_world_size())]
-        self.gloo.allgather([outputs], [torch.tensor([packed.numel()], device="cpu")]).wait()
-        sizes = [int(size) for size in outputs]
-        padded = _padded(packed, max(sizes))
-        return padded, sizes, [torch.empty_like(padded) for _ in sizes if receives]
 
-
-def _packed(value: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpacked(data: Tensor) -> Any:
-    return pickle.loads(memory(data))  # of a rank of this very job
-
-
-def _padded(packed: Tensor, numel: int) -> Tensor:
-    return torch.cat([packed, torch.zeros(numel - packed.numel(), dtype=torch.uint8, device="cpu")])
-
-
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def gloo_ranks(group: dist.ProcessGroup | None) -> GlooRanks:
     """The ranks of ``group`` in a group of their own. Collective for the first time."""
     group = group or _get_default_group()
-    gloo = _groups.get(group)
-    if gloo is None:
+    own = _groups.get(group)
+    if own is None:
         store = dist.PrefixStore("fsdp_c.checkpoint", _get_process_group_store(group))
         options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
         timeout = next((each._timeout for each in options if each is not None), default_pg_timeout)
         gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-        _groups[group] = gloo
-    return GlooRanks(gloo)
+        own = _groups[group] = dist.ProcessGroup(store, group.rank(), group.size())
+        own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return GlooRanks(own)

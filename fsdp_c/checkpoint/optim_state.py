@@ -105,10 +105,9 @@ def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDi
         for name, value in held.get(param, {}).items():
             for fqn, part in _parts(param, known, name, value):
                 state.setdefault(fqn, {})[name] = part
-    return {
-        "state": state,
-        "param_groups": [_named(*each) for each in zip(optimizer.param_groups, groups, strict=True)],
-    }
+    names = [[fqn for _, known in group for fqn in known.fqns] for group in groups]
+    named = [group | {"params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+    return {"state": state, "param_groups": named}
 
 
 _REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in a file of its own"
@@ -148,22 +147,6 @@ def _check_state(known: OptimParam, name: object, held: object) -> None:
         )
 
 
-def _named(group: ParamGroup, params: Sequence[tuple[nn.Parameter, OptimParam]]) -> ParamGroup:
-    named: ParamGroup = {}
-    for name, value in group.items():
-        try:
-            named[name] = (
-                copy.deepcopy(value)
-                if name != "params"
-                else [fqn for _, known in params for fqn in known.fqns]
-            )
-        except Exception as error:
-            raise TypeError(
-                f"{name!r} of a group is {type(value).__qualname__}, which cannot be saved: {error}"
-            ) from error
-    return named
-
-
 def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> Iterator[tuple[str, object]]:
     """One state of a parameter, under the name of each original one that it stands for."""
     _check_state(known, name, value)
@@ -181,12 +164,15 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             "shape can be saved. Optimizers with other state need whole parameters: make this one inside "
             "fsdp_c.optim.WholeParameters"
         )
-    elif known.is_original:
-        if holds_elements(known):
-            yield known.fqns[0], part_value(known.owner, known.layout, value)
-    else:
-        for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
-            yield fqn, part_value(known.owner, layout, part)
+    elif holds_elements(known):
+        yield from _sharded(known, value)
+
+
+def _sharded(known: OptimParam, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """State of a parameter's own shape, or memory for it, as a part of each original parameter's."""
+    parts = [(known.layout, value)] if known.is_original else split_shard(known.owner, value)
+    for fqn, (layout, part) in zip(known.fqns, parts, strict=True):
+        yield fqn, part_value(known.owner, layout, part)
 
 
 def _on_holder(tensor: Tensor) -> Tensor:
@@ -241,10 +227,9 @@ class OptimTarget:
             for fqn, layout in known.layouts.items()
         )
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
-        # those to read before anything is changed: what must agree, and groups'
-        self.scalars: dict[str, Tensor] = {}
-        self.objects: dict[str, object] = {}  # read by key
-        self.object_keys: list[str] = []
+        # keys of entries to read before anything is changed, and their values: what must agree, objects, and groups'
+        self.early_keys: list[str] = []
+        self.early: dict[str, Any] = {}
         self.memory: dict[str, Tensor] = {}  # of whole state, by key
         self._state: dict[nn.Parameter, dict[str, Tensor | list[str] | _Whole]] = {}
         for param, known in (each for group in self.groups for each in group):
@@ -301,7 +286,7 @@ class OptimTarget:
                     self.memory[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=param.device)
                     self.tensors[key] = whole_value(self.memory[key])
                 else:
-                    self.object_keys.append(key)
+                    self.early_keys.append(key)
 
     def _take_other_shapes(self, known: OptimParam) -> None:
         (fqn,) = known.fqns
@@ -333,59 +318,45 @@ class OptimTarget:
         """The tensor to read into, or the keys whose values must be one."""
         present = [fqn for fqn in known.fqns if fqn in self.found]
         keys = [self.found[fqn][name] for fqn in present]
-        entries = [self.checkpoint.entries[key] for key in keys]
-        if not all(isinstance(entry, TensorEntry) for entry in entries):
-            self.object_keys += keys
+        shapes = [self._saved_shapes(fqn).get(name) for fqn in present]  # None of an object
+        is_number = known.module is not None and (
+            name in self._numbers or (not shapes[0] and known.layouts[present[0]].shape)
+        )
+        if None in shapes or is_number:
+            self.early_keys += keys
             return keys
-        entry = entries[0]
-        assert isinstance(entry, TensorEntry)
+        entry = self.checkpoint.tensor(keys[0])
         if known.module is None:
             value = self._memory(param, name, entry.shape, entry.dtype)
             self.tensors[keys[0]] = whole_value(value)
-        elif name in self._numbers or (not entry.shape and known.layouts[present[0]].shape):
-            self.scalars.update((key, self._scalar(key)) for key in keys)
-            return keys
-        elif known.is_original:
-            value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            self._expect_shape(keys[0], known.layout.full_shape)
-            self.tensors[keys[0]] = part_value(known.owner, known.layout, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
+            for fqn, part in _sharded(known, value):
                 if fqn in self.found:
-                    key = self.found[fqn][name]
-                    self._expect_shape(key, layout.full_shape)
-                    self.tensors[key] = part_value(known.owner, layout, part)
+                    self._add_tensor(self.found[fqn][name], part)
         return value
 
-    def _expect_shape(self, key: str, shape: torch.Size) -> None:
+    def _add_tensor(self, key: str, part: Tensor) -> None:
         found = self.checkpoint.tensor(key).shape
-        if found != tuple(shape):
+        if found != tuple(part.shape):
             raise ValueError(
-                f"{key} has shape {found} in {self.checkpoint.folder}, the parameter {tuple(shape)}"
+                f"{key} has shape {found} in {self.checkpoint.folder}, the parameter {tuple(part.shape)}"
             )
+        self.tensors[key] = part
 
     def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the optimizer has already, or new memory: zeros where shards have padding."""
         present = self.optimizer.state.get(param, {}).get(name)
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
             return present
-        stays = name == "step" and not self._is_fused(param)
+        group = self._group_of.get(param, {})
+        stays = name == "step" and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if stays else param.device
         if tuple(param.shape) == shape:
             return torch.zeros_like(
                 param, dtype=dtype, device=device, memory_format=torch.preserve_format
             ).detach()
         return torch.zeros(shape, dtype=dtype, device=device)
-
-    def _is_fused(self, param: nn.Parameter) -> bool:
-        group = self._group_of.get(param, {})
-        return bool(group.get("capturable") or group.get("fused"))
-
-    def _scalar(self, key: str) -> Tensor:
-        """Memory for what is read before anything is changed."""
-        entry = self.checkpoint.tensor(key)
-        return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
 
     # ------------------------------------------------------------- groups
 
@@ -396,10 +367,7 @@ class OptimTarget:
             if key.startswith(prefix):
                 after = path[path.index("param_groups") + 1 :] if "param_groups" in path else ()
                 found[key] = after or tuple(key.removeprefix(prefix).rpartition(".")[::2])
-                if isinstance(self.checkpoint.entries[key], TensorEntry):
-                    self.scalars[key] = self._scalar(key)
-                else:
-                    self.object_keys.append(key)
+        self.early_keys += found
         return found
 
     def _groups(self) -> Iterator[tuple[ParamGroup, ParamGroup]]:
@@ -439,7 +407,7 @@ class OptimTarget:
     # ------------------------------------------------------------- taking over
 
     def check(self) -> None:
-        """Once objects and scalars have been read: ValueError for other groups, or scalars that differ."""
+        """Once ``early`` has been read: ValueError for other groups, or scalars that differ."""
         for _ in self._groups():
             pass
         for own in self._state.values():
@@ -461,7 +429,7 @@ class OptimTarget:
 
     def _value(self, key: str) -> Any:
         """What was read."""
-        return next(read[key] for read in (self.scalars, self.memory, self.objects) if key in read)
+        return self.memory[key] if key in self.memory else self.early[key]
 
     def _final_whole(self, state: _Whole) -> object:
         made: StateDict = {}

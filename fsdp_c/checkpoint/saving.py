@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -56,9 +55,9 @@ from fsdp_c.checkpoint.storage import (
     Item,
     Reader,
     Report,
+    read_entry,
     read_items,
     read_nested,
-    read_object,
 )
 from fsdp_c.checkpoint.table import RankResult
 from fsdp_c.checkpoint.values import TOO_DEEP, mapped_tensors, whole_value
@@ -170,9 +169,9 @@ def save(
         _write(path, target, state, ranks, progress, keep)
         return None
     beside = _Ranks(own_group, in_background.gloo_ranks(own_group) if ranks.is_distributed else None)
-    copied = _done(lambda: _copied(state(), model))
+    copies = _copies(state, model)
     return in_background.start(
-        f"saving {target}", lambda: _write(path, target, lambda: _copies_of(copied), beside, progress, keep)
+        f"saving {target}", lambda: _write(path, target, copies, beside, progress, keep)
     )
 
 
@@ -266,23 +265,24 @@ class _Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None, gloo: GlooRanks | None = None) -> None:
         """``gloo``: these ranks in a group of their own, which is talked over in place of ``group``."""
-        self.group, self.gloo = group, gloo
         self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.is_first = not self.is_distributed or dist.get_rank(group) == 0
+        self.group = group if gloo is None else gloo.group
         self.dcp: _DistWrapper = gloo or _DistWrapper(group, self.is_distributed, 0)
+        self.is_first = self.dcp.is_coordinator
 
     def agree(
-        self, what: str, work: Callable[[], T], tell: Callable[[T], Any] = lambda _: None
+        self, what: str, work: Callable[[], T], share: Callable[[T], Any] = lambda _: None
     ) -> tuple[T, list[Any]]:
-        """The result of ``work``, and what each rank tells of its own; an exception on one is one on all."""
-        result, error, told = None, None, None
+        """The result of ``work``, and what each rank shares of its own; an exception on one is one on all."""
+        result, error, shared = None, None, None
         try:
             result = work()
-            told = tell(result)
+            shared = share(result)
         except Exception as caught:
             error = caught
         with collective_errors.explained(what):
-            everything = self._exchange((error and (type(error).__name__, _text(error)), told))
+            own = (type(error).__name__, _text(error)) if error else None, shared
+            everything = tell(own, self.group) if self.is_distributed else [own]
         errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
         kinds = [failed[0] if failed else None for failed, _ in everything]
         if error is not None and kinds == [type(error).__name__] * len(kinds):
@@ -290,11 +290,6 @@ class _Ranks:
         if errors:
             raise _error(what, errors) from error
         return result, [one for _, one in everything]  # type: ignore[return-value]  # a result, where no rank has an error
-
-    def _exchange(self, told: T) -> list[T]:
-        if self.gloo is not None:
-            return self.gloo.all_gather_object(told)
-        return tell(told, self.group) if self.is_distributed else [told]
 
 
 def _text(error: BaseException) -> str:
@@ -358,25 +353,22 @@ def _claim(target: Path, group: dist.ProcessGroup) -> None:
     _claimed.add(target)
 
 
-def _copied(state: _State, model: nn.Module) -> _State:
-    copies = _host_copies.copied(state.values, state.paths, params_of_script(model))
-    return state._replace(values=copies)
-
-
-def _copies_of(prepared: Callable[[], _State]) -> _State:
-    state = prepared()
-    _host_copies.wait()
-    return state
-
-
-def _done(work: Callable[[], T]) -> Callable[[], T]:
-    """What returns the result of ``work``, which is done now, or raises its error."""
-    done: Future[T] = Future()
+def _copies(made: Callable[[], _State], model: nn.Module) -> Callable[[], _State]:
+    """Begin to copy what is saved. Returns what waits for the copies, or raises the error, in another thread."""
+    begun: Future[_State] = Future()
     try:
-        done.set_result(work())
+        state = made()
+        copies = _host_copies.copied(state.values, state.paths, params_of_script(model))
+        begun.set_result(state._replace(values=copies))
     except Exception as error:
-        done.set_exception(error)
-    return done.result
+        begun.set_exception(error)
+
+    def finished() -> _State:
+        copied = begun.result()
+        _host_copies.wait()
+        return copied
+
+    return finished
 
 
 def _plain_values(values: StateDict) -> StateDict:
@@ -434,15 +426,12 @@ class _Loading:
         if strict:
             self._check_strangers()
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
+        self.checkpoint.hold(item.chunk.file for items in self.items.values() for item in items)
         for optim in self.optims:
-            scalars = [self._read_items(*scalar) for scalar in optim.scalars.items()]
-            Reader(self.checkpoint).read(itertools.chain.from_iterable(scalars))
-            optim.objects = {key: read_object(self.checkpoint, key) for key in optim.object_keys}
+            optim.early = {key: read_entry(self.checkpoint, key) for key in optim.early_keys}
             optim.check()
         self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
-        items = (item for each in self.items.values() for item in each)
-        self.checkpoint.hold(item.chunk.file for item in items)
         self.checkpoint.let_go()
 
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
