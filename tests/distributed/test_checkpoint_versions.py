@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +18,6 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint.folder import METADATA
 from tests.ranks import device, on_ranks
-from tests.unit.test_checkpoint_pythons import ROOT, early_3_11
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _five_values = TensorProperties.__getstate__
@@ -159,22 +156,3 @@ def test_a_part_of_a_larger_tensor_is_refused_by_name(rank, where, name, tmp_pat
     ):
         checkpoint.save(model, None, tmp_path / "saved", extra=extra)
     assert not (tmp_path / "saved").exists()
-
-
-# ----------------------------------------------------------------- another Python
-
-UNIT = "pieces integrity folder objects cli hostile pythons"
-
-
-@pytest.mark.timeout(900)
-def test_checkpoint_tests_pass_on_a_python_that_pickles_members_by_getattr() -> None:
-    """CPython 3.11.0 to 3.11.3: the unit tests of checkpoints run once on it, where there is one."""
-    environment = early_3_11()
-    files = [f"tests/unit/test_checkpoint_{name}.py" for name in UNIT.split()]
-    left_out = (
-        "not mutated and not to_and_from and not memory_is_a_few"  # the fuzzer; what starts other Pythons
-    )
-    command = ["/usr/bin/python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", left_out, *files]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert int(re.findall("([0-9]+) passed", done.stdout)[-1]) > 200
