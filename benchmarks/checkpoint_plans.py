@@ -24,8 +24,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import layout_file, metadata
-from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, METADATA
-from fsdp_c.checkpoint.metadata import checksums_content
+from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Footer, file_of, with_footer
 from fsdp_c.checkpoint.storage import Item, read_items
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
@@ -60,7 +59,7 @@ HEADINGS = [
     "layout s",
 ]
 HEADINGS += ["MB", "rank 0 +MB", "check s", "load ms", "load +MB"]
-TOKEN = "0" * 32
+DATA = "fsdp_c-data-000000000000"
 COUNTED = """\
 "plan B" is what a rank sends; "local ms" the longest a rank takes to make it, "rank 0 s" what rank 0 takes to decide on
 all of them, "table s" to put together where everything was written, and what it takes to write `.metadata` and
@@ -109,14 +108,14 @@ def made_up(writer: Writer, plan: Any, rank: int) -> RankResult:
         records.append(
             b"".join(RECORD.pack(at * 1000, 400, at * 2654435761 % 2**32, rank) for at in range(count))
         )
-    return RankResult(f"__{rank}_0.distcp", 2**40, 0, records)
+    return RankResult(2**40, 0, records)
 
 
 def measured(model: str, ranks: int, folder: Path) -> list[str]:
     longest, sent, first = 0.0, [], None
     for rank in range(ranks):
         state, paths = flatten_state_dict(state_of(model, ranks, rank))
-        writer = Writer(state, paths, rank == 0, folder, folder, print, print)
+        writer = Writer(state, paths, rank == 0, folder, print, print, {})
         start = time.process_time()
         sent.append(pickle.dumps(writer.plan()))
         longest = max(longest, time.process_time() - start)
@@ -133,31 +132,30 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     before, start, order = resident_mb(), time.process_time(), [*first.state]
     table = stored(first.planned, results)
     times.append(time.process_time() - start)
-    files = {rank: each.file for rank, each in results.items()}
+    files = {rank: f"{DATA}/{file_of(rank)}" for rank in results}
+    listed = {file_of(rank): (2**40, 0) for rank in results}
     top = 0.0
-    contents = {
-        METADATA: Counted(metadata_content(table, order, folder, files, f"{TOKEN} .")),
-        LAYOUT: Counted(layout_file.layout_content(table, order, TOKEN)),
-    }
-    for name, content in contents.items():
+    layout = Counted(layout_file.layout_content(table, order))
+    pickled = Counted(metadata_content(table, order, folder, files))
+    (folder / DATA).mkdir()
+    for name, content in ((f"{DATA}/{LAYOUT}", layout), ("pickled", pickled)):
         start = time.process_time()
         with (folder / name).open("wb") as file:
             for part in content:
                 file.write(part)
                 top = max(top, resident_mb())
         times.append(time.process_time() - start)
-    sizes = [content.size / 1e6 for content in contents.values()]
-    of_metadata, of_layout = [(content.size, content.crc32) for content in contents.values()]
-    listed = checksums_content(
-        of_metadata, {LAYOUT: of_layout, **{each.file: (2**40, 0) for each in results.values()}}
-    )
-    (folder / CHECKSUMS).write_bytes(listed)
+    times = [*times[:2], *reversed(times[2:])]
+    sizes = [content.size / 1e6 for content in (pickled, layout)]
+    listed[LAYOUT] = layout.size, layout.crc32
+    whole = with_footer([(folder / "pickled").read_bytes()], Footer(DATA, listed, []))
+    (folder / METADATA).write_bytes(b"".join(whole))
     grown += top - before
     plan_nbytes = sum(map(len, sent)) // ranks
-    del table, results, plans, sent, first, contents
+    del table, results, plans, sent, first
     gc.collect()
     start = time.process_time()
-    assert layout_file.checked_layout(folder) == of_metadata
+    assert layout_file.checked_layout(folder) is not None
     check = time.process_time() - start
     load, load_mb = loading(model, ranks, folder)
     numbers = [plan_nbytes, f"{longest * 1e3:.0f}", *(f"{each:.2f}" for each in times[:3]), f"{sizes[0]:.0f}"]
@@ -168,12 +166,13 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
 
 def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
     """The time of one rank's plan of a load, and its memory."""
-    names = [f"__{rank}_0.distcp" for rank in range(ranks)]
+    sizes = {f"{DATA}/{file_of(rank)}": 2**40 for rank in range(ranks)}
     layers, shapes = MODELS[model]
     fewer = max(1, ranks * 3 // 4)
     wanted = [*ranges(shapes, fewer, fewer // 2)]
     before, start = resident_mb(), time.process_time()
-    with mock.patch.object(metadata, "checked_sizes", lambda *given: dict.fromkeys(names, 2**40)):
+    given = {"folder": folder, "sizes": sizes, "framing": {}}
+    with mock.patch.object(metadata.Files, "__init__", lambda self, *_: vars(self).update(given)):
         found = layout_file.read_layout(folder)
     items: list[Item] = []
     for layer in range(layers):

@@ -71,11 +71,8 @@ def open_run_folder(out: Path, *, resumed: Path | None, resume: str | None, over
 
 def remove_run(out: Path) -> None:
     """Remove what this script wrote, and nothing else."""
-    for path in [*out.glob("step-*"), *out.glob(".step-*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()  # the lock of a save that was killed
+    for path in out.glob("step-*"):
+        shutil.rmtree(path)
     for name in OWN_FILES:
         (out / name).unlink(missing_ok=True)
 

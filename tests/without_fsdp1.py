@@ -114,7 +114,7 @@ def train(name: str, kwargs: dict[str, Any], own: Path) -> dict[str, str]:
         found[kind] = digest(saved(model, optimizer, kind, own / f"{dist.get_rank()}.{name}.{kind}"))
     if name == "classes":
         fsdp_c.checkpoint.save(model, optimizer, own / "checkpoint")
-        files = sorted(path for path in (own / "checkpoint").iterdir() if path.suffix == ".distcp")
+        files = sorted((own / "checkpoint").rglob("*.distcp"))
         found["checkpoint"] = digest(b"".join(path.read_bytes() for path in files))
     return found
 

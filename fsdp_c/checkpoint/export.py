@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_c.checkpoint.folder import CheckpointError, absolute, check_path, new_folder, publish, write_file
+from fsdp_c.checkpoint.folder import CheckpointError, absolute, check_path, sync_folder, write_file
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.pieces import memory
 from fsdp_c.checkpoint.storage import read_tensor
@@ -64,7 +66,7 @@ def export(
     if os.path.lexists(target):
         raise FileExistsError(f"{target}: exists: export to another path, or remove it first")
     files = _files(_tensors(checkpoint, dtype, model_key), max_nbytes)
-    with new_folder(target) as temporary:
+    with _new_folder(target) as temporary:
         for name, tensors in files.items():
             write_file(temporary / name, _content(checkpoint, tensors))
         if len(files) > 1:
@@ -72,8 +74,28 @@ def export(
             total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             write_file(temporary / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-        publish(temporary, target)
     return sum(map(len, files.values())), len(files)
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside ``target``, which gets its name once it is complete and on the disk, and goes after an error."""
+    temporary = target.with_name(f".{target.name}.exporting")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.mkdir()
+    except FileExistsError:
+        raise FileExistsError(
+            f"{temporary}: exists: another export to {target} is running, or was killed: then remove this folder"
+        ) from None
+    try:
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
 
 
 def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None, model_key: str) -> list[_Tensor]:

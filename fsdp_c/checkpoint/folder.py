@@ -1,27 +1,29 @@
-"""A checkpoint as a folder: put in its place at once, by one writer at a time.
+"""The folder of a checkpoint: publication by one rename, one writer at a time, the end of ``.metadata``.
 
 [Note: In place at once]
-A new checkpoint is written into a folder beside its path, ``.NAME.saving-TOKEN``, and brought to the disk; a
-rename then gives it its name. Where there is a folder already, be it a checkpoint, a mount point, or one with
-other things in it, the checkpoint is saved in there: the data and their checksums go into a new
-``fsdp_c-data-TOKEN`` of that folder, and one rename of a new ``.metadata`` over the old one publishes them.
-Then what the old ``.metadata`` named and the new one does not is removed, and nothing else ever is. (Its
-names lie in the new folder of data until that is done, for whoever comes after a kill.) So a kill at any time
-leaves the old checkpoint or the new; whatever else is in the folder, its mode and owner are left alone.
+A save makes a new folder of data, ``fsdp_c-data-TOKEN``, inside the checkpoint's folder. Ranks write their files
+into it, the first rank the layout and a new ``.metadata``. One rename of that file over the old ``.metadata``
+publishes the checkpoint; then the data that the old one named are removed. A kill at any time leaves the old
+checkpoint or the new. Other files in the folder, its mode and its owner are left alone. A folder without
+``.metadata`` is no checkpoint: a first save is running there, or was killed.
 
-Who saves holds a lock (flock) on ``.saving.lock`` in the folder, or on ``.NAME.saving.lock`` beside what is
-not there yet; the next one raises CheckpointError before anything is touched. Under the lock what killed
-saves left is removed. Folders are renamed first: if their writer lives on all the same, a zombie whose lock
-the file server gave away, its own last step is a rename out of there, which then fails. Where the file system
-has no flock, only what was replaced is removed.
+The saving process holds a lock (flock) on ``.saving.lock`` in the folder; another one raises CheckpointError before
+it touches anything. Under the lock, data of killed saves are removed. Their folders are renamed first: a writer
+that lives on, as a zombie whose lock the file server gave away, publishes by a rename out of its folder, which
+then fails. On a file system without flock only the replaced data are removed.
 
-Who loads opens the files that it needs, and begins anew if one is gone because ``.metadata`` was replaced
-meanwhile: ``unless_replaced()``. From then on it reads what it has opened, whatever writers do.
+Readers open the files that they need, and begin anew if one is gone because ``.metadata`` was replaced
+meanwhile: ``unless_replaced()``. From then on they read the opened files, whatever writers do.
 
-This assumes a file system that all ranks share, on which a rename within a folder is atomic, fsync brings
-data to stable storage, and what one host has written, synced and closed is seen by another that opens it
-afterwards (NFS's close-to-open consistency). Local disks of several hosts are no such file system, and are
-refused. NFS also takes open files away when another host removes them: a load raises then.
+The file system must be shared by all ranks, rename atomically within a folder, and bring data to stable
+storage by fsync. A file that one host has written, synced and closed must be seen by another that opens it
+afterwards (NFS's close-to-open consistency). Local disks of several hosts are refused. NFS also takes open files
+away when another host removes them: a load raises then.
+
+[Note: The end of .metadata]
+Behind its pickle, where readers of pickles do not look, our ``.metadata`` has a line of JSON (the folder of data,
+size and CRC-32 of each file in it, files of torch's that it replaced), and a last line with the length of the JSON
+and a CRC-32 of all bytes before. So one rename replaces data and checksums together.
 """
 
 from __future__ import annotations
@@ -29,36 +31,33 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import socket
 import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
+
+from fsdp_c.checkpoint.pieces import crc32_of
 
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 METADATA = ".metadata"
-CHECKSUMS = "checksums.json"
 LAYOUT = "fsdp_c.layout"
-LAYOUT_MAGIC = b"fsdp_c.layout 1\n"
-FORMAT = "fsdp_c.checkpoint"  # is told by the file of checksums
+LOCK = ".saving.lock"
 
-_REPLACED = "replaced"  # in a folder of data: names of what its checkpoint replaced
 _DATA = "fsdp_c-data-[0-9a-f]{12}"
+_REMOVED = ".removed"  # the end of a data folder's name while it is removed
 _FILE = r"__[0-9]+_[0-9]+\.distcp"
-_GONE = ".removed"
-# as pickles have them: spelled out where they come first, behind a byte of length, which is no part of a
-# name; two patterns of fixed beginnings, which are found at several times the speed of one
-_NAMED = [re.compile(pattern.encode()) for pattern in (f"{_DATA}(?=/{_FILE})", _FILE)]
-_OF_A_NAME = re.compile(rb"[\w./-]")
-_EXPORTED = r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?"
-_OWN_FILE = re.compile(
-    "|".join([_FILE, _EXPORTED, *map(re.escape, (METADATA, CHECKSUMS, LAYOUT, _REPLACED))])
-)
+_OWN_FILE = re.compile("|".join([_FILE, re.escape(METADATA), re.escape(LAYOUT)]))
+_FILE_OF_TORCH = re.compile(rf"(?<![\w./-]){_FILE}".encode())  # spelled out in a pickle
+_LAST_LINE = re.compile(rb"fsdp_c 1 ([0-9a-f]{10}) ([0-9a-f]{8})\n")
+_LAST_LINE_NBYTES, _CRC32_NBYTES = 29, 9
 _TRIES = 100
 
 
@@ -134,22 +133,25 @@ def locate(path: Path) -> Path:
         raise FileNotFoundError(f"{path}: no such checkpoint")
     if not path.is_dir():
         raise NotADirectoryError(f"{path}: a file; sharded checkpoints are folders")
-    raise FileNotFoundError(f"{path}: not a checkpoint: it has no {METADATA} file (an interrupted copy?)")
+    raise FileNotFoundError(
+        f"{path}: not a checkpoint: it has no {METADATA} file (an interrupted save or copy?)"
+    )
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` has what is written last."""
+    """Whether ``folder`` has the file that is written last."""
     return (folder / METADATA).is_file()
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all is there that it names."""
-    return is_checkpoint(folder) and all((folder / name).exists() for name in named_in(_metadata(folder)))
-
-
-def lies_in(folder: Path, path: Path) -> bool:
-    """Whether ``path`` is a file of ``folder``, and no link out of it."""
-    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    """Whether all files of data that ``.metadata`` names are there."""
+    if not is_checkpoint(folder):
+        return False
+    with contextlib.suppress(CheckpointError):
+        footer = read_footer(folder)
+        names = footer.data_files() if footer else _files_of_torch(folder)
+        return all((folder / name).exists() for name in names)
+    return False
 
 
 def unless_replaced(path: Path, work: Callable[[], T]) -> T:
@@ -177,54 +179,104 @@ def _generation(path: Path) -> tuple[int, ...] | None:
         os.close(descriptor)
 
 
+# ----------------------------------------------------------------- the end of .metadata
+
+
+class Footer(NamedTuple):
+    """The end of a ``.metadata`` of ours: see [Note: The end of .metadata]."""
+
+    data: str  # the folder of data
+    files: dict[
+        str, tuple[int, int]
+    ]  # size, and CRC-32 of all bytes but the data of pieces, by name in that folder
+    replaced: list[str]  # torch's files in the checkpoint's folder
+    identity: tuple[int, int] = (0, 0)  # size and CRC-32 of ``.metadata``
+
+    def data_files(self) -> list[str]:
+        """The files of ranks, seen from the checkpoint's folder."""
+        return [f"{self.data}/{name}" for name in self.files if name != LAYOUT]
+
+
+def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
+    """A ``.metadata`` of ours, part by part."""
+    text = json.dumps(footer[:3]).encode() + b"\n"
+    crc32 = 0
+    for parts in (pickled, (text, b"fsdp_c 1 %010x " % len(text))):
+        for part in parts:
+            crc32 = zlib.crc32(part, crc32)
+            yield part
+    yield b"%08x\n" % crc32
+
+
+def read_footer(folder: Path, *, compare: bool = False) -> Footer | None:
+    """As ``footer_of`` the folder's ``.metadata``."""
+    with (folder / METADATA).open("rb") as file:
+        return footer_of(file, folder, compare=compare)
+
+
+def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
+    """None for a ``.metadata`` that does not end as ours do. CheckpointError for damage, which ``compare`` looks
+    for in all of it."""
+    path = folder / METADATA
+    with refusing(lambda error: f"{path}: damaged at its end ({error})"):
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _LAST_LINE_NBYTES))
+        if (line := _LAST_LINE.fullmatch(file.read(_LAST_LINE_NBYTES))) is None:
+            return None
+        nbytes, crc32 = (int(each, 16) for each in line.groups())
+        if compare and crc32_of(file, 0, size - _CRC32_NBYTES) != crc32:
+            raise CheckpointError(f"{path}: damaged: its checksum is not the one in its last line")
+        file.seek(max(0, size - _LAST_LINE_NBYTES - nbytes))
+        data, files, replaced = json.loads(file.read(min(nbytes, size)))
+        names = (re.fullmatch(_DATA, data), *map(_OWN_FILE.fullmatch, files))
+        require(all(names) and all(len(info) == 2 for info in files.values()), "it names something else")
+        return Footer(data, {name: tuple(info) for name, info in files.items()}, replaced, (size, crc32))
+
+
+def _sound_footer(folder: Path) -> Footer | None:
+    """None for no ``.metadata``, torch's, or a damaged one."""
+    with contextlib.suppress(CheckpointError):
+        return read_footer(folder, compare=True) if is_checkpoint(folder) else None
+    return None
+
+
+def _files_of_torch(folder: Path) -> list[str]:
+    """The files of ranks in ``folder`` itself that ``.metadata`` names; it is not unpickled."""
+    content = (folder / METADATA).read_bytes() if is_checkpoint(folder) else b""
+    return sorted({name.decode() for name in _FILE_OF_TORCH.findall(content)})
+
+
 # ----------------------------------------------------------------- writing
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """The folder to write a checkpoint at ``path`` into, for ``publish``; see [Note: In place at once].
+def new_data(path: Path) -> Iterator[Path]:
+    """A new folder of data for a checkpoint at ``path``, for ``publish``; see [Note: In place at once].
 
-    What is not published is removed at the end. Raises CheckpointError where someone else saves to ``path``.
+    It is removed if it is not published. Raises CheckpointError where another process saves to ``path``.
     """
     check_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_dir():
-        with beside(path) as temporary:
-            if not path.is_dir():  # another may have been published just now
-                temporary.mkdir()
-                try:
-                    yield temporary
-                finally:
-                    if temporary.exists():
-                        _remove(temporary)
-                return
-    with _locked(path / ".saving.lock", path) as locked:
+    with _locked(path) as locked:
         if locked:
             _remove_leftovers(path)
-        temporary = path / f"fsdp_c-data-{_token()}"
-        temporary.mkdir()
+        data = path / f"fsdp_c-data-{token()}"
+        data.mkdir()
         try:
-            yield temporary
+            yield data
         except BaseException:
-            if temporary.name not in named_in(_metadata(path)):
-                _remove(temporary)
+            footer = _sound_footer(path)
+            if footer is None or footer.data != data.name:
+                _remove(data)
             raise
 
 
-@contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """The name beside ``path`` under which one writer at a time makes it. What killed ones left goes."""
-    with _locked(_lock_beside(path), path) as locked:
-        if locked:
-            for left in _left_beside(path):
-                _remove(left)
-        yield path.with_name(f".{path.name}.saving-{_token()}")
+def token() -> str:
+    return uuid.uuid4().hex[:12]
 
 
-def data_file(temporary: Path, path: Path, rank: int) -> str:
-    """The name of a rank's file in ``temporary``, as seen from the folder of the checkpoint ``path``."""
-    name = f"__{rank}_0.distcp"
-    return f"{temporary.name}/{name}" if temporary.parent == path else name
+def file_of(rank: int) -> str:
+    """The name of a rank's file in the folder of data."""
+    return f"__{rank}_0.distcp"
 
 
 def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
@@ -236,37 +288,32 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Non
         os.fsync(file.fileno())
 
 
-def publish(temporary: Path, path: Path) -> None:
-    """Make what is complete in ``temporary`` the checkpoint ``path``; see [Note: In place at once]."""
-    if temporary.parent != path:
-        _sync_folder(temporary)
-        os.rename(temporary, path)
-        sync_published(path.parent, path)
-        return
-    replaced = sorted({*named_in(_metadata(path)), CHECKSUMS, LAYOUT} - {temporary.name})
-    write_file(temporary / _REPLACED, "\n".join(replaced).encode())
-    _sync_folder(temporary)
-    _sync_folder(path)
-    os.rename(temporary / METADATA, path / METADATA)
-    if sync_published(path, path):
-        _remove_replaced(temporary, {temporary.name})
+def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, int]]) -> None:
+    """Write ``.metadata`` and give it its place; see [Note: In place at once]. Then remove the replaced data.
 
-
-def sync_published(folder: Path, path: Path) -> bool:
-    """Bring the new name ``path`` in ``folder`` to the disk; a warning where that fails: it has the name."""
+    ``files``: see ``Footer``."""
+    path, old = data.parent, _sound_footer(data.parent)
+    replaced = [] if old else _files_of_torch(path)
+    write_file(data / METADATA, with_footer(pickled, Footer(data.name, files, replaced)))
+    sync_folder(data)
+    sync_folder(path)
+    os.rename(data / METADATA, path / METADATA)
     try:
-        _sync_folder(folder)
-        return True
+        sync_folder(path)
     except OSError as error:
         warnings.warn(
-            f"{path}: saved and in its place, but after a power failure the old one may be back: {folder} "
-            f"could not be flushed to the disk ({error.strerror})",
+            f"{path}: saved and in its place, but after a power failure the old one may be back: the folder could "
+            f"not be flushed to the disk ({error.strerror})",
             stacklevel=2,
         )
-        return False
+        return
+    if old:
+        _remove(path / old.data)
+    _remove_files(path, replaced)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -274,32 +321,40 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _token() -> str:
-    return uuid.uuid4().hex[:12]
-
-
 # ----------------------------------------------------------------- one writer
 
 
 @contextmanager
-def _locked(lock: Path, path: Path) -> Iterator[bool]:
-    """Holds the file ``lock``, and removes it; False without locks. CheckpointError if another holds it."""
-    descriptor = _lock(lock, path)
+def _locked(path: Path) -> Iterator[bool]:
+    """Holds the lock in the folder ``path``, which is made where there is none, and removed again if it stays
+    empty; False without locks. CheckpointError if another process holds it."""
+    is_new = not path.is_dir()
+    descriptor = _lock(path)
     try:
+        if is_new:
+            sync_folder(path.parent)
         yield descriptor is not None
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                if _is_at(descriptor, lock):
-                    lock.unlink()
+                if _is_at(descriptor, path / LOCK):
+                    (path / LOCK).unlink()
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
             os.close(descriptor)
+        if is_new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
-def _lock(lock: Path, path: Path) -> int | None:
+def _lock(path: Path) -> int | None:
+    lock = path / LOCK
     while True:
+        path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            except FileNotFoundError:  # a failed first save has just removed the folder
+                continue
             stack.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -328,105 +383,58 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _lock_beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.saving.lock")
-
-
-# ----------------------------------------------------------------- what earlier saves left
-
-
-def named_in(metadata: bytes) -> set[str]:
-    """The folders of data and the files of ranks that a ``.metadata`` names; it is not unpickled."""
-    found = (match for pattern in _NAMED for match in pattern.finditer(metadata))
-    return {
-        each[0].decode() for each in found if not _OF_A_NAME.match(metadata, each.start() - 1, each.start())
-    }
-
-
-def data_folders(metadata: bytes) -> list[str]:
-    """Of what it names, the folders."""
-    return sorted(name for name in named_in(metadata) if re.fullmatch(_DATA, name))
-
-
-def _metadata(folder: Path) -> bytes:
-    return (folder / METADATA).read_bytes() if is_checkpoint(folder) else b""
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove what saves into the folder ``path`` left when they were killed."""
-    metadata = _metadata(path)
-    named = named_in(metadata)
-    # a damaged .metadata does not tell what belonged to it
-    if not metadata or (named and all((path / name).exists() for name in named)):
-        for data in [each for each in path.iterdir() if re.fullmatch(f"{_DATA}({_GONE})?", each.name)]:
-            if data.name in named:
-                _remove_replaced(data, named)
-            else:
-                _remove(data)
-    with contextlib.suppress(OSError, CheckpointError):  # the folder around it need not be ours
-        if _lock_beside(path).exists() or _left_beside(path):
-            with beside(path):
-                pass
+# ----------------------------------------------------------------- removal
 
 
 def has_data(folder: Path) -> bool:
-    """Whether there are data of a checkpoint, whole or not."""
-    return any(re.fullmatch(f"{_DATA}({_GONE})?|{_FILE}", each.name) for each in folder.iterdir())
+    """Whether there are data of a checkpoint, whole or not, or a save's lock."""
+    names = f"{_DATA}({_REMOVED})?|{_FILE}|{re.escape(LOCK)}"
+    return any(re.fullmatch(names, each.name) for each in folder.iterdir())
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove the checkpoint ``path``, or what is left of one; anything else in its folder stays.
-    CheckpointError where someone saves to it."""
-    with _locked(path / ".saving.lock", path):
-        named = named_in(_metadata(path))
+    """Remove the checkpoint ``path``, or the leftovers of one; other files in its folder stay.
+    CheckpointError where a save to it runs."""
+    with _locked(path):
         (path / METADATA).unlink(missing_ok=True)  # from here on it is none
-        for each in list(path.iterdir()):
-            if re.fullmatch(f"{_DATA}({_GONE})?", each.name):
-                _remove(each)
-            elif each.name in named or re.fullmatch(_FILE, each.name):
-                each.unlink()
-            elif each.name in (CHECKSUMS, LAYOUT) and _is_own(each):
-                each.unlink()
+        for data in _data_in(path):
+            _remove(data)
+        _remove_files(path, [each.name for each in path.iterdir()])
     with contextlib.suppress(OSError):
         path.rmdir()
 
 
-def _left_beside(path: Path) -> list[Path]:
-    left = re.compile(rf"\.{re.escape(path.name)}\.saving-[0-9a-f]{{12}}({_GONE})?")
-    return [each for each in path.parent.iterdir() if left.fullmatch(each.name)]
-
-
-def _remove_replaced(data: Path, named: set[str]) -> None:
-    """Remove what the checkpoint whose folder of data this is has replaced, but for what is ``named``."""
-    if not (data / _REPLACED).is_file():
-        return
-    for name in set((data / _REPLACED).read_text().split("\n")) - named:
-        path = data.parent / name
-        if re.fullmatch(_DATA, name):
-            _remove(path)
-        elif re.fullmatch(_FILE, name) or (name in (CHECKSUMS, LAYOUT) and _is_own(path)):
-            path.unlink(missing_ok=True)
-    (data / _REPLACED).unlink()
-
-
-def _is_own(path: Path) -> bool:
-    """Whether a file of the name of one of ours is one."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        start = file.read(256)
-    return f'"{FORMAT}"'.encode() in start or start.startswith(LAYOUT_MAGIC)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder of data to which nothing refers. What is not a checkpoint's stays in it."""
-    with contextlib.suppress(OSError):
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
+def _remove_leftovers(path: Path) -> None:
+    """Remove data of killed saves: all that ``.metadata`` does not name, unless it is damaged."""
+    footer = _sound_footer(path)
+    if is_checkpoint(path) and footer is None:
+        if not _files_of_torch(path) or not is_whole(path):
             return
-        if not path.name.endswith(_GONE):
-            path = path.rename(path.with_name(path.name + _GONE))
-        for file in list(path.iterdir()):
+    for data in _data_in(path):
+        if footer is None or data.name != footer.data:
+            _remove(data)
+    _remove_files(path, footer.replaced if footer else [])
+
+
+def _data_in(path: Path) -> list[Path]:
+    return [each for each in path.iterdir() if re.fullmatch(f"{_DATA}({_REMOVED})?", each.name)]
+
+
+def _remove_files(path: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if re.fullmatch(_FILE, name):
+            (path / name).unlink(missing_ok=True)
+
+
+def _remove(data: Path) -> None:
+    """Remove a folder of data to which nothing refers. Files that are not a checkpoint's stay in it."""
+    with contextlib.suppress(OSError):
+        if data.is_symlink() or not data.is_dir():
+            data.unlink()
+            return
+        if not data.name.endswith(_REMOVED):
+            data = data.rename(data.with_name(data.name + _REMOVED))
+        for file in [*data.iterdir()]:
             if _OWN_FILE.fullmatch(file.name):
                 file.unlink()
-        path.rmdir()
+        data.rmdir()

@@ -30,7 +30,7 @@ from fsdp_c.checkpoint.folder import (
     check_path,
     check_target,
     locate,
-    new_folder,
+    new_data,
     unless_replaced,
 )
 from fsdp_c.checkpoint.host_copies import EXTRA, HostCopies
@@ -183,14 +183,13 @@ def _write(
 
         def prepare() -> tuple[_State, Path | None]:
             check_target(path)
-            return made(), stack.enter_context(new_folder(target)) if ranks.is_first else None
+            return made(), stack.enter_context(new_data(target)) if ranks.is_first else None
 
         (state, _), told = ranks.agree(what, prepare, lambda prepared: (prepared[1], prepared[0].units))
         with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
             found = contested(state.units, (units for _, units in told))
-            writer = Writer(
-                state.values, state.paths, ranks.is_first, told[0][0], target, report, set_total, found
-            )
+            data = told[0][0]
+            writer = Writer(state.values, state.paths, ranks.is_first, data, report, set_total, found)
 
             def finish(results: list[RankResult | None]) -> None:
                 writer.finish(results)

@@ -152,7 +152,7 @@ class Item(NamedTuple):
 
 def read_items(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) -> Iterator[Item]:
     """What to read of which chunk, to fill ``box``, which lies at ``offsets`` of a tensor."""
-    for chunk in entry.within(offsets, box.shape):
+    for chunk in entry.find((tuple(offsets), tuple(box.shape))):
         boxes = list(zip(chunk.offsets, chunk.sizes, offsets, box.shape, strict=True))
         starts = [max(theirs, own) for theirs, _, own, _ in boxes]
         ends = [min(theirs + size, own + length) for theirs, size, own, length in boxes]

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place, memory
-from fsdp_c.checkpoint.planning import Group, Planned, Source, key_of
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
+from fsdp_c.checkpoint.planning import Group, HeldBox, Planned, Source, key_of
 
-TOKEN = b"fsdp_c layout"  # before the token by which .metadata and fsdp_c.layout belong together
 # where a piece begins in its file, how much of it is before its data (of an object: its length), their
 # CRC-32, whose file it is
 RECORD = struct.Struct("<QQII")
@@ -28,8 +26,7 @@ RECORD = struct.Struct("<QQII")
 class RankResult(NamedTuple):
     """What a rank has written."""
 
-    file: str  # as named from the checkpoint's folder
-    size: int
+    size: int  # of its file
     framing_crc32: int
     records: list[bytes]  # by part of its plan, by key that it keeps of the part, by box
 
@@ -92,10 +89,9 @@ class _Records:
 
 
 def metadata_content(
-    table: list[Stored], order: list[str], path: Path, files: dict[int, str], mark: str = ""
+    table: list[Stored], order: list[str], path: Path, files: dict[int, str]
 ) -> Iterator[bytes]:
     """The pickle of DCP's ``Metadata``, part by part. ``order``: of keys. ``files``: names by rank.
-    ``mark``: stands at the beginning, and readers pass over it.
 
     It has an object for each box and each place. The boxes are objects that all tensors of a group share; the
     places are written as bytes, as a pickler would, without an object of each.
@@ -103,9 +99,7 @@ def metadata_content(
     where = {key_of(path): (each, slot) for each in table for slot, path in enumerate(each.group.paths)}
     keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
     pickled = _Pickled()
-    text = TOKEN + f" {mark}".encode()
-    yield b"\x80\x03" + (b"X" + struct.pack("<I", len(text)) + text + b"0" if mark else b"")
-    yield pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
+    yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
     chunks = {id(each): _chunks(each.group) for each in table}
     for key in keys:
         each, _ = where[key]
@@ -119,7 +113,7 @@ def metadata_content(
     places = {id(each): _Places(each, chunks[id(each)], files, pickled) for each in table}
     for key in keys:
         each, slot = where[key]
-        yield from places[id(each)].of(key, slot)
+        yield places[id(each)].of(key, slot)
     yield b"u" + pickled("storage_meta") + pickled(dcp.StorageMeta(checkpoint_id=str(path)))
     yield pickled("version") + pickled(CURRENT_DCP_VERSION) + b"ub."
 
@@ -159,9 +153,14 @@ def _by_value(member: enum.Enum) -> tuple[Any, ...]:
     return type(member), (member.value,)
 
 
+def boxes_of(group: Group) -> Iterator[HeldBox]:
+    return (box for each in group.boxes for held in each.ranges() for box in held.boxes())
+
+
 def _chunks(group: Group) -> list[dcp.ChunkStorageMetadata]:
-    boxes = (box for each in group.boxes for held in each.ranges() for box in held.boxes())
-    return [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+    return [
+        dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes_of(group)
+    ]
 
 
 def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
@@ -173,8 +172,18 @@ def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
     )
 
 
-_LONG = b"\x8a\x08"  # an integer in eight bytes
-_NONE = b"NN0N0"  # in five bytes, as many as a value takes that was written before
+_LONG = b"\x8a\x08"  # before an integer in eight bytes
+_PLACE = struct.Struct("<2sq7sq8sq2sq2sq")
+
+
+class _Row(NamedTuple):
+    """The place of a box, but for what differs from one tensor of a group to the next."""
+
+    record: int  # of the group's first tensor
+    step: int  # how much further on it is for the next tensor
+    nbytes: int
+    at: bytes  # with its number and offsets
+    end: bytes  # with its strides
 
 
 class _Places:
@@ -184,85 +193,50 @@ class _Places:
         self, each: Stored, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
     ) -> None:
         self.each, self.group, self.chunks = each, each.group, chunks
-        self.pickled, self.files, self.prepared = pickled, files, False
+        self.pickled, self.files = pickled, files
+        self.rows: list[_Row] = []
 
-    def of(self, key: str, slot: int) -> Iterator[bytes]:
+    def of(self, key: str, slot: int) -> bytes:
         if not self.group.boxes:
             start, length, crc32, rank = RECORD.unpack_from(self.each.objects, slot * RECORD.size)
             info = _StorageInfo(self.files[rank], start, length)
             place = Place(start, length, crc32, None)
             info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
-            yield self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
-            return
-        first = b"" if self.prepared else self._prepare()
-        rows = self.rows
-        rows[:, self.key : self.key + 4] = _bytes(self.pickled.again(key)[1:])
-        found = self.records[self.index + slot * self.step]
-        start, head = found[:, :8].contiguous(), found[:, 8:16].contiguous()
-        rows[:, self.start : self.start + 8] = start
-        data = (start.view(torch.int64) + head.view(torch.int64)).view(-1, 1)
-        rows[:, self.data : self.data + 8] = data.view(torch.uint8)
-        length = head.view(torch.int64) + self.nbytes.view(-1, 1) + TAIL_NBYTES
-        rows[:, self.length : self.length + 8] = length.view(torch.uint8)
-        rows[:, self.crc32 : self.crc32 + 4] = found[:, 16:20]
-        ranks = found[:, 20:24].contiguous().view(torch.int32).view(-1)
-        rows[:, self.file : self.file + 4] = self.file_gets[ranks.long()]
-        yield first + bytes(memory(rows))
+            return self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
+        parts = [] if self.rows else [self._prepare()]
+        name = self.pickled.again(key)
+        for row in self.rows:
+            number = row.record + slot * row.step
+            start, head, crc32, rank = RECORD.unpack_from(self.records, number * RECORD.size)
+            length = head + row.nbytes + TAIL_NBYTES
+            packed = _PLACE.pack(
+                _LONG, start, self.length, length, self.piece, start + head, _LONG, row.nbytes, _LONG, crc32
+            )
+            parts += (self.head, name, row.at, self.file_gets[rank], self.offset, packed, row.end)
+        return b"".join(parts)
 
     def _prepare(self) -> bytes:
         """What is equal in all tensors of the group; the bytes that stand before the first of them."""
-        self.prepared = True
-        again, texts = self.pickled.again, {}
-        # what comes first here is made and taken off the stack again, as later it is only named
-        first = b"".join(self.pickled(one) + b"0" for one in (dcp.MetadataIndex, _StorageInfo))
-        for text in ("fqn", "index", "offset", "relative_path", "length", "piece"):
-            first += self.pickled(text) + b"0"
-            texts[text] = again(text)
-        file_gets = torch.zeros(max(self.files) + 1, 4, dtype=torch.uint8, device="cpu")
-        for rank, name in self.files.items():
-            first += self.pickled(name) + b"0"
-            file_gets[rank] = _bytes(again(name)[1:])
-        self.file_gets = file_gets
-        rows, strides = [], {}
-        boxes = [box for each in self.group.boxes for held in each.ranges() for box in held.boxes()]
-        itemsize = self.group.boxes[0].held.dtype.itemsize
-        for number, (chunk, box) in enumerate(zip(self.chunks, boxes, strict=True)):
-            if box.strides is not None and box.strides not in strides:
-                first += self.pickled(box.strides) + b"0"
-                strides[box.strides] = again(box.strides)
-            fields = [
-                again(dcp.MetadataIndex) + b")\x81}(" + texts["fqn"] + b"j", bytes(4), texts["index"],
-                b"J" + struct.pack("<i", number) + texts["offset"] + again(chunk.offsets) + b"ub",
-                again(_StorageInfo) + b")\x81}(" + texts["relative_path"] + b"j", bytes(4),
-                texts["offset"] + _LONG, bytes(8), texts["length"] + _LONG, bytes(8), texts["piece"] + b"(" + _LONG,
-                bytes(8), _LONG + struct.pack("<q", box.numel * itemsize) + _LONG, bytes(8),
-                (_NONE if box.strides is None else strides[box.strides]) + b"tub",
-            ]  # fmt: skip
-            rows.append(b"".join(fields))
-        ends = torch.tensor([0, *map(len, fields)], device="cpu").cumsum(0).tolist()
-        self.key, self.file, self.start, self.length, self.data, self.crc32 = (
-            ends[n] for n in (1, 5, 7, 9, 11, 13)
-        )
-        self.rows = _bytes(b"".join(rows)).view(len(rows), -1).clone()
-        self.nbytes = torch.tensor([box.numel * itemsize for box in boxes], device="cpu")
-        self.records = _bytes(b"".join(self.each.boxes)).view(-1, RECORD.size)
-        self.index, self.step = _index(self.group)
+        again = self.pickled.again
+        strides = dict.fromkeys(box.strides for box in boxes_of(self.group))
+        texts = ("fqn", "index", "offset", "relative_path", "length", "piece")
+        # these are made and taken off the stack again, as later they are only named
+        named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values(), *strides)
+        first = b"".join(self.pickled(one) + b"0" for one in named)
+        fqn, index, self.offset, path, length, piece = map(again, texts)
+        self.length, self.piece = length + _LONG, piece + b"(" + _LONG
+        self.head = again(dcp.MetadataIndex) + b")\x81}(" + fqn
+        self.file_gets = {rank: again(name) for rank, name in self.files.items()}
+        ends = {each: (b"N" if each is None else again(each)) + b"tub" for each in strides}
+        before = 0
+        self.records = b"".join(self.each.boxes)
+        for held in (held for each in self.group.boxes for held in each.ranges()):
+            boxes = held.boxes()
+            for nth, box in enumerate(boxes):
+                number = len(self.rows)
+                at = index + b"J" + struct.pack("<i", number) + self.offset
+                at += again(self.chunks[number].offsets) + b"ub" + again(_StorageInfo) + b")\x81}(" + path
+                nbytes = box.numel * held.dtype.itemsize
+                self.rows.append(_Row(before + nth, len(boxes), nbytes, at, ends[box.strides]))
+            before += len(boxes) * len(self.group.paths)
         return first
-
-
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _index(group: Group) -> tuple[Tensor, Tensor]:
-    """The record of each box of a group's first tensor, and how much further on it is for the next tensor."""
-    index: list[int] = []
-    step: list[int] = []
-    before = 0
-    for each in group.boxes:
-        for held in each.ranges():
-            count = len(held.boxes())
-            index += range(before, before + count)
-            step += [count] * count
-            before += count * len(group.paths)
-    return torch.tensor(index, device="cpu"), torch.tensor(step, device="cpu")

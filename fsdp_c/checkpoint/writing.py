@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,17 +13,9 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from fsdp_c.checkpoint.folder import (
-    CHECKSUMS,
-    LAYOUT,
-    METADATA,
-    CheckpointError,
-    data_file,
-    publish,
-    write_file,
-)
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, write_file
 from fsdp_c.checkpoint.layout_file import layout_content
-from fsdp_c.checkpoint.metadata import PathInDict, checksums_content
+from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
 from fsdp_c.checkpoint.planning import Held, Kept, Planned, RankPart, RankPlan, merged
@@ -67,16 +58,15 @@ def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 class Writer:
-    """A rank's part of a save: what it holds, as a ``RankPlan``; its file, in ``temporary``; and on the first
-    rank who writes what, and the end, which publishes it all as ``path``: see [Note: In place at once]."""
+    """A rank's part of a save: what it holds, as a ``RankPlan``; its file, in the folder ``data``; and on the first
+    rank who writes what, and the end, which publishes it all: see [Note: In place at once]."""
 
     def __init__(
         self,
         state: StateDict,
         paths: dict[str, PathInDict],
         is_first: bool,
-        temporary: Path,
-        path: Path,
+        data: Path,
         report: Report,
         set_total: Report,
         contested: dict[str, HeldUnit],
@@ -85,7 +75,7 @@ class Writer:
         fsdp_c/checkpoint/replicas.py."""
         self.contested = contested
         self.state, self.paths, self.is_first = state, paths, is_first
-        self.temporary, self.path, self.report, self.set_total = temporary, path, report, set_total
+        self.data, self.report, self.set_total = data, report, set_total
         self.planned = Planned([], [])  # on the first rank
         self.writes: list[_Write] = []
         self.parts = 0
@@ -123,17 +113,14 @@ class Writer:
         where = tuple(size), order, tuple(chunk.offsets), tuple(chunk.sizes), 0, chunk.sizes.numel(), True
         return Held(value.dtype, *where), lambda: [_in_order(value, order)]
 
-    def divided(self, plans: list[RankPlan]) -> list[tuple[int, str, Kept]]:
-        """On one rank: what each is to write, and into which file."""
+    def divided(self, plans: list[RankPlan]) -> list[tuple[int, Kept]]:
+        """On one rank: what each is to write."""
         self.planned = merged(plans)
-        return [
-            (rank, data_file(self.temporary, self.path, rank), kept)
-            for rank, kept in enumerate(self.planned.kept)
-        ]
+        return [*enumerate(self.planned.kept)]
 
-    def write(self, own: tuple[int, str, Kept]) -> RankResult | None:
+    def write(self, own: tuple[int, Kept]) -> RankResult | None:
         """Write this rank's file, if it has anything to write."""
-        rank, name, kept = own
+        rank, kept = own
         some = {part: set(positions) for part, positions in kept.items()}
         self.writes = [one for one in self.writes if one.part not in some or one.position in some[one.part]]
         self.writes.sort(key=lambda one: one.held is not None)  # what is pickled stands first
@@ -141,11 +128,10 @@ class Writer:
         if not self.writes:
             return None
         # exclusively: an existing file is another rank's
-        path = self.temporary / Path(name).name
-        with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
-            return self._write(rank, name, FileWriter(file))
+        with (self.data / file_of(rank)).open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
+            return self._write(rank, FileWriter(file))
 
-    def _write(self, rank: int, name: str, writer: FileWriter) -> RankResult:
+    def _write(self, rank: int, writer: FileWriter) -> RankResult:
         records = [bytearray() for _ in range(self.parts)]
         known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
         for one in self.writes:
@@ -162,34 +148,28 @@ class Writer:
             except Exception as error:
                 raise CheckpointError(f"{one.key}: {error}") from error
         writer.finish()
-        return RankResult(name, writer.size, writer.framing_crc32, [bytes(each) for each in records])
+        return RankResult(writer.size, writer.framing_crc32, [bytes(each) for each in records])
 
     def finish(self, results: list[RankResult | None]) -> None:
-        """On one rank, once all have written: write where everything lies, in both forms, and the checksums, and
+        """On one rank, once all have written: write where everything lies, in both forms, with the checksums, and
         publish it. See [Note: The layout of a checkpoint]."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         table = stored(self.planned, by_rank)
-        files = {rank: (each.file, each.size, each.framing_crc32) for rank, each in by_rank.items()}
-        token, in_place = secrets.token_hex(16), self.temporary.parent == self.path
-        inner = self.temporary.name if in_place else "."
-        layout = Counted(layout_content(table, [*self.state], token))
-        write_file(self.temporary / LAYOUT, layout)
-        sums = {name: (size, crc32) for name, size, crc32 in files.values()}
-        for name, (size, _) in sums.items():
-            self._check_is_there(self.temporary / Path(name).name, size)
-        sums[f"{inner}/{LAYOUT}" if in_place else LAYOUT] = layout.size, layout.crc32
-        names = {rank: name for rank, (name, *_) in files.items()}
-        metadata = Counted(metadata_content(table, [*self.state], self.path, names, f"{token} {inner}"))
-        write_file(self.temporary / METADATA, metadata)
-        write_file(self.temporary / CHECKSUMS, checksums_content((metadata.size, metadata.crc32), sums))
-        publish(self.temporary, self.path)
+        layout = Counted(layout_content(table, [*self.state]))
+        write_file(self.data / LAYOUT, layout)
+        files = {LAYOUT: (layout.size, layout.crc32)}
+        for rank, each in by_rank.items():
+            self._check_is_there(self.data / file_of(rank), each.size)
+            files[file_of(rank)] = each.size, each.framing_crc32
+        names = {rank: f"{self.data.name}/{file_of(rank)}" for rank in by_rank}
+        publish(self.data, metadata_content(table, [*self.state], self.data.parent, names), files)
 
     def _check_is_there(self, written: Path, size: int) -> None:
         found = written.stat().st_size if written.exists() else None
         if found != size:
             raise CheckpointError(
                 f"{written}: {size} bytes were written by its rank, and rank 0 finds "
-                f"{'no file' if found is None else found}: {self.path.parent} must be on a file system that all "
+                f"{'no file' if found is None else found}: {self.data.parent} must be on a file system that all "
                 "ranks share"
             )
 

@@ -167,7 +167,7 @@ def test_wrapping_and_strategy_may_change(save: dict[str, Any], load: dict[str, 
 
 
 def written_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.distcp"))
+    return sum(file.stat().st_size for file in folder.rglob("*.distcp"))
 
 
 def test_of_replicas_one_is_written(tmp_path: Path) -> None:

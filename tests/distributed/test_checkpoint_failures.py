@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, layout_file, saving
+from fsdp_c.checkpoint import CheckpointError, folder, saving
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from tests.distributed.test_checkpoint import flipped, folder_of_ranks
@@ -171,7 +171,9 @@ def test_steps_that_differ_within_a_flat_parameter_are_found_before_anything_is_
 def last_of_rank(path: Any, rank: int) -> Any:
     """The chunk whose data come last in a rank's file."""
     tensors = [entry for entry in read_checkpoint(path).entries.values() if hasattr(entry, "chunks")]
-    chunks = [chunk for entry in tensors for chunk in entry.chunks if chunk.file == f"__{rank}_0.distcp"]
+    chunks = [
+        chunk for entry in tensors for chunk in entry.chunks if chunk.file.endswith(f"/__{rank}_0.distcp")
+    ]
     return max(chunks, key=lambda chunk: chunk.place.offset)
 
 
@@ -227,7 +229,7 @@ def test_damaged_metadata_are_an_error_on_all_ranks_of_which_one_has_read_them(r
     dist.barrier()
     model, optimizer, _ = made(2)
     before = snapshot(model, optimizer)
-    with mock.patch.object(layout_file, "_identity", wraps=layout_file._identity) as read:
+    with mock.patch.object(folder, "crc32_of", wraps=folder.crc32_of) as read:
         with pytest.raises(
             CheckpointError, match=rf"failed on rank 0: {re.escape(str(path / METADATA))}: damaged"
         ):
@@ -241,7 +243,8 @@ def test_all_ranks_read_metadata_where_one_finds_that_the_layout_is_damaged(rank
     saved_model, saved_optimizer, _ = made(1)
     path = saved(saved_model, saved_optimizer)
     if rank == 0:
-        flipped(path / LAYOUT, (path / LAYOUT).stat().st_size - 1)  # of a record that this rank need not read
+        (layout,) = path.rglob(LAYOUT)
+        flipped(layout, layout.stat().st_size - 1)  # of a record that this rank need not read
     dist.barrier()
     model, optimizer, _ = made(2)
     with (

@@ -120,7 +120,7 @@ def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(
         # the newest that was done, or the one that a kill met
         assert version in {max([current, *done]), max(begun)}
         kept += version < max(begun)
-        partial += any(tmp_path.glob(".ckpt.saving-*")) or len(list(path.glob("fsdp_c-data-*"))) > 1
+        partial += len(list(path.glob("fsdp_c-data-*"))) > (version > 0)
         current = version
     assert kept > KILLS // 10 and partial > KILLS // 10  # kills did hit saves
     for version in (current + 1, current + 2):
@@ -132,7 +132,7 @@ def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(
 
 
 def replace(path: Path, other: Path) -> None:
-    """Publish the checkpoint ``other``, one saved in place, as ``path``."""
+    """Publish the checkpoint ``other`` as ``path``."""
     (data,) = other.glob("fsdp_c-data-*")
     shutil.copytree(data, path / data.name)
     os.replace(other / ".metadata", path / ".metadata")

@@ -105,7 +105,7 @@ def test_resuming_continues_as_if_never_interrupted(finished_run: tuple[Path, st
 def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished_run
     shutil.copytree(out, tmp_path / "run")
-    for file in (tmp_path / "run" / "step-000004").glob("*.distcp"):
+    for file in (tmp_path / "run" / "step-000004").rglob("*.distcp"):
         os.truncate(file, file.stat().st_size // 2)
     printed = succeed("--out", str(tmp_path / "run"), "--resume", "auto")
     assert "trying the one before" in printed

@@ -42,9 +42,9 @@ from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, layout_file
-from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, METADATA
-from fsdp_c.checkpoint.metadata import TensorEntry, checksums_content
-from tests.checkpoints import contents
+from fsdp_c.checkpoint.folder import LAYOUT, METADATA
+from fsdp_c.checkpoint.metadata import TensorEntry
+from tests.checkpoints import contents, pickle_end, with_right_checksums
 
 NOTE = "note.distcp"  # the file of an object that is made to harm
 SECONDS_OF_A_TRIAL = 20
@@ -157,7 +157,9 @@ class Subject:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.make()
-        self.sound = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        self.sound = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+        self.layout = next((name for name in self.sound if name.endswith(LAYOUT)), "")
 
     def make(self) -> None:
         raise NotImplementedError
@@ -209,18 +211,14 @@ class Headers(Subject):
 
     def make(self) -> None:
         checkpoint.save(*plain(), self.folder, extra={"list": [1, torch.ones(2)]})
-        files = json.loads((self.folder / CHECKSUMS).read_bytes())["files"]
-        self.files = {name: (i["size"], i["framing_crc32"]) for name, i in files.items() if name != METADATA}
 
     def change(self, rng: random.Random) -> str:
         if rng.random() < 0.5:
-            content = mutated(self.sound[METADATA], rng)
+            content = self.sound[METADATA]
+            content = mutated(content[: pickle_end(content)], rng)
         else:
             content = changed(pickle.loads(self.sound[METADATA]), rng)
-        (self.folder / METADATA).write_bytes(content)
-        (self.folder / CHECKSUMS).write_bytes(
-            checksums_content((len(content), zlib.crc32(content)), self.files)
-        )
+        with_right_checksums(self.folder, content)
         return METADATA
 
 
@@ -228,7 +226,7 @@ class Layouts(Headers):
     """The layout, with right checksums, so that what it says is read: by a load, with the data behind."""
 
     def change(self, rng: random.Random) -> str:
-        content = self.sound[LAYOUT]
+        content = self.sound[self.layout]
         if rng.random() < 0.3:
             content = mutated(content, rng)
         else:
@@ -248,11 +246,8 @@ class Layouts(Headers):
             index = index if len(rest) == len(content) - 40 - text else rng.choice([index, index + 8])
             crc32 = zlib.crc32(rest[:index], zlib.crc32(packed))
             content = content[:16] + struct.pack("<QQI4x", len(packed), index, crc32) + packed + rest
-        (self.folder / LAYOUT).write_bytes(content)
-        files = self.files | {LAYOUT: (len(content), zlib.crc32(content))}
-        metadata = self.sound[METADATA]
-        (self.folder / CHECKSUMS).write_bytes(checksums_content((len(metadata), zlib.crc32(metadata)), files))
-        return LAYOUT
+        with_right_checksums(self.folder, layout=content)
+        return self.layout
 
     def read(self) -> None:
         try:

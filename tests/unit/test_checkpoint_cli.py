@@ -41,7 +41,7 @@ def run(*args: Any, status: int = 0) -> None:
 
 def damage(path: Path) -> Path:
     """Flip a bit of the first weight; the file."""
-    (file,) = path.glob("*.distcp")
+    (file,) = path.rglob("*.distcp")
     content = bytearray(file.read_bytes())
     content[content.index(trained()[0][0].weight.detach().numpy().tobytes())] ^= 1
     file.write_bytes(content)

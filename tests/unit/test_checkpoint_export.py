@@ -183,7 +183,7 @@ def test_infinite_values_stay_infinite(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(saved: Path, tmp_path: Path, capsys) -> None:
-    (file,) = saved.glob("*.distcp")
+    (file,) = saved.rglob("*.distcp")
     content = bytearray(file.read_bytes())
     content[content.index(state_of(saved)["norm.weight"].numpy().tobytes())] ^= 1
     file.write_bytes(content)
@@ -192,20 +192,20 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(saved: Path, tmp_pa
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing_and_what_a_killed_export_left_goes(
-    saved: Path, tmp_path: Path, monkeypatch
+def test_a_full_disk_leaves_nothing_and_what_a_killed_export_left_is_named(
+    saved: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     out = tmp_path / "runs" / "out"
-    left = out.with_name(".out.saving-0123456789ab")
-    left.mkdir(parents=True)
-    for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json"):
-        (left / name).write_bytes(b"half")
     with monkeypatch.context() as patch:
-        patch.setattr("fsdp_c.checkpoint.export.publish", full_disk)
+        patch.setattr("fsdp_c.checkpoint.export.sync_folder", full_disk)
         run(saved, out, status=2)
     assert list(out.parent.iterdir()) == []
-    run(saved, out)
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    left = out.with_name(".out.exporting")
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    run(saved, out, status=2)
+    assert f"error: {left}: exists: another export" in capsys.readouterr().err
+    assert [path.name for path in out.parent.iterdir()] == [left.name] and [*left.iterdir()]
 
 
 def full_disk(*args: Any) -> None:

@@ -3,8 +3,8 @@ torch's own."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import os
 import shutil
 import stat
@@ -86,7 +86,7 @@ def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
     mine = {
         "notes.txt": "x",
         "config.json": "{}",
-        "checksums.txt": "y",
+        "checksums.json": "y",
         "__7_0.distcp": "of nobody",
         "__0.metadata": "z",
         "data-202401010000/0": "0",
@@ -110,19 +110,9 @@ def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
         assert {Path(name).name for name in own if not name.endswith("/notes")} == {
             ".metadata",
             "__0_0.distcp",
-            "checksums.json",
             "fsdp_c.layout",
         }
     assert sorted(os.listdir(tmp_path)) == [".run.old", ".run.saving-notes", "run"]
-
-
-def test_a_file_of_checksums_of_the_users_stays_and_is_not_believed(tmp_path: Path) -> None:
-    (tmp_path / "checksums.json").write_text(json.dumps({"notes.txt": "d41d8cd9"}))
-    for write in (torch_save, save, save):
-        write(tmp_path, 2)
-        assert loaded(tmp_path) == 2 and torch_loaded(tmp_path) == 2
-        assert cli.main(["verify", str(tmp_path)]) == 0
-        assert json.loads((tmp_path / "checksums.json").read_text()) == {"notes.txt": "d41d8cd9"}
 
 
 def test_mode_owner_and_group_stay(tmp_path: Path) -> None:
@@ -257,16 +247,38 @@ def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert loaded("s3:/run") == 2
 
 
-def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+@existing
+def test_a_save_that_fails_leaves_the_folder_as_it_was(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "ckpt"
+    path.parent.mkdir()
+    if exists:
+        save(path, 1)
     before = listed(tmp_path)
-    for name in ("write_file", "checksums_content"):
-        with mock.patch(
-            f"fsdp_c.checkpoint.writing.{name}", side_effect=OSError(28, "No space left on device")
-        ):
+    full = OSError(28, "No space left on device")
+    for name in ("writing.write_file", "writing.layout_content", "folder.with_footer", "folder.os.rename"):
+        with mock.patch(f"fsdp_c.checkpoint.{name}", side_effect=full):
             with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
-                save(tmp_path, 2)
-        assert listed(tmp_path) == before
+                save(path, 2)
+        # the folder of data is renamed before it is removed, which failed too
+        assert listed(tmp_path) == before or name == "folder.os.rename"
+        assert path.exists() == exists or name == "folder.os.rename"
+    save(path, 2)
+    assert loaded(path) == 2 and len(listed(tmp_path)) == 3
+
+
+def test_a_folder_of_a_first_save_that_was_killed_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "step-2"
+    save(tmp_path / "step-1", 1)
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(folder, "_remove"):
+        with folder.new_data(path) as data:
+            (data / "__0_0.distcp").write_bytes(b"half")
+            raise KeyboardInterrupt
+    with pytest.raises(FileNotFoundError, match="not a checkpoint: it has no .metadata"):
+        loaded(path)
+    assert cli.main(["verify", str(path)]) == 2
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
+    save(path, 2)
+    assert loaded(path) == 2 and len(listed(path)) == 3
 
 
 def test_data_of_a_damaged_checkpoint_stay_until_the_new_one_is_there(tmp_path: Path) -> None:
@@ -288,10 +300,8 @@ def test_data_of_a_damaged_checkpoint_stay_until_the_new_one_is_there(tmp_path: 
 # ----------------------------------------------------------------- torch's own
 
 
-@existing
-def test_torch_reads_what_is_saved_and_saves_over_it(exists: bool, tmp_path: Path) -> None:
+def test_torch_reads_what_is_saved_and_saves_over_it(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
-    path.mkdir() if exists else None
     for version in range(1, 7, 2):
         save(path, version)
         assert torch_loaded(path) == version
@@ -299,29 +309,29 @@ def test_torch_reads_what_is_saved_and_saves_over_it(exists: bool, tmp_path: Pat
         assert loaded(path) == torch_loaded(path) == version + 1
         assert cli.main(["verify", str(path)]) == 0
     save(path, 9)
-    assert loaded(path) == 9 and len(listed(path)) == 4
+    assert loaded(path) == 9 and len(listed(path)) == 3
 
 
-def test_a_damaged_name_makes_no_checkpoint_torchs(tmp_path: Path) -> None:
+def test_no_name_at_the_end_of_metadata_leads_out(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     save(path, 1)
-    content = (path / ".metadata").read_bytes()
-    assert content.count(b"piece") == 1
-    (path / ".metadata").write_bytes(content.replace(b"piece", b"pjece"))
-    with pytest.raises(
-        CheckpointError, match=r"\.metadata: damaged, or not written by DCP \(.* has {'pjece'}"
-    ):
-        metadata.read_checkpoint(path)
-
-
-def test_no_path_of_the_file_of_what_was_replaced_leads_out(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    path.mkdir()
-    save(path, 1)
-    (data,) = path.glob("fsdp_c-data-*")
     (tmp_path / "__0_0.distcp").write_text("mine")
     (path / "notes.txt").write_text("mine")
-    (data / "replaced").write_text("../__0_0.distcp\nnotes.txt\n\n.\n..\n")
+    content = (path / ".metadata").read_bytes()
+    sound = folder.read_footer(path)
+    assert sound is not None
+    replaced = sound._replace(replaced=["../__0_0.distcp", "notes.txt", "", ".", ".."])
+    for forged in (
+        sound._replace(data=".."),
+        sound._replace(data="."),
+        sound._replace(files={"../../__0_0.distcp": (4, 0)}),
+        sound._replace(files=[]),  # type: ignore[arg-type]  # forged
+    ):
+        (path / ".metadata").write_bytes(b"".join(folder.with_footer([content], forged)))
+        with pytest.raises(CheckpointError, match=r"\.metadata: damaged at its end"):
+            loaded(path)
+    (path / ".metadata").write_bytes(b"".join(folder.with_footer([content], replaced)))
+    assert loaded(path) == 1
     save(path, 2)
     assert (tmp_path / "__0_0.distcp").exists() and (path / "notes.txt").exists()
 
@@ -334,7 +344,7 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
     path = tmp_path / "ckpt"
     if exists:
         save(path, 1)
-    with folder.new_folder(path) as temporary:
+    with folder.new_data(path) as temporary:
         (temporary / "__0_0.distcp").write_bytes(b"of the first")
         before = listed(tmp_path)
         with pytest.raises(
@@ -347,25 +357,31 @@ def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tm
     assert loaded(path) == 2 and sorted(os.listdir(tmp_path)) == ["ckpt", "ckpt2"]
 
 
+@pytest.mark.parametrize("is_written", [False, True])
 @existing
-def test_a_writer_that_lost_its_lock_publishes_nothing(exists: bool, tmp_path: Path) -> None:
-    """As a server of files takes it from a host that it does not hear of."""
+def test_a_writer_that_lost_its_lock_publishes_nothing(
+    exists: bool, is_written: bool, tmp_path: Path
+) -> None:
+    """A server of files takes the lock from a host that it does not hear of, before the end of the save or within."""
     path = tmp_path / "ckpt"
     if exists:
         save(path, 1)
-    with folder.new_folder(path) as temporary:
-        folder.write_file(temporary / "__0_0.distcp", b"1")
-        folder.write_file(temporary / ".metadata", b"of the zombie")
-        (lock,) = [file for file in tmp_path.rglob("*.lock")]
-        lock.unlink()
+
+    def lose() -> None:
+        (path / ".saving.lock").unlink()
         save(path, 2)
-        with pytest.raises(FileNotFoundError):
-            folder.publish(temporary, path)
+
+    with folder.new_data(path) as data:
+        folder.write_file(data / "__0_0.distcp", b"1")
+        lose() if not is_written else None
+        syncing = once(lose, folder.sync_folder) if is_written else folder.sync_folder
+        with pytest.raises(FileNotFoundError), mock.patch.object(folder, "sync_folder", syncing):
+            folder.publish(data, [b"of the zombie"], {})
         assert loaded(path) == 2
-        with folder.new_folder(path):
+        with folder.new_data(path):
             lock_of_the_other = set(tmp_path.rglob("*.lock"))
     assert loaded(path) == 2 and lock_of_the_other
-    assert len(listed(tmp_path)) == 4
+    assert len(listed(tmp_path)) == 3
 
 
 @existing
@@ -374,14 +390,14 @@ def test_without_locks_only_what_was_replaced_is_removed(exists: bool, tmp_path:
     if exists:
         save(path, 1)
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOTSUP, "Operation not supported")):
-        with folder.new_folder(path) as temporary:
+        with folder.new_data(path) as temporary:
             folder.write_file(temporary / "__0_0.distcp", b"1")
             save(path, 2)
             save(path, 3)
             assert loaded(path) == 3
             assert (temporary / "__0_0.distcp").exists()  # another's, perhaps
     save(path, 4)
-    assert loaded(path) == 4 and len(listed(tmp_path)) == 4
+    assert loaded(path) == 4 and len(listed(tmp_path)) == 3
     with mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "Input/output error")):
         with pytest.raises(OSError, match="Input/output"):
             save(path, 4)
@@ -413,36 +429,35 @@ def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[...
     return called
 
 
-@pytest.mark.parametrize("at", ["_content", "_size", "_stored"])
-@existing
-def test_a_load_whose_checkpoint_is_replaced_begins_anew(at: str, exists: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("owner", "at", "with_layout"),
+    [
+        (metadata, "footer_of", False),
+        (metadata.Files, "size", False),
+        (metadata._Reader, "_stored", False),
+        (saving, "checked_layout", True),
+        (layout_file, "_layout_of", True),
+        (layout_file._Layout, "checkpoint", True),
+        (saving, "read_layout", True),
+    ],
+)
+def test_a_load_whose_checkpoint_is_replaced_begins_anew(
+    owner: Any, at: str, with_layout: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "ckpt"
-    path.mkdir() if exists else None
     save(path, 1)
-    reading = once(lambda: save(path, 2), getattr(metadata._Reader, at))
-    without_layout = mock.patch.object(saving, "checked_layout", return_value=None)
-    with mock.patch.object(metadata._Reader, at, reading), without_layout:
-        assert loaded(path) == 2
-    reading = once(lambda: save(path, 3), getattr(metadata._Reader, at))
-    with mock.patch.object(metadata._Reader, at, reading):
-        assert cli.main(["verify", str(path)]) == 0
-    reading = once(lambda: save(path, 4), layout_file._Layout.checkpoint)
-    with mock.patch.object(layout_file._Layout, "checkpoint", reading):
-        assert loaded(path) == 4
-    reading = once(lambda: save(path, 5), saving.read_layout)
-    checked = mock.patch.object(saving, "checked_layout", side_effect=saving.checked_layout)
-    with mock.patch.object(saving, "read_layout", reading), checked as each:
-        # the other's .metadata are compared with checksums, too
-        assert loaded(path) == 5 and each.call_count == 2
-    reading = once(lambda: save(path, 6), layout_file._identity)
-    with mock.patch.object(layout_file, "_identity", reading):
-        assert loaded(path) == 6
+    checked = {} if with_layout else {"checked_layout": mock.Mock(return_value=None)}
+    original = getattr(owner, at)
+    with mock.patch.multiple(saving, **checked) if checked else contextlib.nullcontext():
+        with mock.patch.object(owner, at, once(lambda: save(path, 2), original)):
+            assert loaded(path) == 2
+    if not with_layout:
+        with mock.patch.object(owner, at, once(lambda: save(path, 3), original)):
+            assert cli.main(["verify", str(path)]) == 0
 
 
-@existing
-def test_a_load_reads_what_it_found_whatever_takes_its_place(exists: bool, tmp_path: Path) -> None:
+def test_a_load_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
-    path.mkdir() if exists else None
     save(path, 1)
     read = saving._Loading.read_tensors
 
@@ -463,17 +478,19 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
     save(path, 1)
     with mock.patch("resource.getrlimit", return_value=(1, 1)):
         found = metadata.read_checkpoint(path)
-        found.hold(found.file_sizes)
+        found.hold(found.files.sizes)
     save(path, 2)
+    (name,) = [name for name in found.files.sizes if name.endswith(".distcp")]
     with pytest.raises(CheckpointError, match="__0_0.distcp: gone while the checkpoint was read"):
-        with found.open("__0_0.distcp"):
+        with found.open(name):
             pass
 
 
 def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     save(path, 1)
-    (path / "__0_0.distcp").unlink()
+    (file,) = path.rglob("*.distcp")
+    file.unlink()
     with mock.patch.object(saving, "read_layout", wraps=saving.read_layout) as reading:
         with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
             loaded(path)

@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fsdp_c.checkpoint import CheckpointError, cli
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from fsdp_c.checkpoint.pickles import Value, read_metadata
 from fsdp_c.checkpoint.storage import read_nested
+from tests.checkpoints import pickle_end
 from tests.fuzz.checkpoint import SUBJECTS
 from tests.processes import ROOT, output_of_python
 
@@ -192,7 +194,7 @@ def repeated(metadata: Metadata) -> None:
         (set_tensor(chunks=chunk([0, 0], [1, 3]) * 2), "overlap"),
         (repeated, "model.weight is larger than all files"),
         (set_tensor(size=((2,), (3,))), "where sizes are expected"),
-        (huge, "sizes|bytes of a file"),
+        (huge, "larger than all files"),
         (long_path, "the path of note"),
         (no_place, "nowhere"),
     ],
@@ -250,8 +252,10 @@ def with_object(path: Path, content: bytes) -> Metadata:
 def test_pieces_without_checksums_are_an_interrupted_copy(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     checkpoint.save(nn.Linear(3, 2, bias=False), None, path)
-    (path / "checksums.json").unlink()
-    refused(path, "checksums.json is missing")
+    content = (path / ".metadata").read_bytes()
+    for end in (len(content) - 1, content.rindex(b"fsdp_c 1 "), pickle_end(content)):
+        (path / ".metadata").write_bytes(content[:end])
+        refused(path, "its last line, which has its checksum, is missing")
 
 
 def test_a_tensor_of_another_shape_than_promised_is_refused(tmp_path: Path) -> None:
@@ -266,20 +270,17 @@ def test_a_tensor_of_another_shape_than_promised_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"{}",
-        b"[]",
-        b"\xff",
-        b'{"format": "other", "version": 1, "algorithm": "crc32", "files": {}}',
-        b"[" * 100000,
-    ],
+    "text", [b"{}", b"[]", b"\xff", b'["fsdp_c-data-0123456789ab", {"x": [1, 1]}, []]', b"[" * 100000]
 )
-def test_bad_checksum_files_are_refused(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nbytes", [None, 0, 2**39])
+def test_a_bad_end_of_metadata_is_refused(text: bytes, nbytes: int | None, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     checkpoint.save(nn.Linear(3, 2, bias=False), None, path)
-    (path / "checksums.json").write_bytes(content)
-    refused(path, "checksums.json: damaged")
+    content = (path / ".metadata").read_bytes()
+    content = content[: pickle_end(content)] + text
+    content += b"fsdp_c 1 %010x " % (len(text) if nbytes is None else nbytes)
+    (path / ".metadata").write_bytes(content + b"%08x\n" % zlib.crc32(content))
+    refused(path, ".metadata: damaged at its end")
 
 
 def test_bytes_entries_stay_bytes(tmp_path: Path) -> None:
@@ -372,7 +373,7 @@ def test_objects_and_tensors_are_not_executed(kind: str, as_tensor: bool, tmp_pa
         metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
         rewrite(path, metadata)
     with pytest.raises(
-        CheckpointError, match=rf"__1_0.distcp: {key} cannot be read|24 bytes in 0 bytes"
+        CheckpointError, match=rf"__1_0.distcp: {key} cannot be read|model.weight is larger than all files"
     ) as caught:
         if as_tensor:
             checkpoint.load(nn.Linear(3, 2, bias=False), None, path)

@@ -22,8 +22,12 @@ from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content
 SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 20, 7), "norm": (40,)}
 
 
-def of_range(shape: tuple[int, ...], start: int, numel: int, dtype: torch.dtype = torch.float32) -> Held:
-    return Held(dtype, shape, None, (0,) * len(shape), shape, start, numel, is_one_piece=False)
+ORDERS = {"experts": (1, 2, 0)}  # of dimensions in memory
+
+
+def of_range(shape: tuple[int, ...], start: int, numel: int, order: tuple[int, ...] | None = None) -> Held:
+    where = order, (0,) * len(shape), shape, start, numel
+    return Held(torch.float32, shape, *where, is_one_piece=False)
 
 
 def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
@@ -40,7 +44,8 @@ def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
             ):
                 if inside and numel:
                     for kind in ("model", "state"):
-                        paths.setdefault(of_range(shape, start, numel), []).append((kind, f"{layer}.{name}"))
+                        held = of_range(shape, start, numel, ORDERS.get(name))
+                        paths.setdefault(held, []).append((kind, f"{layer}.{name}"))
                     paths.setdefault(of_range((), 0, 1), []).append(("step", f"{layer}.{name}"))
         plans.append([RankPart.of(*each) for each in paths.items()])
     return plans
@@ -57,7 +62,7 @@ def written(plans: list[RankPlan]) -> tuple[Planned, list[Stored]]:
             boxes = len(part.held.boxes()) if part.held else 1
             places = ((number * 1000 + key, box) for key in kept for box in range(boxes))
             records.append(b"".join(RECORD.pack(key * 64, 64 + box, 7, rank) for key, box in places))
-        results[rank] = RankResult(f"__{rank}_0.distcp", 1, 0, records)
+        results[rank] = RankResult(1, 0, records)
     return planned, stored(planned, results)
 
 
@@ -82,6 +87,7 @@ def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int,
         assert ".".join(part.paths[key]) == index.fqn
         box = part.held.boxes()[info.piece[0] - info.offset - 64]
         assert box.offsets == tuple(index.offset) and box.numel * 4 == info.piece[1]
+        assert box.strides == info.piece[3]
         found[index.fqn] = found.get(index.fqn, 0) + box.numel
     assert found == {
         key: math.prod(entry.size)

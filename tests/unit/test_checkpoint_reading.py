@@ -79,7 +79,8 @@ def test_of_two_damaged_tensors_the_first_in_the_file_is_told_whoever_finds_it_f
         if isinstance(entry, TensorEntry)
     }
     keys = sorted(places, key=lambda key: places[key])
-    with (path / "__0_0.distcp").open("r+b") as file:
+    (data,) = path.rglob("*.distcp")
+    with data.open("r+b") as file:
         for key in (keys[2], keys[3]):
             file.seek(places[key])
             file.write(b"\xff")

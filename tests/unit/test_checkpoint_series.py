@@ -36,9 +36,10 @@ def test_a_checkpoint_of_which_a_file_is_missing_is_not_the_latest(tmp_path: Pat
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}")
     (tmp_path / "step-3" / ".metadata").unlink()
-    (tmp_path / "step-2" / "__0_0.distcp").unlink()
+    (file,) = (tmp_path / "step-2").rglob("*.distcp")
+    file.unlink()
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
-    save(tmp_path / "step-3")  # in place, in a folder of data
+    save(tmp_path / "step-3")
     assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
 
 
@@ -62,8 +63,12 @@ def test_a_checkpoint_of_a_smaller_number_is_kept_when_it_is_saved(tmp_path: Pat
     assert names(tmp_path) == ["step-250", "step-400", "step-500"]
 
 
-def test_what_a_kill_amid_a_removal_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_kill_amid_a_removal_or_a_first_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     save(tmp_path / "step-1")
+    for name in ("fsdp_c-data-0123456789ab/__0_0.distcp", ".saving.lock"):
+        left = tmp_path / f"step-{'0' * len(names(tmp_path))}1" / name
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"half")
     with mock.patch.object(Path, "iterdir", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         folder.remove_checkpoint(tmp_path / "step-1")
     assert checkpoint.latest(tmp_path) is None and names(tmp_path / "step-1")
@@ -73,7 +78,7 @@ def test_what_a_kill_amid_a_removal_left_is_removed_by_the_next(tmp_path: Path) 
 
 def test_one_that_another_job_saves_to_is_left_with_a_warning(tmp_path: Path) -> None:
     save(tmp_path / "step-1")
-    with folder.new_folder(tmp_path / "step-1"):
+    with folder.new_data(tmp_path / "step-1"):
         with pytest.warns(UserWarning, match="step-1: not removed, as keep=1 asks for: .* is saving there"):
             save(tmp_path / "step-2", keep=1)
     with warnings.catch_warnings():

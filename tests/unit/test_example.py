@@ -116,8 +116,8 @@ def test_an_existing_run_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:
         open_folder(tmp_path)
     open_folder(tmp_path, resumed=checkpoint, resume=str(checkpoint))
     assert checkpoint.exists()
-    (tmp_path / ".step-000004.saving.lock").touch()  # of a save that was killed
-    (tmp_path / ".step-000004.saving-0123456789ab").mkdir()
+    (tmp_path / "step-000004").mkdir()
+    (tmp_path / "step-000004" / ".saving.lock").touch()  # of a save that was killed
     open_folder(tmp_path, overwrite=True)
     assert list(tmp_path.iterdir()) == []
 
