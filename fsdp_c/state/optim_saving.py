@@ -26,17 +26,17 @@ from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
-from fsdp_c.state.redistribution import gather, join_ranges
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
+from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
-    dims_from_memory,
     from_memory_order,
     rows_of_shards,
     sharded_values,
+    wholes_of_shards,
 )
-from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard, wholes_of_shards
+from fsdp_c.state.state_dict_saving import split_shard
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
 from fsdp_c.tools import collective_errors
 
@@ -309,7 +309,6 @@ def _tensors(
 ) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
     pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
-    flat: list[tuple[OptimParam, str, Tensor]] = []  # of which every rank has an even part
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
@@ -318,14 +317,9 @@ def _tensors(
         for name in sorted({name for one in dtypes for name in one}):
             # of one name, they are a flat parameter evenly spread
             for known, one in zip(members, dtypes, strict=True):
-                if name not in one:
-                    continue
-                value = local.get(known, {}).get(name, nothing[one[name]])
-                if _is_gathered_flat(module, options):
-                    flat.append((known, name, value.detach().reshape(-1)))
-                else:
-                    pieces[module] += _pieces(known, name, value)
-    values = _wholes_of_flat(flat, options)
+                if name in one:
+                    pieces[module] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
+    values: dict[tuple[str, str], Tensor] = {}
     for module in params.units:
         if not handle_of(module).layout.sharded:
             values.update(_own_copies(module, pieces[module], options))
@@ -363,26 +357,6 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[Optim
     return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
 
 
-def _is_gathered_flat(module: ShardedModule, options: SaveOptions) -> bool:
-    is_plain = handle_of(module).layout.sharded and module._fsdp_extension is None
-    return is_plain and not has_originals(module) and not options.shard_state
-
-
-def _wholes_of_flat(
-    flat: Sequence[tuple[OptimParam, str, Tensor]], options: SaveOptions
-) -> dict[tuple[str, str], Tensor]:
-    values: dict[tuple[str, str], Tensor] = {}
-    for group, modules in by_group(dict.fromkeys(known.owner for known, _, _ in flat)):
-        members = set(modules)
-        given = [(known, name, value) for known, name, value in flat if known.owner in members]
-        shards = [(known.owner, value) for known, _, value in given]
-        wholes = wholes_of_shards(shards, group, options.rank0_only, options.cpu_offload)
-        for (known, name, _), whole in zip(given, wholes, strict=True):
-            if whole and options.returns_state:
-                values.update(((fqn, name), one) for fqn, one in zip(known.fqns, whole, strict=True))
-    return values
-
-
 def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     """This rank's part of one state of the original parameters that ``known`` stands for."""
     module = known.owner
@@ -393,7 +367,7 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
         return [_Piece((known.fqns[0], name), known.layout, part)]
     return [
         _Piece((fqn, name), layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
-        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
+        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value.reshape(-1)), strict=True)
     ]
 
 
@@ -427,24 +401,14 @@ def _wholes(
     values: dict[tuple[str, str], Tensor] = {}
     for group, members in by_group(modules):
         items = [(module, piece) for module in members for piece in pieces[module]]
-        largest = max(handle_of(module).layout.padded_numel * 4 for module in members)
-        flats = gather(
-            (piece.data for _, piece in items),
-            [piece.layout.shard for _, piece in items],
-            group,
-            device=members[0].compute_device,
-            shapes=[piece.layout.memory_shape for _, piece in items],
-            rank0_only=options.rank0_only,
-            batch_nbytes=max(largest, FULL_BATCH_NBYTES),
-        )
-        for (module, piece), flat in zip(items, flats, strict=True):
-            if flat is not None:
-                whole = dims_from_memory(flat, piece.layout.order)
-                if module._fsdp_extension is not None:
-                    whole = _with_mesh(module, piece.layout, whole, options)
+        given = [(module, piece.layout, piece.data) for module, piece in items]
+        for (module, piece), made in zip(
+            items, wholes_of_shards(given, group, options.rank0_only), strict=True
+        ):
+            if made is not None:
+                whole = _with_mesh(module, piece.layout, made, options)
                 if options.returns_state:
-                    offloads = options.cpu_offload and not whole.is_cpu
-                    values[piece.key] = whole.cpu() if offloads else whole
+                    values[piece.key] = whole.cpu() if options.cpu_offload else whole
     return values
 
 

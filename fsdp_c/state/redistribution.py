@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,7 +95,7 @@ class Space:
 def redistribute(
     pieces: Iterable[Tensor],
     sources: Sequence[Partition],
-    targets: Sequence[Partition],
+    targets: Sequence[Partition] | None,
     group: dist.ProcessGroup,
     *,
     device: torch.device | None = None,
@@ -105,22 +105,24 @@ def redistribute(
     """Yield this rank's part of each tensor under ``targets``, new, from its part under ``sources``.
 
     ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need
-    not hold them all. Ranks pass the same dtypes and partitions in the same order. Collective: every rank
-    consumes it to its end. ``device``: where the transfer takes place and the results stay; by default where
-    the pieces are. ``shapes``: of the results, this rank's own; 1-D by default. ``batch_nbytes``: how much is
-    moved at once, over all ranks, BATCH_NBYTES by default. See [Note: Few large transfers]. Raises ValueError
-    for a piece that is not what the source partition says.
+    not hold them all. ``targets``: None for the whole of each tensor on every rank. Ranks pass the same dtypes
+    and partitions in the same order. Collective: every rank consumes it to its end. ``device``: where the
+    transfer takes place and the results stay; by default where the pieces are. ``shapes``: of the results, this
+    rank's own; 1-D by default. ``batch_nbytes``: how much is moved at once, over all ranks, BATCH_NBYTES by
+    default; whole tensors come by no less than a flat parameter. See [Note: Few large transfers]. Raises
+    ValueError for a piece that is not what the source partition says.
     """
     first, space = 0, Space()
-    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, lambda *_: True):
-        end = first + len(batch)
-        if _are_large(batch, sources[first:end], group):
-            made = _exchange_large(batch, sources[first:end], targets[first:end], group)
-            yield from _shaped(made, shapes and shapes[first:end])
+    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, gathers=targets is None):
+        own = slice(first, first + len(batch))
+        _check(batch, sources[own], group.rank())
+        nbytes = sum(source.numel * one.itemsize for one, source in zip(batch, sources[own], strict=True))
+        given = (batch, sources[own], targets and targets[own], group, shapes and shapes[own])
+        if are_large(nbytes, len(batch), batch[0].device, group):
+            yield from _exchange_large(*given)
         else:
-            given = sources[first:end], targets[first:end]
-            yield from _exchange(batch, *given, group, shapes and shapes[first:end], space)
-        first = end
+            yield from _exchange(*given, space)
+        first += len(batch)
 
 
 def gather(
@@ -128,67 +130,24 @@ def gather(
     sources: Sequence[Partition],
     group: dist.ProcessGroup,
     *,
+    rank0_only: bool,
     device: torch.device | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
-    rank0_only: bool = False,
     batch_nbytes: int | None = None,
 ) -> Iterator[Tensor | None]:
-    """Yield the whole of each tensor, freshly allocated; with ``rank0_only`` None on the other ranks.
-
-    Memory beyond the results: one batch, or what lies between two beginnings of a flat parameter in
-    ``sources`` if that is more. Arguments, collective behaviour and errors as for ``redistribute``.
-    """
-    if rank0_only:
-        targets = [rank0_partition(source.numel) for source in sources]
-        held = group.rank() == 0
-        shapes = shapes if held else None
-        moved = redistribute(
-            pieces, sources, targets, group, device=device, shapes=shapes, batch_nbytes=batch_nbytes
-        )
-        for whole in moved:
-            yield whole if held else None
-        return
-    first, space = 0, Space()
-    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _begins):
-        end = first + len(batch)
-        if _are_large(batch, sources[first:end], group):
-            yield from _shaped(_gather_large(batch, sources[first:end], group), shapes and shapes[first:end])
-        else:
-            yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end], space)
-        first = end
-
-
-def gather_flat(
-    shards: Sequence[Tensor],
-    places: Sequence[Sequence[tuple[int, int]]],
-    shapes: Sequence[Sequence[Sequence[int]]],
-    group: dist.ProcessGroup,
-    space: Space,
-) -> Iterator[Tensor]:
-    """Of each flat parameter the tensors at its ``places``, (first element, numel), whole and new.
-
-    ``shards``: this rank's, padded, of equal size on every rank; all go in one all-gather. Collective.
-    """
-    wire = _wire_dtype(list(shards))
-    sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])
-    received = space.take(sent, len(sent) * group.size())
-    _all_gather_single(received, sent, group=group)
-    ranges: list[int] = []
-    counts, base = [], 0
-    for shard, parts in zip(shards, places, strict=True):
-        size, step = shard.itemsize, shard.nbytes
-        for first, numel in parts:
-            at, end, count = first * size, (first + numel) * size, 0
-            while at < end:
-                rank, offset = divmod(at, step)
-                nbytes = min(end - at, step - offset)
-                ranges += [0, rank * sent.nbytes + base + offset, nbytes]
-                at += nbytes
-                count += 1
-            counts.append(count)
-        base += step
-    likes = [shard for shard, parts in zip(shards, places, strict=True) for _ in parts]
-    yield from join_ranges([received], ranges, counts, likes, list(itertools.chain.from_iterable(shapes)))
+    """``redistribute`` of which every rank gets the whole tensors; with ``rank0_only`` None on the others."""
+    held = not rank0_only or group.rank() == 0
+    targets = [rank0_partition(source.numel) for source in sources] if rank0_only else None
+    for whole in redistribute(
+        pieces,
+        sources,
+        targets,
+        group,
+        device=device,
+        shapes=shapes if held else None,
+        batch_nbytes=batch_nbytes,
+    ):
+        yield whole if held else None
 
 
 def start_gather(
@@ -260,23 +219,20 @@ def _runs(wholes: Sequence[Tensor]) -> Iterator[slice]:
 # ----------------------------------------------------------------- batches
 
 
-def _begins(last: Partition, following: Partition) -> bool:
-    """Shards of a whole flat parameter are even, parts are not: an all-gather would be mostly padding."""
-    return following.step != last.step or following.offset <= last.offset
-
-
 def _batches(
     pieces: Iterable[Tensor],
     sources: Sequence[Partition],
     device: torch.device | None,
     limit_nbytes: int,
-    may_end: Callable[[Partition, Partition], bool],
+    gathers: bool,
 ) -> Iterator[list[Tensor]]:
     batch: list[Tensor] = []
     nbytes = 0
     for index, piece in enumerate(pieces):
-        source = sources[index]
-        if nbytes >= limit_nbytes and may_end(sources[index - 1], source):
+        source, last = sources[index], sources[index - 1]
+        # shards of a whole flat parameter are even, parts are not: an all-gather would be mostly padding
+        may_end = not gathers or source.step != last.step or source.offset <= last.offset
+        if nbytes >= limit_nbytes and may_end:
             yield batch
             batch, nbytes = [], 0
         batch.append((piece if device is None or piece.device == device else piece.to(device)).contiguous())
@@ -286,41 +242,6 @@ def _batches(
 
 
 # ----------------------------------------------------------------- one batch
-
-
-class _Plan(NamedTuple):
-    """See ``_C.exchange_plan``; all in bytes."""
-
-    held: list[int]
-    made: list[int]
-    sent: list[int]
-    sent_nbytes: list[int]
-    received_nbytes: list[int]
-    parts: list[int]
-    part_counts: list[int]
-
-    @classmethod
-    def of(
-        cls,
-        pieces: list[Tensor],
-        sources: Sequence[Partition],
-        targets: Sequence[Partition],
-        rank: int,
-        world: int,
-        gathers: bool = False,
-    ) -> _Plan:
-        sizes = [piece.element_size() for piece in pieces]
-        return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), rank, world, gathers))
-
-    def assemble(
-        self, received: Tensor, pieces: list[Tensor], shapes: Sequence[Sequence[int]] | None
-    ) -> list[Tensor]:
-        """The tensors, in the dtypes of ``pieces``."""
-        if shapes is None:
-            shapes = [
-                (nbytes // piece.element_size(),) for nbytes, piece in zip(self.made, pieces, strict=True)
-            ]
-        return join_ranges([received, *pieces], self.parts, self.part_counts, pieces, shapes)
 
 
 def join_ranges(
@@ -383,55 +304,41 @@ def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> Non
 def _exchange(
     pieces: list[Tensor],
     sources: Sequence[Partition],
-    targets: Sequence[Partition],
+    targets: Sequence[Partition] | None,
     group: dist.ProcessGroup,
     shapes: Sequence[Sequence[int]] | None,
     space: Space,
 ) -> list[Tensor]:
-    """The parts under ``targets``: one all-to-all of what changes ranks."""
-    rank = group.rank()
-    plan = _Plan.of(pieces, sources, targets, rank, group.size())
-    if [piece.nbytes for piece in pieces] != plan.held or any(piece.dim() != 1 for piece in pieces):
-        _check(pieces, sources, rank)
-    like = pieces[0].new_empty(0, dtype=_wire_dtype(pieces))
-    numels = [nbytes // like.itemsize for nbytes in plan.sent_nbytes]
-    (sent,) = join_ranges(pieces, plan.sent, [len(plan.sent) // 3], [like], [(sum(numels),)])
-    splits = [nbytes // like.itemsize for nbytes in plan.received_nbytes]
-    received = space.take(like, sum(splits))
-    dist.all_to_all_single(received, sent, splits, numels, group=group)
-    del sent  # before as much is made anew
-    return plan.assemble(received, pieces, shapes)
-
-
-def _gather_batch(
-    pieces: list[Tensor],
-    sources: Sequence[Partition],
-    group: dist.ProcessGroup,
-    shapes: Sequence[Sequence[int]] | None,
-    space: Space,
-) -> list[Tensor]:
-    """The whole tensors: one all-gather of what each rank holds, padded to the longest."""
-    _check(pieces, sources, group.rank())
-    targets = [rank0_partition(source.numel) for source in sources]  # every rank does as rank 0 does
-    plan = _Plan.of(pieces, sources, targets, 0, group.size(), gathers=True)
-    row_nbytes = max(plan.received_nbytes)
-    sent = _adjacent(pieces, row_nbytes)
-    sent = _packed(pieces, row_nbytes) if sent is None else sent
-    if len(pieces) == 1 and sources[0].offset == 0 and row_nbytes * group.size() - plan.made[0] < row_nbytes:
-        received = sent.new_empty(len(sent) * group.size())  # the result itself, with the padding behind it
+    """The parts under ``targets``: one all-to-all of what changes ranks, or one all-gather of all."""
+    world_size, wire = group.size(), _wire_dtype(pieces)
+    sizes = [piece.itemsize for piece in pieces]
+    if targets is None:  # every rank does as rank 0 does
+        wholes = [rank0_partition(source.numel) for source in sources]
+        plan = _C.exchange_plan(zip(sources, wholes, sizes, strict=True), 0, world_size, True)
+    else:
+        plan = _C.exchange_plan(zip(sources, targets, sizes, strict=True), group.rank(), world_size, False)
+    _, made_nbytes, sent_ranges, sent_nbytes, received_nbytes, parts, counts = plan
+    if shapes is None:
+        shapes = [(nbytes // size,) for nbytes, size in zip(made_nbytes, sizes, strict=True)]
+    if targets is None:
+        row_nbytes = max(received_nbytes)
+        sent = _adjacent(pieces, row_nbytes)
+        sent = _packed(pieces, row_nbytes) if sent is None else sent
+        if len(pieces) == 1 and not sources[0].offset and row_nbytes * (world_size - 1) < made_nbytes[0]:
+            received = sent.new_empty(len(sent) * world_size)  # the result itself, with the padding behind it
+            _all_gather_single(received, sent, group=group)
+            return [_as(received[: made_nbytes[0] // wire.itemsize], pieces[0].dtype).view(shapes[0])]
+        received = space.take(sent, len(sent) * world_size)
         _all_gather_single(received, sent, group=group)
-        whole = _as(received[: plan.made[0] // received.itemsize], pieces[0].dtype)
-        return [whole.view(shapes[0]) if shapes else whole]
-    received = space.take(sent, len(sent) * group.size())
-    _all_gather_single(received, sent, group=group)
+    else:
+        like = pieces[0].new_empty(0, dtype=wire)
+        numels = [nbytes // wire.itemsize for nbytes in sent_nbytes]
+        (sent,) = join_ranges(pieces, sent_ranges, [len(sent_ranges) // 3], [like], [(sum(numels),)])
+        splits = [nbytes // wire.itemsize for nbytes in received_nbytes]
+        received = space.take(like, sum(splits))
+        dist.all_to_all_single(received, sent, splits, numels, group=group)
     del sent  # before as much is made anew
-    return plan.assemble(received, pieces, shapes)
-
-
-def _are_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> bool:
-    """The same on every rank."""
-    nbytes = sum(source.numel * piece.element_size() for piece, source in zip(pieces, sources, strict=True))
-    return are_large(nbytes, len(pieces), pieces[0].device, group)
+    return join_ranges([received, *pieces], parts, counts, pieces, shapes)
 
 
 def are_large(nbytes: int, count: int, device: torch.device, group: dist.ProcessGroup) -> bool:
@@ -443,64 +350,44 @@ def are_large(nbytes: int, count: int, device: torch.device, group: dist.Process
     )
 
 
-def _gather_large(
-    pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup
-) -> list[Tensor]:
-    _check(pieces, sources, group.rank())
-    wholes = [_new(piece, source.numel) for piece, source in zip(pieces, sources, strict=True)]
-    works = []
-    for whole, piece, source in zip(wholes, pieces, sources, strict=True):
-        for rank in range(group.size()):
-            start, end = source.bounds(rank)
-            if rank == group.rank():
-                whole[start:end] = piece
-            if start < end:
-                data = whole[start:end].view(torch.uint8)
-                works.append(dist.broadcast(data, group=group, group_src=rank, async_op=True))
-    _wait(works)
-    return wholes
-
-
-def _wait(works: Iterable[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
 def _exchange_large(
-    pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], group: dist.ProcessGroup
+    pieces: list[Tensor],
+    sources: Sequence[Partition],
+    targets: Sequence[Partition] | None,
+    group: dist.ProcessGroup,
+    shapes: Sequence[Sequence[int]] | None,
 ) -> list[Tensor]:
+    """The same, of every part from where it lies to its place in the result."""
     rank = group.rank()
-    _check(pieces, sources, rank)
     made: list[Tensor] = []
     works: list[dist.Work | None] = []
-    for tag, (piece, source, target) in enumerate(zip(pieces, sources, targets, strict=True)):
-        start, end = target.bounds(rank)
-        own = _new(piece, end - start)
-        for peer, offset, numel in _C.partition_overlaps(source, target, rank):
+    for tag, (piece, source) in enumerate(zip(pieces, sources, strict=True)):
+        if targets is None:
+            start, end = 0, source.numel
+            outgoing = [(peer, 0, len(piece)) for peer in range(group.size()) if len(piece)]
+            incoming = _C.partition_overlaps(rank0_partition(end), source, 0)
+        else:
+            start, end = targets[tag].bounds(rank)
+            outgoing = list(_C.partition_overlaps(source, targets[tag], rank))
+            incoming = _C.partition_overlaps(targets[tag], source, rank)
+        own = piece.new_empty(end - start)
+        _C.prefer_large_pages(own)
+        for peer, offset, numel in outgoing:
             if peer != rank:
                 data = piece[offset : offset + numel].view(torch.uint8)
                 works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
-        for peer, offset, numel in _C.partition_overlaps(target, source, rank):
+        for peer, offset, numel in incoming:
             place = own[offset : offset + numel]
             if peer != rank:
                 works.append(dist.irecv(place.view(torch.uint8), group=group, group_src=peer, tag=tag))
             else:
                 first = start + offset - source.bounds(rank)[0]
                 place.copy_(piece[first : first + numel])
-        made.append(own)
-    _wait(works)
+        made.append(own if shapes is None else own.view(shapes[tag]))
+    for work in works:
+        if work is not None:
+            work.wait()
     return made
-
-
-def _new(like: Tensor, numel: int) -> Tensor:
-    made = like.new_empty(numel)
-    _C.prefer_large_pages(made)
-    return made
-
-
-def _shaped(tensors: list[Tensor], shapes: Sequence[Sequence[int]] | None) -> list[Tensor]:
-    return [one.view(shape) for one, shape in zip(tensors, shapes, strict=True)] if shapes else tensors
 
 
 def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:

@@ -45,6 +45,8 @@ from fsdp_c.state.redistribution import (
 )
 from fsdp_c.tools import collective_errors
 
+FULL_BATCH_NBYTES = 8 * 2**20
+
 
 class ParamLayout(NamedTuple):
     """How one parameter of a unit is divided in its flat parameter, and in rows."""
@@ -154,14 +156,36 @@ def rows_of_shards(
     """
     result: dict[ShardedModule, list[Tensor]] = {}
     for group, members in by_group(modules):
-        items = [(module, layout, piece) for module in members for layout, piece in layouts_of(module)]
+        items = [(module, *item) for module in members for item in layouts_of(module)]
+        result.update((module, []) for module in members)
         with collective_errors.gathering(*map(handle_of, members)):
-            chunks = _rows_of_one_group(items, group, members[0].compute_device, offloads)
-        for module in members:
-            result[module] = []
-        for (module, _, _), chunk in zip(items, chunks, strict=True):
-            result[module].append(chunk)
+            made = _rows([(layout, piece) for _, layout, piece in items], group, members[0].compute_device)
+            # what is offloaded goes before the next batch is made
+            for (module, *_), rows in zip(items, made, strict=True):
+                result[module].append(rows.cpu() if offloads(module) else rows)
     return result
+
+
+def wholes_of_shards(
+    items: Sequence[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup, rank0_only: bool
+) -> Iterator[Tensor | None]:
+    """The whole of each, from this rank's 1-D part of each shard; None on ranks that get nothing. Collective.
+
+    Memory beyond the results is one batch: the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
+    """
+    largest = max(handle_of(module).layout.padded_numel * piece.itemsize for module, _, piece in items)
+    wholes = gather(
+        (piece for _, _, piece in items),
+        [layout.shard for _, layout, _ in items],
+        group,
+        rank0_only=rank0_only,
+        device=items[0][0].compute_device,
+        shapes=[layout.memory_shape for _, layout, _ in items],
+        batch_nbytes=max(largest, FULL_BATCH_NBYTES),
+    )
+    with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _, _ in items)):
+        for (_, layout, _), whole in zip(items, wholes, strict=True):
+            yield None if whole is None else dims_from_memory(whole, layout.order)
 
 
 def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGroup, list[ShardedModule]]]:
@@ -173,52 +197,37 @@ def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGro
         yield group, units_of_group
 
 
-def _rows_of_one_group(
-    items: list[tuple[ShardedModule, ParamLayout, Tensor]],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    offloads: Callable[[ShardedModule], bool],
-) -> list[Tensor]:
+def _rows(
+    items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[Tensor]:
+    """This rank's rows of each, from its 1-D part of each shard."""
+    direct = [(layout, piece) for layout, piece in items if layout.rows is not None]
+    others = [(layout, piece) for layout, piece in items if layout.rows is None]
     # the same on every rank, and so whether or not rows are offloaded: ranks may differ in that
     batch_nbytes = None if device.type == "cpu" else DEVICE_BATCH_NBYTES
-    direct = [(module, layout, piece) for module, layout, piece in items if layout.rows is not None]
     rows = redistribute(
-        (piece for _, _, piece in direct),
-        [layout.shard for _, layout, _ in direct],
-        [layout.rows for _, layout, _ in direct if layout.rows is not None],
+        (piece for _, piece in direct),
+        [layout.shard for layout, _ in direct],
+        [layout.rows for layout, _ in direct if layout.rows is not None],
         group,
         device=device,
-        shapes=[layout.own_rows for _, layout, _ in direct],
+        shapes=[layout.own_rows for layout, _ in direct],
         batch_nbytes=batch_nbytes,
     )
-    own = _offloaded(rows, direct, offloads)
-    moved = iter(
-        [dims_from_memory(one, layout.order) for (_, layout, _), one in zip(direct, own, strict=True)]
+    wholes = redistribute(
+        (piece for _, piece in others),
+        [layout.shard for layout, _ in others],
+        None,
+        group,
+        device=device,
+        batch_nbytes=batch_nbytes,
     )
-    others = [(module, layout, piece) for module, layout, piece in items if layout.rows is None]
-    shards = [layout.shard for _, layout, _ in others]
-    wholes = gather(
-        (piece for _, _, piece in others), shards, group, device=device, batch_nbytes=batch_nbytes
-    )
-    own = (_own_rows(flat, layout, group) for (_, layout, _), flat in zip(others, wholes, strict=True))
-    parts = iter(list(_offloaded(own, others, offloads)))
-    return [next(moved) if layout.rows is not None else next(parts) for _, layout, _ in items]
-
-
-def _offloaded(
-    rows: Iterable[Tensor],
-    items: list[tuple[ShardedModule, ParamLayout, Tensor]],
-    offloads: Callable[[ShardedModule], bool],
-) -> Iterator[Tensor]:
-    """Those of units that offload go to CPU memory before the next batch is made."""
-    for (module, _, _), own in zip(items, rows, strict=True):
-        yield own.cpu() if offloads(module) else own
-
-
-def _own_rows(flat: Tensor | None, layout: ParamLayout, group: dist.ProcessGroup) -> Tensor:
-    assert flat is not None
-    whole = from_memory_order(flat, layout.shape, layout.order)
-    return own_rows(whole, group.rank(), group.size()).clone()
+    for layout, _ in items:
+        if layout.rows is not None:
+            yield dims_from_memory(next(rows), layout.order)
+        else:
+            whole = from_memory_order(next(wholes), layout.shape, layout.order)
+            yield own_rows(whole, group.rank(), group.size()).clone()
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
@@ -261,9 +270,8 @@ def wholes_of_rows(
     numels = [_numel_of(partition, group.rank()) for partition in natural]
     # every rank has a tensor without dimensions; that of the rank that the partition says counts
     pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
-    wholes = list(gather(pieces, natural, group, device=device))
+    wholes = list(redistribute(pieces, natural, None, group, device=device))
     for (layout, _), whole in zip(items, wholes, strict=True):
-        assert whole is not None
         yield whole.view(layout.shape)
 
 

@@ -3,19 +3,16 @@
 [Note: Saving many units at once]
 The outermost unit of a ``state_dict()`` has the values of all units below it made, by few large transfers
 from the shards, straight into memory of their own; nothing is gathered on the modules. Memory beyond the
-result is one batch: the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
+result is one batch: see ``wholes_of_shards``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,22 +21,18 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
-from fsdp_c.state.redistribution import Space, are_large, gather, gather_flat
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
-    dims_from_memory,
     flat_value,
     from_memory_order,
-    memory_shapes,
     own_rows,
     param_layouts,
     rows_of_shards,
     sharded_values,
+    wholes_of_shards,
 )
 from fsdp_c.tools import collective_errors
-
-FULL_BATCH_NBYTES = 8 * 2**20
 
 
 def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamLayout, Tensor]]:
@@ -115,87 +108,16 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
             ]
     for group, members in by_group(sharded):
         config = members[0]._state_dict_config
-        rank0_only = getattr(config, "rank0_only", False)
-        values.update(_gathered(group, members, rank0_only, config.offload_to_cpu))
+        items = [(module, *item) for module in members for item in shard_pieces(module)]
+        values.update((module, []) for module in members)
+        wholes = wholes_of_shards(items, group, getattr(config, "rank0_only", False))
+        for (module, *_), whole in zip(items, wholes, strict=True):
+            if whole is not None:
+                values[module].append(whole.cpu() if config.offload_to_cpu else whole)
     # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
     for module in shown:
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
     return values
-
-
-def _gathered(
-    group: dist.ProcessGroup, modules: Sequence[ShardedModule], rank0_only: bool, offload_to_cpu: bool
-) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
-    shards = [(module, local_shard(module)) for module in modules]
-    wholes = wholes_of_shards(shards, group, rank0_only, offload_to_cpu)
-    return {module: whole for (module, _), whole in zip(shards, wholes, strict=True)}
-
-
-# a unit, and this rank's part of a tensor that is sharded as its flat parameter is
-Shard = tuple[ShardedModule, Tensor]
-
-
-def wholes_of_shards(
-    shards: Sequence[Shard], group: dist.ProcessGroup, rank0_only: bool, offload_to_cpu: bool
-) -> Iterator[list[Tensor]]:
-    """Of each shard the parameters, whole; nothing on ranks that get nothing. Collective over ``group``."""
-    space = Space()
-    for batch in _batches(shards):
-        with collective_errors.gathering(*(handle_of(module) for module, _ in batch)):
-            wholes = iter(_wholes(batch, group, rank0_only, space))
-            for module, _ in batch:
-                made = []
-                for (_, order), flat in zip(memory_shapes(module), wholes, strict=False):
-                    if flat is not None:
-                        whole = dims_from_memory(flat, order)
-                        made.append(whole.cpu() if offload_to_cpu and not whole.is_cpu else whole)
-                yield made
-
-
-def _batches(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
-    """What is gathered together: of the largest unit, or so much that it comes to FULL_BATCH_NBYTES."""
-    limit = max(
-        *(handle_of(module).layout.padded_numel * shard.itemsize for module, shard in shards),
-        FULL_BATCH_NBYTES,
-    )
-    batch: list[Shard] = []
-    nbytes = 0
-    for module, shard in shards:
-        if nbytes >= limit:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((module, shard))
-        nbytes += sum(handle_of(module).layout.param_numels) * shard.itemsize
-    yield batch
-
-
-def _wholes(
-    batch: Sequence[Shard], group: dist.ProcessGroup, rank0_only: bool, space: Space
-) -> Iterator[Tensor | None]:
-    """The parameters' parts of one batch, each in its memory shape."""
-    modules = [module for module, _ in batch]
-    shards = [shard.to(module.compute_device) for module, shard in batch]
-    shapes = [[shape for shape, _ in memory_shapes(module)] for module in modules]
-    numels = [handle_of(module).layout.param_numels for module in modules]
-    count = sum(map(len, numels))
-    nbytes = sum(sum(one) * shard.itemsize for one, shard in zip(numels, shards, strict=True))
-    if not rank0_only and count > 1 and not are_large(nbytes, count, shards[0].device, group):
-        offsets = [handle_of(module).layout.param_offsets for module in modules]
-        places = [list(zip(*each, strict=True)) for each in zip(offsets, numels, strict=True)]
-        return gather_flat(shards, places, shapes, group, space)
-    return gather(
-        (
-            part
-            for module, shard in zip(modules, shards, strict=True)
-            for _, part in split_shard(module, shard)
-        ),
-        [layout.shard for module in modules for layout in param_layouts(module)],
-        group,
-        shapes=list(itertools.chain.from_iterable(shapes)),
-        rank0_only=rank0_only,
-        batch_nbytes=sys.maxsize,
-    )
 
 
 def _copies_of_shown(module: ShardedModule) -> list[Tensor]:

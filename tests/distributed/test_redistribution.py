@@ -158,7 +158,7 @@ def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank):
     pieces = [shard[:4], shard[4:]] if rank == 0 else [shard[:0], shard[:5]]
     packed = []
     with mock.patch.object(redistribution, "_packed", lambda *given: packed.append(given)):
-        first, second = gather(pieces, sources, dist.group.WORLD)
+        first, second = redistribute(pieces, sources, None, dist.group.WORLD)
     assert not packed
     assert torch.equal(first, torch.arange(4.0))
     assert torch.equal(second, torch.arange(4.0, 11.0))

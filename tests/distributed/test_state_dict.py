@@ -178,13 +178,13 @@ def test_save_holds_one_unit_at_a_time(rank: int, use_orig_params: bool) -> None
     """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at
     most."""
     from fsdp_c import _C
-    from fsdp_c.state import redistribution, state_dict_saving
+    from fsdp_c.state import redistribution, sharded_values
 
     model = wrap(plain(), use_orig_params)
     train(model, rank)
     largest = max(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model))
     received = []
-    all_gather, limit = redistribution._all_gather_single, state_dict_saving.FULL_BATCH_NBYTES
+    all_gather, limit = redistribution._all_gather_single, sharded_values.FULL_BATCH_NBYTES
 
     def watched(output: Tensor, *args: Any, **kwargs: Any) -> Any:
         received.append(output.numel())
@@ -192,11 +192,11 @@ def test_save_holds_one_unit_at_a_time(rank: int, use_orig_params: bool) -> None
 
     before = _C.live_unsharded_nbytes()
     _C.peak_unsharded_nbytes(reset=True)
-    redistribution._all_gather_single, state_dict_saving.FULL_BATCH_NBYTES = watched, 1
+    redistribution._all_gather_single, sharded_values.FULL_BATCH_NBYTES = watched, 1
     try:
         full_state_dict(model)
     finally:
-        redistribution._all_gather_single, state_dict_saving.FULL_BATCH_NBYTES = all_gather, limit
+        redistribution._all_gather_single, sharded_values.FULL_BATCH_NBYTES = all_gather, limit
     assert _C.peak_unsharded_nbytes() <= before
     assert len(received) == 2  # the root is as large as the first block; the second one follows
     assert max(received) <= 2 * largest
