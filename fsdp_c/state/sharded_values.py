@@ -275,9 +275,10 @@ def wholes_of_rows(
         yield whole.view(layout.shape)
 
 
-def whole_of_rows(rows: Tensor, layout: ParamLayout, module: ShardedModule) -> Tensor:
-    """The whole of one tensor from every rank's rows. Collective."""
-    (whole,) = wholes_of_rows([(layout, rows)], module.process_group, module.compute_device)
+def whole_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
+    """The whole of a sharded value. Collective. Raises as ``rows_of_value``."""
+    items = [(layout, rows_of_value(value, fqn, module, layout))]
+    (whole,) = wholes_of_rows(items, module.process_group, module.compute_device)
     return whole
 
 

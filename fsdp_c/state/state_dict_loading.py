@@ -47,7 +47,7 @@ from fsdp_c.state.sharded_values import (
     shape_of,
     shards_of_rows,
     to_memory_order,
-    whole_of_rows,
+    whole_of_value,
 )
 from fsdp_c.state.state_dict_saving import is_shown, local_shard, shard_pieces
 from fsdp_c.tools import collective_errors
@@ -149,8 +149,7 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
         if full and not isinstance(value, (ShardedTensor, DTensor)):
             continue
         if value is not _ABSENT and value is not _own_param(module, param.place):
-            layout = layouts[param.place]
-            state_dict[key] = whole_of_rows(rows_of_value(value, key, module, layout), layout, module)
+            state_dict[key] = whole_of_value(value, key, module, layouts[param.place])
 
 
 def _check_shown(module: ShardedModule) -> None:
@@ -171,13 +170,34 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
         check_idle(module)
         handle_of(module).writeback()
     found = {module: _found(module, at, state_dict) for at, module in modules}
-    whole = [module for module in found if is_full(module) or module._fsdp_extension is not None]
-    _load_sharded({module: values for module, values in found.items() if module not in whole})
-    for module in whole:
-        _load_full(module, found[module])
+    by_rows = [module for module in found if not _takes_whole(module)]
+    for group, members in by_group(by_rows):
+        items = [item for module in members for item in found[module]]
+        shards = shards_of_rows(
+            [(layout, rows) for layout, rows, _ in items], group, members[0].compute_device
+        )
+        for (_, _, target), shard in zip(items, shards, strict=True):
+            target.copy_(shard)
     for module in found:
+        for layout, value, target in found[module] if _takes_whole(module) else ():
+            start, end = 0, layout.shard.numel
+            if handle_of(module).layout.sharded:
+                start, end = layout.shard.bounds(module.rank)
+            if start < end:
+                # also of a tensor-like that is read from its file by this, one at a time
+                target.copy_(to_memory_order(torch.detach(value), layout.order)[start:end])
+    marks = {}
+    for at, module in modules:
         handle_of(module).reshard(True)
-    return {module: _take(module, at, state_dict) for at, module in modules}
+        names = [param.fqn for param in common.managed_params(module._handle)]
+        missing = [fqn for fqn in names if state_dict.pop(at + fqn, None) is None]
+        marks[module] = Mark(True, frozenset(missing))
+    return marks
+
+
+def _takes_whole(module: ShardedModule) -> bool:
+    """Whether each rank takes its part of whole values: full ones, and those of tensor parallelism."""
+    return is_full(module) or module._fsdp_extension is not None
 
 
 def _found(
@@ -186,25 +206,23 @@ def _found(
     """For parameters that have a value: the layout, the value or this rank's rows, the part of the shard."""
     targets = list(shard_pieces(module))
     values: dict[int, tuple[ParamLayout, Tensor, Tensor]] = {}
-    full, parallel = is_full(module), module._fsdp_extension is not None
+    full, extension = is_full(module), module._fsdp_extension
     for param in common.managed_params(module._handle):
         key = prefix + param.fqn
-        if state_dict.get(key) is _own_param(module, param.place):
-            continue
-        if key not in state_dict:
+        value = state_dict.get(key, _ABSENT)
+        if value is _ABSENT:
             if not full:
                 logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
             continue
+        if value is _own_param(module, param.place):
+            continue
         layout, target = targets[param.place]
-        value = state_dict[key]
-        if module._fsdp_extension is not None and isinstance(value, DTensor):
-            value = module._fsdp_extension.all_gather_dtensor(value, value.device_mesh)
-        elif not full:
+        if extension is not None and isinstance(value, DTensor):
+            value = extension.all_gather_dtensor(value, value.device_mesh)
+        elif not _takes_whole(module):
             value = rows_of_value(value, key, module, layout).to(target.dtype)
-            if parallel:  # as the others of the unit: whole
-                value = whole_of_rows(value, layout, module)
-        elif isinstance(value, (ShardedTensor, DTensor)):  # of a sharded state dict
-            value = whole_of_rows(rows_of_value(value, key, module, layout), layout, module)
+        elif not full or isinstance(value, (ShardedTensor, DTensor)):
+            value = whole_of_value(value, key, module, layout)
         values[param.place] = (layout, value, target)
     return [values[index] for index in sorted(values)]
 
@@ -213,33 +231,6 @@ def _own_param(module: ShardedModule, index: int) -> object:
     """The original parameter as the optimizer has it, which DCP passes where there is nothing to load."""
     params = handle_of(module).flat_param._params
     return _NO_PARAM if params is None else params[index]
-
-
-def _load_sharded(found: dict[ShardedModule, list[tuple[ParamLayout, Tensor, Tensor]]]) -> None:
-    for group, members in by_group(found):
-        items = [item for module in members for item in found[module]]
-        shards = shards_of_rows(
-            [(layout, rows) for layout, rows, _ in items], group, members[0].compute_device
-        )
-        for (_, _, target), shard in zip(items, shards, strict=True):
-            target.copy_(shard)
-
-
-def _load_full(module: ShardedModule, values: Sequence[tuple[ParamLayout, Tensor, Tensor]]) -> None:
-    for layout, value, target in values:
-        start, end = (
-            layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, layout.shard.numel)
-        )
-        if start < end:
-            # also of a tensor-like that is read from its file by this, one at a time
-            tensor = torch.detach(value)
-            target.copy_(to_memory_order(tensor, layout.order)[start:end])
-
-
-def _take(module: ShardedModule, prefix: str, state_dict: StateDict) -> Mark:
-    names = [param.fqn for param in common.managed_params(module._handle)]
-    missing = [fqn for fqn in names if state_dict.pop(prefix + fqn, None) is None]
-    return Mark(True, frozenset(missing))
 
 
 def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
