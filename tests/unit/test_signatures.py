@@ -1,0 +1,76 @@
+"""Names, arguments, defaults and members of torch's FSDP1, beside those of fsdp_c."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from fsdp_c import FullyShardedDataParallel
+from fsdp_c.compat.standins.finder import FSDP, OURS
+
+PUBLIC = ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")
+DELIBERATE = {"_flat_param.FlatParamHandle.__init__"}  # takes what construction has made already
+OF_EVERY_OBJECT = {*vars(object), *vars(Enum), *vars(type("Plain", (), {}))} - {"__init__"}
+
+
+def function_of(value: Any) -> Any:
+    """The function of a static or class method."""
+    return getattr(value, "__func__", value)
+
+
+def arguments(value: Any) -> list[tuple[Any, ...]] | None:
+    """Name, kind and default of each argument; ``self`` is positional in C. None where there are none to read."""
+    if not inspect.isroutine(function_of(value)):
+        return None
+    found = inspect.signature(function_of(value)).parameters.values()
+    named = [(one.name, one.kind, one.default) for one in found]
+    return named[1:] if named and named[0][0] in ("self", "cls") else named
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, (Enum, bool, int, str))
+
+
+def differences(module: str) -> Iterator[str]:
+    """What ours lacks of a public module of torch, and what takes other arguments or has another value."""
+    theirs, ours = (importlib.import_module(name) for name in (f"{FSDP}.{module}", OURS[f"{FSDP}.{module}"]))
+    for name, value in vars(theirs).items():
+        if getattr(value, "__module__", None) != theirs.__name__:
+            continue
+        found = getattr(ours, name, None)
+        members = vars(value).items() if inspect.isclass(value) and found not in (None, value) else ()
+        pairs = [(name, value, found)]
+        pairs += [
+            (f"{name}.{one}", member, inspect.getattr_static(found, one, None))
+            for one, member in members
+            if one not in OF_EVERY_OBJECT
+        ]
+        for path, known, own in pairs:
+            if own is None or own is object.__init__:
+                if module in PUBLIC and not any(one.startswith("_") for one in path.split(".")):
+                    yield f"{module}.{path} is missing"
+            elif f"{module}.{path}" not in DELIBERATE and arguments(known) not in (None, arguments(own)):
+                yield f"{module}.{path}{arguments(own)}, torch has {arguments(known)}"
+            elif is_plain(known) and not path.endswith("__") and repr(known) != repr(own):
+                yield f"{module}.{path} = {own!r}, torch has {known!r}"
+
+
+@pytest.mark.parametrize("module", [name.removeprefix(f"{FSDP}.") for name in OURS if name.startswith(FSDP)])
+def test_arguments_are_those_of_the_installed_torch(module: str) -> None:
+    assert list(differences(module)) == []
+
+
+def test_a_missing_name_and_another_argument_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_sync(self: FullyShardedDataParallel, recurse: bool = True) -> None: ...
+
+    monkeypatch.setattr(FullyShardedDataParallel, "no_sync", no_sync)
+    monkeypatch.delattr(FullyShardedDataParallel, "clip_grad_norm_")
+    found = sorted(differences("fully_sharded_data_parallel"))
+    assert found[0] == "fully_sharded_data_parallel.FullyShardedDataParallel.clip_grad_norm_ is missing"
+    assert found[1].startswith("fully_sharded_data_parallel.FullyShardedDataParallel.no_sync[('recurse', ")
+    assert len(found) == 2
