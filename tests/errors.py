@@ -33,37 +33,6 @@ from tests.ranks import device
 
 CPU = torch.device("cpu")
 
-NOT_PROVOKED = {
-    "X-009": "ours computes on the CPU where torch wants an accelerator (parity 7)",
-    "X-024": "works: a parameter without dimensions is wrapped (parity 86)",
-    "X-025": "ours broadcasts CPU tensors, which torch refuses (parity 7); tests/cuda has groups that cannot",
-    "X-031": "works: frozen parameters have a flat parameter of their own (parity 37)",
-    "X-048": "only a rank's own part is ever flattened, so that no storage is shared",
-    "X-067": "a moved module is initialised anew, which raises X-062",
-    "X-068": "a prefetch is decided in C, by a table of legal states",
-    "X-070": "no call of the user leads to a transition that the table refuses",
-    "X-071": "shard and gradient are of one handle and one size",
-    "X-072": "torch prints it beside the original error; the tree recovers instead",
-    "X-073": "there is no such hook state",
-    "X-078": "gradients are made on the compute device by the handle itself",
-    "X-081": "states of storage follow from the table of the handle's states",
-    "X-082": "works: a tensor in an object is trained (parity 14)",
-    "X-083": "works: a graph can be walked twice (parity 13)",
-    "X-087": "DistributedModelParallel only",
-    "X-104": "torch 2.6 only",
-    "X-116": "works: the tree is initialised first",
-    "X-136": "the functions that could be called directly are not there",
-    "X-139": "values are made from the shards, so that nothing is cloned",
-    "X-146": "tensors on other meshes are gathered by DTensor",
-    "X-147": "torch's extension raises it for both",
-    "X-167": "works: a parameter without state is saved without one, as by the plain module",
-    "X-169": "nothing is reconstructed: every rank's part is known from the layout",
-    "X-172": "works: a flat parameter without state is left out",
-    "X-178": "torch looks up names that it has from the same model; ours raises it for another KeyError",
-    "X-182": "rank 0 sends tensors of the shapes that it announced",
-    "X-183": "there is no profiler of its own",
-}
-
 
 class Implementation(NamedTuple):
     """Either implementation, under the names that both have."""

@@ -2,8 +2,7 @@
 ours keeps.
 
 Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that
-answer are in tests/distributed/test_error_words.py, and what cannot be provoked on a CPU stands in
-tests/errors.py.
+answer are in tests/distributed/test_error_words.py.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests import surface_rows
-from tests.distributed import test_error_words as on_ranks
-from tests.errors import CPU, NOT_PROVOKED, Implementation, Net, Row, check, forget_torchs_units, of
+from tests.errors import CPU, Implementation, Net, Row, check, forget_torchs_units, of
 from tests.training import debug_level
 
 WORLD_SIZE, RANK = 4, 1
@@ -1023,16 +1020,7 @@ def test_calls_of_the_user_are_refused_in_torchs_words(row: Row) -> None:
     check(row)
 
 
-# ----------------------------------------------------------------- the list
-
-
-def test_every_error_of_the_list_is_provoked_or_has_a_reason() -> None:
-    rows = [*CONSTRUCTION, *WRAPPING, *FLATTENING, *RUNTIME, *USER_CALLS, *on_ranks.ROWS]
-    provoked = [row.id.split()[0] for row in rows]
-    wanted = {one for _, ids in surface_rows.sections() for one in ids if one.startswith("X-")}
-    assert set(provoked) | set(NOT_PROVOKED) == wanted
-    assert not set(provoked) & set(NOT_PROVOKED)
-    assert len({row.id for row in rows}) == len(rows)
+# ----------------------------------------------------------------- notes
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 11)])
