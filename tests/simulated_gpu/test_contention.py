@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulated_gpu.contention import contended
 from tests.simulated_gpu.test_timeline import run
-from tests.simulated_gpu.timeline import COMPUTE, COPY, GATHER, HOST_WAITS, Span, Step
+from tests.simulated_gpu.timeline import COMPUTE, GATHER, HOST_WAITS, Span, Step
 
 GIVEN = {"ready": 0.0, "before": 0.0, "cause": -1}
 
@@ -36,45 +36,11 @@ def test_two_kernels_that_each_need_all_of_the_memory_take_twice_as_long_beside_
     assert times_of(work(1, 0, 0, 100, memory=1.0), work(2, 5, 0, 40, memory=1.0)) == [(0, 140), (0, 80)]
 
 
-def test_kernels_that_leave_each_other_what_they_need_take_what_they_take_alone() -> None:
-    assert times_of(work(1, 0, 0, 100, memory=0.5), work(2, 5, 0, 40, memory=0.5)) == [(0, 100), (0, 40)]
-
-
 def test_a_collective_takes_its_multiprocessors_from_a_product_and_none_from_a_copy() -> None:
     gather = work(1, 5, 0, 100, kind=GATHER, multiprocessors=0.2)
     # 80 of the product's 160 us beside the gather, then 80 more
     assert times_of(gather, work(2, 0, 0, 160, multiprocessors=1.0)) == [(0, 100), (0, 180)]
     assert times_of(gather, work(2, 0, 0, 100, memory=1.0)) == [(0, 100), (0, 100)]
-
-
-def test_a_product_and_a_kernel_that_moves_bytes_share_the_multiprocessors() -> None:
-    product = work(1, 0, 0, 100, multiprocessors=1.0)
-    # both at two thirds; the kernel is through at 60, when 60 of the product's 100 us are left
-    assert times_of(product, work(2, 5, 0, 40, memory=0.5)) == [(0, 120), (0, 60)]
-    gather = work(3, 6, 0, 200, kind=GATHER, multiprocessors=0.25)
-    # the product has half beside the gather and the kernel, and three quarters beside the gather
-    assert times_of(product, work(2, 5, 0, 40, memory=0.5), gather) == [
-        (0, 60 + 70 / 0.75),
-        (0, 60),
-        (0, 200),
-    ]
-
-
-def test_a_copy_to_the_host_takes_no_multiprocessors() -> None:
-    product = work(1, 0, 0, 160, multiprocessors=1.0)
-    assert times_of(product, work(2, 5, 0, 100, kind=COPY, memory=0.5)) == [(0, 160), (0, 100)]
-
-
-def test_a_collective_and_a_kernel_share_the_memory() -> None:
-    gather = work(1, 5, 0, 100, kind=GATHER, memory=0.25)
-    # both at 0.8; the gather is through at 125, when 60 of the kernel's 160 us are left
-    assert times_of(gather, work(2, 0, 0, 160, memory=1.0)) == [(0, 125), (0, 185)]
-
-
-def test_two_products_share_what_collectives_leave() -> None:
-    gather = work(1, 5, 0, 1000, kind=GATHER, multiprocessors=0.2)
-    products = [work(serial, serial, 0, 100, multiprocessors=1.0) for serial in (2, 3)]
-    assert times_of(gather, *products)[1:] == [(0, 250), (0, 250)]
 
 
 def test_what_is_slow_holds_up_what_follows_on_its_stream_and_behind_its_events() -> None:

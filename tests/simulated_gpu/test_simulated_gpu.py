@@ -4,15 +4,12 @@ torch.cuda."""
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.ranks import on_ranks
@@ -37,16 +34,6 @@ def test_fresh_and_freed_memory_is_full_of_nan() -> None:
     storage.resize_(0)
     again = torch.empty(1000, device=GPU)
     assert again.data_ptr() == address and bool(again.isnan().all())
-
-
-def test_memory_runs_out() -> None:
-    torch.cuda.set_per_process_memory_fraction(0.01)
-    try:
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            torch.empty(2**30, dtype=torch.uint8, device=GPU)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.empty(2**20, dtype=torch.uint8, device=GPU)
 
 
 def test_a_pool_keeps_its_memory_while_it_lives_whoever_empties_the_cache() -> None:
@@ -100,14 +87,6 @@ def test_random_numbers_come_from_the_generator_of_the_device() -> None:
         torch.randn(5, device=GPU, generator=torch.Generator())
 
 
-def test_batched_matrices_multiply_with_their_gradients() -> None:
-    one, other = torch.randn(2, 3, 4, device=GPU, requires_grad=True), torch.randn(2, 4, 5, device=GPU)
-    (one @ other).square().sum().backward()
-    copy = one.detach().cpu().requires_grad_()
-    (copy @ other.cpu()).square().sum().backward()
-    assert torch.equal(one.grad.cpu(), copy.grad)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_modules_compute_as_on_the_cpu(kind: type[nn.RNNBase], bias: bool) -> None:
@@ -128,14 +107,6 @@ def test_recurrent_modules_compute_as_on_the_cpu(kind: type[nn.RNNBase], bias: b
         torch.testing.assert_close(of_cpu, of_gpu)
 
 
-def test_events_know_the_hosts_time_between_them() -> None:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    end.record()
-    end.synchronize()
-    assert begin.elapsed_time(end) >= 0.0
-
-
 def test_the_host_may_not_wait_in_the_debug_mode_of_torch() -> None:
     tensor = torch.ones(3, device=GPU)
     torch.cuda.set_sync_debug_mode("error")
@@ -144,40 +115,6 @@ def test_the_host_may_not_wait_in_the_debug_mode_of_torch() -> None:
             tensor.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_storages_are_made_and_resized_on_the_device() -> None:
-    storage = torch.UntypedStorage(64, device=GPU)
-    assert storage.device == GPU and storage.nbytes() == 64
-    tensor = torch.arange(8.0, device=GPU)
-    tensor.untyped_storage().resize_(64)
-    assert tensor.tolist() == list(range(8))
-
-
-def test_a_process_ends_without_a_word() -> None:
-    """Autograd's thread of the device gets its turn after the backward: where the interpreter has ended
-    before, torch's engine ends the process (std::terminate), on any device and without fsdp_c, which on one
-    core is most times."""
-    code = (
-        "import fsdp_c, time, torch; kept = torch.nn.Linear(3, 3).cuda(); "
-        "kept(torch.ones(1, 3).cuda()).sum().backward(); time.sleep(3)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@on_ranks(2, label="nccl")
-def test_ddp_trains_with_its_averaged_gradients(rank: int, world_size: int) -> None:
-    torch.manual_seed(1)
-    plain, batches = nn.Linear(4, 3).to(GPU), torch.randn(2, 5, 4).to(GPU)
-    model = DistributedDataParallel(nn.Linear(4, 3).to(GPU), process_group=nccl_group())
-    model.module.load_state_dict(plain.state_dict())
-    for _ in range(3):
-        model(batches[rank]).square().sum().backward()
-        for batch in batches:
-            (plain(batch).square().sum() / world_size).backward()
-    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad)
 
 
 @on_ranks(2, label="nccl")

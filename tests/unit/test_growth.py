@@ -71,19 +71,3 @@ def test_calls_do_not_grow_faster_than_the_model(name: str) -> None:
     }
     exponents = {operation: growth.exponent(sizes, each) for operation, each in held.items()}
     assert {operation: value for operation, value in exponents.items() if value > LIMIT} == {}
-
-
-def test_a_cost_that_grows_with_the_square_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_c.sharding import buffers
-
-    cast = buffers.cast_for_computation
-
-    def cast_by_a_walk_for_each(modules: Any, device: Any) -> None:
-        modules = list(modules)
-        for module in modules:
-            list(module.modules())
-        cast(modules, device)
-
-    monkeypatch.setattr(buffers, "cast_for_computation", cast_by_a_walk_for_each)
-    sizes = growth.DIMENSIONS["depth"].quick
-    assert growth.exponent(sizes, counts("depth")["first forward"]) > LIMIT
