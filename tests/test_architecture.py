@@ -7,7 +7,6 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import resolve_name
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -546,80 +545,54 @@ SOUND = {
     "fsdp_c/checkpoint/saving.py": "from . import folder\nfrom ..state.values import rows\n",
     "fsdp_c/checkpoint/folder.py": "import fsdp_c.state.values\n",
 }
-PLANTED = [
+PLANTED: list[tuple[Check, str, str]] = [
     (include_violations, "csrc/base/memory.c", '#include "torch/tensor.h"'),
     (include_violations, "csrc/torch/ops.c", '#include "../handle/handle.h"'),
-    (include_violations, "csrc/extra/extra.c", "int x;"),
     (python_h_violations, "csrc/kernels/fill.c", "#include <Python.h>"),
-    (libtorch_violations, "csrc/kernels/fill.c", "void fill(void) { aoti_torch_zero_(0); }"),
     (libtorch_violations, "csrc/runtime/stream.c", "void wait(void) { torch_parallel_for(0); }"),
     (language_violations, "csrc/torch/ops.cpp", "int x;"),
     (state_violations, "csrc/handle/second.c", "void sneak(struct handle *h) { h->param_state = 0; }"),
-    (state_violations, "csrc/python/type.c", "void sneak(struct unit *u)\n{\n    u->phase = 0;\n}"),
     (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
-    (declaration_violations, "csrc/base/second.h", "void *memory_new(void);"),
     (declaration_violations, "csrc/base/second.h", "extern int memory_count;"),
     (declaration_violations, "csrc/base/second.c", "int memory_stray(void) { return 0; }"),
     (prefix_violations, "csrc/handle/second.c", "int handle_verb(void) { return 0; }"),
-    (prefix_violations, "csrc/handle/lower.h", LOWER_H + "static inline int other_verb(void) { return 0; }"),
     (
         call_violations,
         "csrc/handle/lower.c",
         "int lower_verb(struct lower *lower) { return unit_use(0, 0); }",
     ),
-    (ownership_violations, "csrc/python/type.c", "void sneak(struct handle *h) { h->training_state = 0; }"),
-    (
-        ownership_violations,
-        "csrc/handle/handle.c",
-        HANDLE_C + "void handle_sneak(struct handle *h) { h->lower.count--; }",
-    ),
     (
         ownership_violations,
         "csrc/runtime/unit.c",
-        "void unit_sneak(struct unit *u) { ref_set(&u->handle->lower.shard, 0); }",
+        "void unit_a(struct unit *u) { ref_set(&u->handle->lower.shard, 0); }",
     ),
-    (
-        ownership_violations,
-        "csrc/runtime/other.c",
-        "void sneak(struct lower *all) { Py_CLEAR(all[1].shard); --all->count; }",
-    ),
-    (
-        ownership_violations,
-        "csrc/python/type.c",
-        "struct handle *inside(PyObject *o) { return 0; }\nvoid sneak(PyObject *o) { inside(o)->lower.count "
-        "|= 1; }",
-    ),
+    (ownership_violations, "csrc/runtime/other.c", "void sneak(struct lower *all) { --all->count; }"),
     (
         lookup_violations,
         "csrc/runtime/other.c",
-        'int f(void) { return !PyImport_ImportModule("fsdp_c.training.tree"); }',
+        'int f(void) { return !PyImport_ImportModule("fsdp_c.optim"); }',
     ),
     (trace_violations, "csrc/runtime/other.c", 'void *f(void) { return profile_begin("forward"); }'),
-    (trace_violations, "csrc/handle/other.c", "void f(void) { progress_enter(0, 1); }"),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
-    (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
-    (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import saving\n"),
     (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import save\n"),
     (python_layer_violations, "fsdp_c/extra.py", "x = 1\n"),
-    (python_layer_violations, "fsdp_c/state/values.py", "from ..checkpoint import folder\n"),
     (python_layer_violations, "fsdp_c/state/values.py", "def late():\n    import fsdp_c.checkpoint.folder\n"),
-    (python_layer_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c import A\n"),
-    (
-        default_device_violations,
-        "fsdp_c/state/values.py",
-        "import torch\nx = torch.zeros(3, dtype=torch.int64)\n",
-    ),
+    (default_device_violations, "fsdp_c/state/values.py", "import torch\nx = torch.zeros(3)\n"),
     (
         reader_violations,
         "fsdp_c/state/values.py",
-        "def f(h):\n    return h.rows if h.training_state else None\n",
+        "def f(h):\n    return h.rows if h.training_state else 1\n",
     ),
     (
         reader_violations,
         "fsdp_c/training/unshard_params.py",
-        "def f(h):\n    if h.param_state:\n        h.free()\n",
+        "def f(h):\n    if h.param_state:\n        h.f()\n",
     ),
 ]
+
+
+def test_every_check_has_a_planted_violation() -> None:
+    assert {check for check, *_ in PLANTED} == set(CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -632,25 +605,3 @@ def test_a_sound_tree_has_no_violations(check: Check, tmp_path: Path) -> None:
 def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_path: Path) -> None:
     plant(tmp_path, SOUND | {name: text})
     assert check(tmp_path)
-
-
-@pytest.mark.parametrize(("lower", "upper"), list(pairwise(PYTHON_LAYERS)), ids=lambda layer: layer[0])
-def test_an_import_of_the_next_layer_is_found(
-    lower: tuple[str, ...], upper: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Whichever module of whichever layer it is in."""
-    for name in lower:
-        for other in upper:
-            imported = {f"fsdp_c/{other}.py": "", f"fsdp_c/{name}.py": f"from fsdp_c.{other} import late\n"}
-            plant(tmp_path / f"{name}_{other}", imported)
-            expected = [f"fsdp_c.{name} imports fsdp_c.{other} of a later layer"]
-            assert python_layer_violations(tmp_path / f"{name}_{other}") == expected
-
-
-def test_comments_are_no_violations(tmp_path: Path) -> None:
-    plant(
-        tmp_path,
-        SOUND
-        | {"csrc/kernels/fill.c": '/* #include <Python.h>\n aoti_torch_zero_ */\n// #include "torch/x.h"\n'},
-    )
-    assert [violation for check in CHECKS for violation in check(tmp_path)] == []
