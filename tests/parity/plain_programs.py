@@ -1,9 +1,8 @@
 """Random training loops held to the plain, unsharded module: what FSDP must not change, whatever torch's
 FSDP1 does.
 
-``python -m tests.parity.plain_programs --seconds 60`` runs programs of fresh seeds on 2 ranks, shortens what
-fails and prints it as a literal, which ``--program`` runs again; ``--seed`` starts at a seed,
-``--implementation torch`` asks torch's FSDP1.
+``python -m tests.parity.plain_programs --seconds 60`` runs programs of fresh seeds on 2 ranks and prints each
+that fails; ``--seed`` starts at a seed.
 
 Every rank has the same data, in float64, so that averaged gradients are the plain ones. An action is run on
 the sharded and on the plain model; then what came out, parameters, gradients and optimizer states are
@@ -45,7 +44,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -605,16 +604,14 @@ def _agreed(failure: str | None) -> str | None:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
 
-def run_program(
-    rank: int, world_size: int, program: Program, implementation_name: str = "fsdp_c"
-) -> str | None:
+def run_program(rank: int, world_size: int, program: Program) -> str | None:
     """Runs a program on both sides; returns what differs first, the same on all ranks, or None."""
     _groups()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         sides = []
-        for fsdp in (implementation(implementation_name), None):
+        for fsdp in (implementation("fsdp_c"), None):
             side = Side(program.point, fsdp, rank, world_size, program=program)  # type: ignore[arg-type]
             torch.manual_seed(7)
             side.model = build(program, side).to(ranks.device())  # type: ignore[arg-type]
@@ -654,89 +651,7 @@ def _run_action(sharded: Side, plain: Side, action: Operation) -> str | None:
     return None
 
 
-def run_programs(rank: int, world_size: int, seeds: list[int], **how: Any) -> tuple[int, str] | None:
-    """The first seed whose program fails, and how; None where all are as the plain module."""
-    for seed in seeds:
-        failure = run_program(rank, world_size, generate(seed, world_size), **how)
-        if failure is not None:
-            return seed, failure
-    return None
-
-
-# ------------------------------------------------------------------ shortening and the command
-
-
-def kind_of(failure: str) -> str:
-    """What must stay the same while a program is shortened: what differs or was raised, without numbers and
-    names."""
-    text = failure.split(": ", 2)[2] if failure.startswith("action") else failure
-    words = text.replace(":", "").split()
-    return " ".join(words[:3]) if "raised" in words else words[0]
-
-
-def shortened(program: Program, fails: Callable[[Program], str | None]) -> tuple[Program, str]:
-    """A smaller program that fails in the same way: fewer actions (delta debugging), then plainer
-    settings."""
-    last = fails(program)
-    assert last is not None
-    kind = kind_of(last)
-
-    def tried(candidate: Program) -> bool:
-        nonlocal program, last
-        failure = fails(candidate) if candidate != program else None
-        if failure is None or kind_of(failure) != kind:
-            return False
-        program, last = candidate, failure
-        return True
-
-    def fewer_actions() -> None:
-        size = max(1, len(program.operations) // 2)
-        while size:
-            start = 0
-            while start < len(program.operations):
-                kept = program.operations[:start] + program.operations[start + size :]
-                if not tried(replace(program, operations=kept)):
-                    start += size
-            size //= 2
-
-    fewer_actions()
-    while len(program.blocks) > 1 and tried(_without_last_block(program)):
-        pass
-    for index, plan in enumerate(program.blocks):
-        for name, value in {"checkpoint": None, "frozen": "none", "strategy": program.point.strategy, "kind": "single",
-                            "plan": "none", "hidden": 1}.items():  # fmt: skip
-            plan = program.blocks[index]
-            plainer = replace(plan, **{name: value})
-            tried(replace(program, blocks=program.blocks[:index] + (plainer,) + program.blocks[index + 1 :]))
-    for change in ({"tied_head": False}, {"forward_prefetch": False}, {"backward_prefetch": "BACKWARD_PRE"},
-                   {"limit_all_gathers": True}, {"width": 3}):  # fmt: skip
-        tried(replace(program, **change))
-    for change in ({"optimizer": "sgd"}, {"use_orig_params": True}, {"strategy": "FULL_SHARD"}):
-        tried(replace(program, point=replace(program.point, **change)))
-    fewer_actions()
-    return program, last  # type: ignore[return-value]
-
-
-def _without_last_block(program: Program) -> Program:
-    last = len(program.blocks) - 1
-    operations = tuple(
-        one
-        for one in program.operations
-        if last not in [v for k, v in one.arguments if k in ("block", "skip", "part")]
-    )
-    return replace(program, blocks=program.blocks[:last], operations=operations)
-
-
-class _Literal(dict):
-    """The names in a printed program: its classes, and each action by its name."""
-
-    def __missing__(self, name: str) -> Callable[..., Operation]:
-        return lambda **arguments: Operation(name, tuple(arguments.items()))
-
-
-def parsed(text: str) -> Program:
-    names = _Literal(Program=Program, BlockPlan=BlockPlan, Point=Point, inf=float("inf"))
-    return eval(text, {"__builtins__": {}}, names)
+# ------------------------------------------------------------------ the command
 
 
 def main(arguments: list[str]) -> int:
@@ -745,47 +660,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first seed; a fresh one by default")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--implementation", choices=("fsdp_c", "torch"), default="fsdp_c")
-    parser.add_argument("--program", help="a printed program, to be run once")
     given = parser.parse_args(arguments)
     ranks.os.environ[ranks.DEVICE_SETTING] = given.device
     pool = ranks.pool(given.ranks)
-
-    def ended(body: Callable[..., Any], **arguments: Any) -> Any:
-        arguments["implementation_name"] = given.implementation
-        try:
-            return pool.run(__spec__.name, body.__name__, arguments, RUN_TIMEOUT_S)[0]
-        except ranks.RankFailure as failure:  # died, or hangs
-            return f"{type(failure).__name__}: {failure}"
-
-    def fails(program: Program) -> str | None:
-        return ended(run_program, program=program)
-
-    if given.program is not None:
-        print(fails(parsed(given.program)) or "as the plain module")
-        return 0
     first = random.SystemRandom().randrange(10**9) if given.seed is None else given.seed
     print(f"programs from seed {first}", flush=True)
-    failures, deadline, seeds = 0, time.monotonic() + given.seconds, itertools.count(first)
-    seed = next(seeds)
-    while time.monotonic() < deadline:
-        batch = [seed + index for index in range(10)]
-        found = ended(run_programs, seeds=batch)
-        if found is None:
-            seed = batch[-1] + 1
-            continue
-        if isinstance(found, str):  # one by one, as nobody knows which it was
-            culprit = next((one for one in batch if fails(generate(one, given.ranks)) is not None), batch[-1])
-        else:
-            culprit = found[0]
-        seed = culprit + 1
-        program = generate(culprit, given.ranks)
-        if fails(program) is None:
-            print(f"seed {culprit} failed once and not again: {found}", flush=True)
-            continue
-        failures += 1
-        small, why = shortened(program, fails)
-        print(f"\nseed {culprit}, shortened:\n{small}\n{why}\n{small!r}", flush=True)
+    failures, deadline = 0, time.monotonic() + given.seconds
+    for seed in itertools.count(first):
+        if time.monotonic() > deadline:
+            break
+        program = generate(seed, given.ranks)
+        try:
+            why = pool.run(__spec__.name, "run_program", {"program": program}, RUN_TIMEOUT_S)[0]
+        except ranks.RankFailure as failure:  # died, or hangs
+            why = f"{type(failure).__name__}: {failure}"
+        if why is not None:
+            failures += 1
+            print(f"\nseed {seed}:\n{program}\n{why}", flush=True)
     print(f"\n{seed - first} programs, {failures} of them not as the plain module", flush=True)
     ranks.close_pools()
     return 1 if failures else 0
