@@ -188,8 +188,8 @@ test-cuda-build: build
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients
 
-# The last commit, in one environment per version, fetched from PyPI into ENVIRONMENTS and removed after its tests. Call it again
-# after an interruption. VERSIONS_FLAGS="--again" runs what failed of an earlier commit; without --discard environments stay.
+# The last commit, in one environment per version, fetched from PyPI into ENVIRONMENTS and, unless VERSIONS_FLAGS is empty, removed
+# after its tests.
 test-versions: build
 	$(BIN)/python -m tests.versions --folder $(ENVIRONMENTS) --out benchmarks/results/versions_$$(date +%F).md \
 	    $(VERSIONS) --pythons $(PYTHONS) $(VERSIONS_FLAGS)
