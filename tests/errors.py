@@ -6,6 +6,7 @@ in either implementation. Torch's message holds the phrase, ours begins with it:
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import logging
@@ -158,6 +159,25 @@ def collected(logger: str) -> Iterator[list[Said]]:
         found += [Said(one.category, str(one.message), "") for one in record]
     finally:
         logging.getLogger(logger).removeHandler(handler)
+
+
+KINDS = {"LogRecord": logging.LogRecord, **vars(builtins)}
+
+
+def rows(text: str, provoke: dict[str, Callable[[Implementation], Any]]) -> list[Row]:
+    """Of a table with a row on each line that is not indented: id, kind and phrase; ``whole`` stands by the kind,
+    ``also`` and ``ours`` on indented lines below."""
+    found = []
+    for row in re.split(r"\n(?!    )", text.strip()):
+        told, *others = (re.sub(r"\n +", " ", part) for part in re.split(r"\n    (?=also: |ours: )", row))
+        one, kind, phrase = told.split(" | ", 2)
+        name, _, whole = kind.partition(", ")
+        more = dict(other.split(": ", 1) for other in others)
+        found.append(
+            Row(one, KINDS[name.rpartition(".")[2]], phrase, provoke[one], whole=bool(whole), **more)
+        )
+    assert [row.id for row in found] == list(provoke)
+    return found
 
 
 def of(rows: list[Row]) -> Any:

@@ -7,7 +7,6 @@ answer are in tests/distributed/test_error_words.py.
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 import types
@@ -30,7 +29,7 @@ from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.errors import CPU, Implementation, Net, Row, check, forget_torchs_units, of
+from tests.errors import CPU, Implementation, Net, Row, check, forget_torchs_units, of, rows
 from tests.training import debug_level
 
 WORLD_SIZE, RANK = 4, 1
@@ -204,162 +203,92 @@ def torchs_words_of_a_holder() -> tuple[type[BaseException], str] | None:
     return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 14) else None
 
 
-CONSTRUCTION = [  # also A-033, A-036, A-040, G-007, G-023, G-030 to G-032, G-034, G-037, G-038
-    Row(
-        "X-001",
-        UserWarning,
-        "FSDP will not all-gather parameters for containers that do not implement forward",
-        lambda fsdp: fsdp.wrap(nn.ModuleList([nn.Linear(2, 2)])),
-        ours="wrap the elements of the ModuleList",
-    ),
-    Row(
-        "X-002",
-        ValueError,
-        "Cannot pass both ignored_modules and ignored_states at the same time",
-        lambda fsdp: fsdp.wrap(Net(), ignored_modules=[], ignored_states=[]),
-    ),
-    Row(
-        "X-003",
-        ValueError,
-        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
-        "[<class 'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>]",
-        mix_ignored_states,
-    ),
-    Row(
-        "X-004",
-        ValueError,
-        "ignored_modules expects nn.Module list elements but got types [<class "
-        "'torch.nn.parameter.Parameter'>]",
-        ignore_a_parameter_as_module,
-    ),
-    Row(
-        "X-005",
-        TypeError,
-        "'int' object is not iterable",
-        lambda fsdp: fsdp.wrap(Net(), ignored_modules=3),
-        ours="ignored_modules",
-    ),
-    Row("X-006", ValueError, "`ignored_modules` should not include FSDP modules", ignore_a_unit),
-    Row(
-        "X-007",
-        UserWarning,
-        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-        "parameters being ignored",
-        ignore_the_root,
-        ours="Net",
-    ),
-    Row(
-        "X-008",
-        RuntimeError,
-        "FSDP does not support modules with different device types but got params on",
-        lambda fsdp: fsdp.wrap(on("cuda:0", "xpu:0"), device_id=None),
-        ours="'cuda', 'xpu'",
-    ),
-    Row(
-        "X-010",
-        AttributeError,
-        "Device 'xla' does not have a corresponding backend registered as 'torch.xla'",
-        lambda fsdp: fsdp.wrap(Net(), device_id=torch.device("xla")),
-        ours="rank 1",
-    ),
-    Row(
-        "X-011",
-        ValueError,
-        "Cannot pass both process_group and device_mesh at the same time",
-        lambda fsdp: fsdp.wrap(
+# also A-033, A-036, A-040, G-007, G-023, G-030 to G-032, G-034, G-037, G-038
+CONSTRUCTION = rows(
+    r"""
+X-001 | UserWarning | FSDP will not all-gather parameters for containers that do not implement forward
+    ours: wrap the elements of the ModuleList
+X-002 | ValueError | Cannot pass both ignored_modules and ignored_states at the same time
+X-003 | ValueError | ignored_states expects all nn.Parameter or all nn.Module list elements but got types [<class
+    'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>]
+X-004 | ValueError | ignored_modules expects nn.Module list elements but got types [<class
+    'torch.nn.parameter.Parameter'>]
+X-005 | TypeError | 'int' object is not iterable
+    ours: ignored_modules
+X-006 | ValueError | `ignored_modules` should not include FSDP modules
+X-007 | UserWarning | Trying to ignore the top-level module passed into the FSDP constructor itself will result in
+    all parameters being ignored
+    ours: Net
+X-008 | RuntimeError | FSDP does not support modules with different device types but got params on
+    ours: 'cuda', 'xpu'
+X-010 | AttributeError | Device 'xla' does not have a corresponding backend registered as 'torch.xla'
+    ours: rank 1
+X-011 | ValueError | Cannot pass both process_group and device_mesh at the same time
+X-012 | ValueError | Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process
+    group or device_mesh
+X-013 | ValueError | Expected device_mesh to have ndim=2 but got 1
+X-014 | ValueError | Expected process_group to be passed in as either None or
+X-015 | UserWarning, whole | FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the
+    world size is 1.
+X-016 | FutureWarning | The `NO_SHARD` sharding strategy is deprecated
+    ours: DistributedDataParallel
+X-017 | RuntimeError | To support a module with both CPU and GPU params, please pass in device_id
+    ours: rank 1.*'p1' on cpu.*'p0' on cuda:0
+X-018 | RuntimeError | FSDP only supports single device modules but got params on
+    ours: 'p0' on cuda:0, 'p1' on cuda:1
+X-019 | UserWarning | FSDP got the argument `device_id` cuda on rank 1, which does not have an explicit index
+    ours: cuda:3
+X-020 | ValueError | Inconsistent compute device and `device_id` on rank 1: cuda:0 vs cuda:3
+    ours: 'p0' of Module
+X-021 | UserWarning | The passed-in `module` is on CPU
+    ours: cuda:3
+X-022 | ValueError | Expected 3 to be callable but got <class 'int'>
+    ours: param_init_fn
+X-023 | UserWarning | Unable to call `reset_parameters()` for module on meta device with error
+    ours: give Module this method
+X-023 error | AttributeError, whole | 'Module' object has no attribute 'reset_parameters'
+X-027 | RuntimeError | Found an unflattened parameter: first.weight
+    ours: \(3, 3\)
+X-028 | ValueError | FSDP auto wrapping requires modules to not already have FSDP applied but found second in
+X-032 | UserWarning | second has both parameters with requires_grad=True and False
+    ours: 12 numel instead of 3 numel
+X-033 | UserWarning | Both mixed precision and an auto_wrap_policy were specified to FSDP
+    also: These modules will be wrapped as separate FSDP
+    ours: BatchNorm1d
+""",
+    {
+        "X-001": lambda fsdp: fsdp.wrap(nn.ModuleList([nn.Linear(2, 2)])),
+        "X-002": lambda fsdp: fsdp.wrap(Net(), ignored_modules=[], ignored_states=[]),
+        "X-003": mix_ignored_states,
+        "X-004": ignore_a_parameter_as_module,
+        "X-005": lambda fsdp: fsdp.wrap(Net(), ignored_modules=3),
+        "X-006": ignore_a_unit,
+        "X-007": ignore_the_root,
+        "X-008": lambda fsdp: fsdp.wrap(on("cuda:0", "xpu:0"), device_id=None),
+        "X-010": lambda fsdp: fsdp.wrap(Net(), device_id=torch.device("xla")),
+        "X-011": lambda fsdp: fsdp.wrap(
             Net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (4,))
         ),
-    ),
-    Row(
-        "X-012",
-        ValueError,
-        "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group "
-        "or device_mesh",
-        shard_hybrid,
-    ),
-    Row(
-        "X-013",
-        ValueError,
-        "Expected device_mesh to have ndim=2 but got 1",
-        lambda fsdp: shard_hybrid(fsdp, device_mesh=init_device_mesh("cpu", (4,))),
-    ),
-    Row(
-        "X-014",
-        ValueError,
-        "Expected process_group to be passed in as either None or",
-        lambda fsdp: shard_hybrid(fsdp, process_group=dist.group.WORLD),
-    ),
-    Row(
-        "X-015",
-        UserWarning,
-        "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is "
-        "1.",
-        lambda fsdp: fsdp.wrap(Net(), process_group=dist.new_group([RANK])),
-        whole=True,
-    ),
-    Row(
-        "X-016",
-        FutureWarning,
-        "The `NO_SHARD` sharding strategy is deprecated",
-        lambda fsdp: fsdp.wrap(Net(), sharding_strategy=ShardingStrategy.NO_SHARD),
-        ours="DistributedDataParallel",
-    ),
-    Row(
-        "X-017",
-        RuntimeError,
-        "To support a module with both CPU and GPU params, please pass in device_id",
-        lambda fsdp: fsdp.wrap(on("cuda:0", "cpu"), device_id=None),
-        ours="rank 1.*'p1' on cpu.*'p0' on cuda:0",
-    ),
-    Row(
-        "X-018",
-        RuntimeError,
-        "FSDP only supports single device modules but got params on",
-        lambda fsdp: fsdp.wrap(on("cuda:0", "cuda:1"), device_id=None),
-        ours="'p0' on cuda:0, 'p1' on cuda:1",
-    ),
-    Row(
-        "X-019",
-        UserWarning,
-        "FSDP got the argument `device_id` cuda on rank 1, which does not have an explicit index",
-        lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=torch.device("cuda"))),
-        ours="cuda:3",
-    ),
-    Row(
-        "X-020",
-        ValueError,
-        "Inconsistent compute device and `device_id` on rank 1: cuda:0 vs cuda:3",
-        lambda fsdp: with_cuda(lambda: fsdp.wrap(on("cuda:0"), device_id=torch.device("cuda", 3))),
-        ours="'p0' of Module",
-    ),
-    Row(
-        "X-021",
-        UserWarning,
-        "The passed-in `module` is on CPU",
-        lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=None)),
-        ours="cuda:3",
-    ),
-    Row(
-        "X-022",
-        ValueError,
-        "Expected 3 to be callable but got <class 'int'>",
-        initialise_with_a_number,
-        ours="param_init_fn",
-    ),
-    Row(
-        "X-023",
-        UserWarning,
-        "Unable to call `reset_parameters()` for module on meta device with error",
-        initialise_without_reset,
-        ours="give Module this method",
-    ),
-    Row(
-        "X-023 error",
-        AttributeError,
-        "'Module' object has no attribute 'reset_parameters'",
-        initialise_without_reset,
-        whole=True,
-    ),
+        "X-012": shard_hybrid,
+        "X-013": lambda fsdp: shard_hybrid(fsdp, device_mesh=init_device_mesh("cpu", (4,))),
+        "X-014": lambda fsdp: shard_hybrid(fsdp, process_group=dist.group.WORLD),
+        "X-015": lambda fsdp: fsdp.wrap(Net(), process_group=dist.new_group([RANK])),
+        "X-016": lambda fsdp: fsdp.wrap(Net(), sharding_strategy=ShardingStrategy.NO_SHARD),
+        "X-017": lambda fsdp: fsdp.wrap(on("cuda:0", "cpu"), device_id=None),
+        "X-018": lambda fsdp: fsdp.wrap(on("cuda:0", "cuda:1"), device_id=None),
+        "X-019": lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=torch.device("cuda"))),
+        "X-020": lambda fsdp: with_cuda(lambda: fsdp.wrap(on("cuda:0"), device_id=torch.device("cuda", 3))),
+        "X-021": lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=None)),
+        "X-022": initialise_with_a_number,
+        "X-023": initialise_without_reset,
+        "X-023 error": initialise_without_reset,
+        "X-027": leave_a_parameter,
+        "X-028": lambda fsdp: fsdp.wrap(inner_unit(fsdp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+        "X-032": lambda fsdp: freeze_partly(fsdp, True),
+        "X-033": normalise_in_mixed_precision,
+    },
+)
+CONSTRUCTION += [
     Row(
         "X-026",
         AssertionError,
@@ -368,72 +297,29 @@ CONSTRUCTION = [  # also A-033, A-036, A-040, G-007, G-023, G-030 to G-032, G-03
         ours="Holder",
         torchs=torchs_words_of_a_holder(),
     ),
-    Row(
-        "X-027",
-        RuntimeError,
-        "Found an unflattened parameter: first.weight",
-        leave_a_parameter,
-        ours=r"\(3, 3\)",
-    ),
-    Row(
-        "X-028",
-        ValueError,
-        "FSDP auto wrapping requires modules to not already have FSDP applied but found second in",
-        lambda fsdp: fsdp.wrap(inner_unit(fsdp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
-    ),
-    Row(
-        "X-032",
-        UserWarning,
-        "second has both parameters with requires_grad=True and False",
-        lambda fsdp: freeze_partly(fsdp, True),
-        ours="12 numel instead of 3 numel",
-    ),
-    Row(
-        "X-033",
-        UserWarning,
-        "Both mixed precision and an auto_wrap_policy were specified to FSDP",
-        normalise_in_mixed_precision,
-        also="These modules will be wrapped as separate FSDP",
-        ours="BatchNorm1d",
-    ),
 ]
 
 # Policies and contexts are torch's own, unless there are none: then ours stand in.
-WRAPPING = [
-    Row(
-        "X-029",
-        AssertionError,
-        "Child module FullyShardedDataParallel(",
-        wrap_over_units,
-        also="is already wrapped",
-    ),
-    Row(
-        "X-030",
-        ValueError,
-        "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned yes",
-        answer_a_policy_wrongly,
-    ),
-    Row("X-034", NotImplementedError, "You are already within an autowrap context", nest_enable_wrap),
-    Row(
-        "X-035",
-        TypeError,
-        "enable_wrap() missing 1 required keyword-only argument: 'wrapper_cls'",
-        lambda fsdp: enter(fsdp.wrapping.enable_wrap()),
-        whole=True,
-    ),
-    Row(
-        "X-036",
-        AssertionError,
-        "fn should return None or an nn.Module but got 3",
-        lambda fsdp: fsdp.wrapping._post_order_apply(Net(), lambda module: 3),
-    ),
-    Row(
-        "X-036 root",
-        AssertionError,
-        "Non-root modules should have their parent module set but got None for",
-        lambda fsdp: fsdp.wrapping._post_order_apply(nn.ReLU(), lambda module: 3),
-    ),
-]
+WRAPPING = rows(
+    """
+X-029 | AssertionError | Child module FullyShardedDataParallel(
+    also: is already wrapped
+X-030 | ValueError | The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned
+    yes
+X-034 | NotImplementedError | You are already within an autowrap context
+X-035 | TypeError, whole | enable_wrap() missing 1 required keyword-only argument: 'wrapper_cls'
+X-036 | AssertionError | fn should return None or an nn.Module but got 3
+X-036 root | AssertionError | Non-root modules should have their parent module set but got None for
+""",
+    {
+        "X-029": wrap_over_units,
+        "X-030": answer_a_policy_wrongly,
+        "X-034": nest_enable_wrap,
+        "X-035": lambda fsdp: enter(fsdp.wrapping.enable_wrap()),
+        "X-036": lambda fsdp: fsdp.wrapping._post_order_apply(Net(), lambda module: 3),
+        "X-036 root": lambda fsdp: fsdp.wrapping._post_order_apply(nn.ReLU(), lambda module: 3),
+    },
+)
 
 
 @of(CONSTRUCTION)
@@ -473,80 +359,41 @@ def set_variable(fsdp: Implementation, name: str) -> None:
         fsdp.wrap(Net(), use_orig_params=True)
 
 
-FLATTENING = [
-    Row(
-        "X-040",
-        ValueError,
-        "Cannot construct a FlatParamHandle with an empty parameter list",
-        lambda fsdp: handle_of(fsdp, [], nn.Module()),
-        whole=True,
-    ),
-    Row(
-        "X-041",
-        ValueError,
-        "Cannot flatten a `FlatParameter`",
-        lambda fsdp: flatten(fsdp, fsdp.FlatParameter(torch.ones(3))),
-        ours="p0",
-    ),
-    Row(
-        "X-042",
-        ValueError,
-        "Cannot flatten integer dtype tensors",
-        lambda fsdp: flatten(fsdp, param(torch.int64, False)),
-        ours="p0 is torch.int64",
-    ),
-    Row(
-        "X-043",
-        ValueError,
-        "Must flatten tensors with uniform dtype but got torch.float32",
-        lambda fsdp: flatten(fsdp, param(), param(torch.float16)),
-        ours=r"\(p0\) and torch.float16 \(p1\)",
-    ),
-    Row(
-        "X-044",
-        ValueError,
-        "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
-        lambda fsdp: flatten(fsdp, param(), param(requires_grad=False)),
-        ours=r"\['p0'\].*\['p1'\]",
-    ),
-    Row(
-        "X-045",
-        ValueError,
-        "Must flatten tensors on the same device but got both cpu",
-        lambda fsdp: flatten(fsdp, param(), param(device="meta")),
-        ours=r"\(p0\) and meta \(p1\)",
-    ),
-    Row(
-        "X-046", ValueError, "Expects non-negative `aligned_numel` but got -1", flatten_misaligned, whole=True
-    ),
-    Row(
-        "X-047",
-        ValueError,
-        "`params` were not found in `module`'s tree",
-        lambda fsdp: handle_of(fsdp, [param()], module_of(param())),
-    ),
-    Row(
-        "X-049", AssertionError, "subclasses FlatParameter not supported", derive_a_flat_parameter, whole=True
-    ),
-    Row(
-        "X-050",
-        logging.LogRecord,
-        "Since FSDP_SKIP_WRITEBACK_CHECK=1, FSDP will not check for",
-        lambda fsdp: set_variable(fsdp, "FSDP_SKIP_WRITEBACK_CHECK"),
-    ),
-    Row(
-        "X-050 gather",
-        logging.LogRecord,
-        "Since FSDP_USE_FAKE_ALL_GATHER=1, FSDP will not execute all-gather",
-        lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_ALL_GATHER"),
-    ),
-    Row(
-        "X-050 reduce",
-        logging.LogRecord,
-        "Since FSDP_USE_FAKE_REDUCE=1, FSDP will not execute reduce-scatter",
-        lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_REDUCE"),
-    ),
-]
+FLATTENING = rows(
+    r"""
+X-040 | ValueError, whole | Cannot construct a FlatParamHandle with an empty parameter list
+X-041 | ValueError | Cannot flatten a `FlatParameter`
+    ours: p0
+X-042 | ValueError | Cannot flatten integer dtype tensors
+    ours: p0 is torch.int64
+X-043 | ValueError | Must flatten tensors with uniform dtype but got torch.float32
+    ours: \(p0\) and torch.float16 \(p1\)
+X-044 | ValueError | Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`
+    ours: \['p0'\].*\['p1'\]
+X-045 | ValueError | Must flatten tensors on the same device but got both cpu
+    ours: \(p0\) and meta \(p1\)
+X-046 | ValueError, whole | Expects non-negative `aligned_numel` but got -1
+X-047 | ValueError | `params` were not found in `module`'s tree
+X-049 | AssertionError, whole | subclasses FlatParameter not supported
+X-050 | logging.LogRecord | Since FSDP_SKIP_WRITEBACK_CHECK=1, FSDP will not check for
+X-050 gather | logging.LogRecord | Since FSDP_USE_FAKE_ALL_GATHER=1, FSDP will not execute all-gather
+X-050 reduce | logging.LogRecord | Since FSDP_USE_FAKE_REDUCE=1, FSDP will not execute reduce-scatter
+""",
+    {
+        "X-040": lambda fsdp: handle_of(fsdp, [], nn.Module()),
+        "X-041": lambda fsdp: flatten(fsdp, fsdp.FlatParameter(torch.ones(3))),
+        "X-042": lambda fsdp: flatten(fsdp, param(torch.int64, False)),
+        "X-043": lambda fsdp: flatten(fsdp, param(), param(torch.float16)),
+        "X-044": lambda fsdp: flatten(fsdp, param(), param(requires_grad=False)),
+        "X-045": lambda fsdp: flatten(fsdp, param(), param(device="meta")),
+        "X-046": flatten_misaligned,
+        "X-047": lambda fsdp: handle_of(fsdp, [param()], module_of(param())),
+        "X-049": derive_a_flat_parameter,
+        "X-050": lambda fsdp: set_variable(fsdp, "FSDP_SKIP_WRITEBACK_CHECK"),
+        "X-050 gather": lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_ALL_GATHER"),
+        "X-050 reduce": lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_REDUCE"),
+    },
+)
 
 
 @of(FLATTENING)
@@ -669,114 +516,58 @@ def log_the_backward(fsdp: Implementation) -> None:
         model(X).sum().backward()
 
 
-RUNTIME = [  # also A-045, A-046, D-005
-    Row(
-        "X-060",
-        RuntimeError,
-        "FSDP does not support CPU only execution",
-        run_without_device,
-        ours="'Net' on rank 1",
-    ),
-    Row(
-        "X-061",
-        ValueError,
-        "expected to be in states [<TrainingState.IDLE",
-        apply_in_forward,
-        also="current state is TrainingState.FORWARD_BACKWARD",
-        ours="rank 1",
-    ),
-    Row(
-        "X-062",
-        RuntimeError,
-        "An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 "
-        "before training",
-        compute_elsewhere,
-        ours="'Net' on rank 1",
-    ),
-    Row(
-        "X-063",
-        RuntimeError,
-        "An FSDP-managed module with parameter CPU offloading enabled has parameters on meta. Make sure to "
-        "not move the module from CPU when offloading parameters",
-        move_offloaded,
-        ours="'Net' on rank 1",
-    ),
-    Row(
-        "X-064",
-        RuntimeError,
-        "FSDP optimizer in backward only supported with use_orig_params=True!",
-        attach_optimizer,
-        ours="'Net' on rank 1",
-    ),
-    Row(
-        "X-065",
-        AssertionError,
-        "Non-root FSDP instance's `_is_root` should not have been set yet",
-        use_inner_first,
-        ours="'second' on rank 1",
-    ),
-    Row(
-        "X-066",
-        ValueError,
-        "Expects one homogeneous value for _use_orig_params but got",
-        lambda fsdp: differ_in(fsdp, "use_orig_params", True, False),
-        ours="True in 'second'",
-    ),
-    Row(
-        "X-066 limiter",
-        ValueError,
-        "Expects one homogeneous value for limit_all_gathers but got",
-        lambda fsdp: differ_in(fsdp, "limit_all_gathers", True, False),
-    ),
-    Row(
-        "X-066 eval",
-        ValueError,
-        "Expects one homogeneous value for _use_full_prec_in_eval but got",
-        differ_in_eval_precision,
-    ),
-    Row(
-        "X-069",
-        RuntimeError,
-        "FSDP does not support gradients of gradients",
-        differentiate_gradients,
-        ours="rank 1, unit Net",
-    ),
-    Row(
-        "X-074",
-        AssertionError,
-        "FSDP does not support changing the parameters between forward and backward",
-        replace_between,
-        ours="rank 1, unit Linear.*weight",
-    ),
-    Row(
-        "X-075",
-        RuntimeError,
-        "Cannot writeback when the parameter shape changes",
-        reshape,
-        ours=r"of unit Linear has shape \(\d,\) on rank 1.*\[7\]",
-    ),
-    Row(
-        "X-076",
-        NotImplementedError,
-        "Changing shared parameters is not supported yet",
-        untie,
-        ours="rank 1, unit Tied",
-    ),
-    Row(
-        "X-077",
-        UserWarning,
-        "[Rank 1] Parameter needs writeback in",
-        replace_and_be_told,
-        ours="of unit Linear",
-    ),
-    Row(
-        "X-085",
-        logging.LogRecord,
-        "FSDP firing post-backward hooks for parameters",
-        log_the_backward,
-        whole=True,
-    ),
-]
+# also A-045, A-046, D-005
+RUNTIME = rows(
+    r"""
+X-060 | RuntimeError | FSDP does not support CPU only execution
+    ours: 'Net' on rank 1
+X-061 | ValueError | expected to be in states [<TrainingState.IDLE
+    also: current state is TrainingState.FORWARD_BACKWARD
+    ours: rank 1
+X-062 | RuntimeError | An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to
+    cuda:0 before training
+    ours: 'Net' on rank 1
+X-063 | RuntimeError | An FSDP-managed module with parameter CPU offloading enabled has parameters on meta. Make
+    sure to not move the module from CPU when offloading parameters
+    ours: 'Net' on rank 1
+X-064 | RuntimeError | FSDP optimizer in backward only supported with use_orig_params=True!
+    ours: 'Net' on rank 1
+X-065 | AssertionError | Non-root FSDP instance's `_is_root` should not have been set yet
+    ours: 'second' on rank 1
+X-066 | ValueError | Expects one homogeneous value for _use_orig_params but got
+    ours: True in 'second'
+X-066 limiter | ValueError | Expects one homogeneous value for limit_all_gathers but got
+X-066 eval | ValueError | Expects one homogeneous value for _use_full_prec_in_eval but got
+X-069 | RuntimeError | FSDP does not support gradients of gradients
+    ours: rank 1, unit Net
+X-074 | AssertionError | FSDP does not support changing the parameters between forward and backward
+    ours: rank 1, unit Linear.*weight
+X-075 | RuntimeError | Cannot writeback when the parameter shape changes
+    ours: of unit Linear has shape \(\d,\) on rank 1.*\[7\]
+X-076 | NotImplementedError | Changing shared parameters is not supported yet
+    ours: rank 1, unit Tied
+X-077 | UserWarning | [Rank 1] Parameter needs writeback in
+    ours: of unit Linear
+X-085 | logging.LogRecord, whole | FSDP firing post-backward hooks for parameters
+""",
+    {
+        "X-060": run_without_device,
+        "X-061": apply_in_forward,
+        "X-062": compute_elsewhere,
+        "X-063": move_offloaded,
+        "X-064": attach_optimizer,
+        "X-065": use_inner_first,
+        "X-066": lambda fsdp: differ_in(fsdp, "use_orig_params", True, False),
+        "X-066 limiter": lambda fsdp: differ_in(fsdp, "limit_all_gathers", True, False),
+        "X-066 eval": differ_in_eval_precision,
+        "X-069": differentiate_gradients,
+        "X-074": replace_between,
+        "X-075": reshape,
+        "X-076": untie,
+        "X-077": replace_and_be_told,
+        "X-085": log_the_backward,
+    },
+)
 
 
 @of(RUNTIME)
@@ -862,157 +653,69 @@ def update_with(fsdp: Implementation, new_scale: Any) -> None:
     scaled.update(new_scale)
 
 
-USER_CALLS = [
-    Row(
-        "X-100",
-        RuntimeError,
-        "`no_sync()` on inner FSDP instances is not supported",
-        lambda fsdp: (model := fsdp.nested())(X) is None or enter(model.second.no_sync()),
-    ),
-    Row(
-        "X-101",
-        AssertionError,
-        "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context manager",
-        flip_in_no_sync,
-        ours="rank 1",
-    ),
-    Row(
-        "X-102",
-        RuntimeError,
-        "`clip_grad_norm_()` should only be called on the root FSDP instance",
-        lambda fsdp: (model := fsdp.nested())(X) is None or model.second.clip_grad_norm_(1.0),
-    ),
-    Row(
-        "X-103",
-        UserWarning,
-        "Called FSDP.clip_grad_norm_() on rank 1 with no gradients -- returning the total norm in the "
-        "default dtype torch.float32",
-        lambda fsdp: fsdp.nested().clip_grad_norm_(1.0),
-        whole=True,
-    ),
-    Row(
-        "X-105",
-        NotImplementedError,
-        "with_grads=True, use_orig_params=False, offload_to_cpu=False is not supported",
-        lambda fsdp: summon(fsdp.wrap(Net()), with_grads=True),
-    ),
-    Row(
-        "X-105 offload",
-        NotImplementedError,
-        "with_grads=True, use_orig_params=True, offload_to_cpu=True is not supported",
-        lambda fsdp: summon(fsdp.wrap(Net(), use_orig_params=True), with_grads=True, offload_to_cpu=True),
-    ),
-    Row(
-        "X-106",
-        NotImplementedError,
-        "offload_to_cpu=True and NO_SHARD is not supported",
-        lambda fsdp: summon(fsdp.unsharded(), offload_to_cpu=True),
-    ),
-    Row(
-        "X-107",
-        NotImplementedError,
-        "writeback=True and rank0_only=True is not supported",
-        lambda fsdp: summon(fsdp.wrap(Net()), rank0_only=True),
-    ),
-    Row(
-        "X-108",
-        UserWarning,
-        "offload_to_cpu=True and rank0_only=False may result in",
-        lambda fsdp: summon(fsdp.wrap(Net()), offload_to_cpu=True),
-    ),
-    Row(
-        "X-109",
-        AssertionError,
-        "Cannot manually unshard parameters during forward/backward",
-        summon_in_forward,
-        ours="rank 1, unit Summoning",
-    ),
-    Row(
-        "X-110",
-        AssertionError,
-        "Cannot manually unshard parameters when already unsharding parameters",
-        summon_twice,
-        ours="rank 1, unit Net",
-    ),
-    Row(
-        "X-111",
-        AssertionError,
-        "Expects the handle training to be IDLE but got HandleTrainingState.",
-        summon_busy_handle,
-        ours="rank 1, unit Net",
-    ),
-    Row(
-        "X-112",
-        AssertionError,
-        "register_comm_hook can only be called on a root instance.",
-        lambda fsdp: (model := fsdp.nested())(X) is None or model.second.register_comm_hook(None, do_nothing),
-        whole=True,
-        ours="Sequential at 'second'",
-    ),
-    Row(
-        "X-113",
-        AssertionError,
-        "Communication hook is not supported for hybrid strategies",
-        hook_a_hybrid,
-        ours="Net",
-    ),
-    Row(
-        "X-114",
-        AssertionError,
-        "A communication hook is already registered",
-        register_twice,
-        whole=True,
-        ours="Net",
-    ),
-    Row(
-        "X-115",
-        ValueError,
-        "The communication hook must be callable but got 3",
-        lambda fsdp: fsdp.wrap(Net()).register_comm_hook(None, 3),
-        whole=True,
-    ),
-    Row(
-        "X-117",
-        ValueError,
-        "outputs must be a Tensor or an iterable of Tensors",
-        lambda fsdp: scaler(fsdp).scale(3),
-        ours="int",
-    ),
-    Row(
-        "X-118",
-        AssertionError,
-        "Expected supported device, got meta",
-        lambda fsdp: scaler(fsdp).scale(torch.ones(2, device="meta")),
-    ),
-    Row(
-        "X-119",
-        RuntimeError,
-        "unscale_() has already been called on this optimizer since the last update().",
-        lambda fsdp: unscale_twice(fsdp, False),
-        whole=True,
-    ),
-    Row(
-        "X-119 step",
-        RuntimeError,
-        "unscale_() is being called after step().",
-        lambda fsdp: unscale_twice(fsdp, True),
-        whole=True,
-    ),
-    Row(
-        "X-120",
-        AssertionError,
-        "No inf checks were recorded prior to update.",
-        lambda fsdp: update_with(fsdp, None),
-        whole=True,
-    ),
-    Row(
-        "X-120 scale",
-        AssertionError,
-        "new_scale should be a float or a 1-element",
-        lambda fsdp: update_with(fsdp, torch.ones(2)),
-        whole=True,
-    ),
-]
+USER_CALLS = rows(
+    """
+X-100 | RuntimeError | `no_sync()` on inner FSDP instances is not supported
+X-101 | AssertionError | `_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context manager
+    ours: rank 1
+X-102 | RuntimeError | `clip_grad_norm_()` should only be called on the root FSDP instance
+X-103 | UserWarning, whole | Called FSDP.clip_grad_norm_() on rank 1 with no gradients -- returning the total norm
+    in the default dtype torch.float32
+X-105 | NotImplementedError | with_grads=True, use_orig_params=False, offload_to_cpu=False is not supported
+X-105 offload | NotImplementedError | with_grads=True, use_orig_params=True, offload_to_cpu=True is not supported
+X-106 | NotImplementedError | offload_to_cpu=True and NO_SHARD is not supported
+X-107 | NotImplementedError | writeback=True and rank0_only=True is not supported
+X-108 | UserWarning | offload_to_cpu=True and rank0_only=False may result in
+X-109 | AssertionError | Cannot manually unshard parameters during forward/backward
+    ours: rank 1, unit Summoning
+X-110 | AssertionError | Cannot manually unshard parameters when already unsharding parameters
+    ours: rank 1, unit Net
+X-111 | AssertionError | Expects the handle training to be IDLE but got HandleTrainingState.
+    ours: rank 1, unit Net
+X-112 | AssertionError, whole | register_comm_hook can only be called on a root instance.
+    ours: Sequential at 'second'
+X-113 | AssertionError | Communication hook is not supported for hybrid strategies
+    ours: Net
+X-114 | AssertionError, whole | A communication hook is already registered
+    ours: Net
+X-115 | ValueError, whole | The communication hook must be callable but got 3
+X-117 | ValueError | outputs must be a Tensor or an iterable of Tensors
+    ours: int
+X-118 | AssertionError | Expected supported device, got meta
+X-119 | RuntimeError, whole | unscale_() has already been called on this optimizer since the last update().
+X-119 step | RuntimeError, whole | unscale_() is being called after step().
+X-120 | AssertionError, whole | No inf checks were recorded prior to update.
+X-120 scale | AssertionError, whole | new_scale should be a float or a 1-element
+""",
+    {
+        "X-100": lambda fsdp: (model := fsdp.nested())(X) is None or enter(model.second.no_sync()),
+        "X-101": flip_in_no_sync,
+        "X-102": lambda fsdp: (model := fsdp.nested())(X) is None or model.second.clip_grad_norm_(1.0),
+        "X-103": lambda fsdp: fsdp.nested().clip_grad_norm_(1.0),
+        "X-105": lambda fsdp: summon(fsdp.wrap(Net()), with_grads=True),
+        "X-105 offload": lambda fsdp: summon(
+            fsdp.wrap(Net(), use_orig_params=True), with_grads=True, offload_to_cpu=True
+        ),
+        "X-106": lambda fsdp: summon(fsdp.unsharded(), offload_to_cpu=True),
+        "X-107": lambda fsdp: summon(fsdp.wrap(Net()), rank0_only=True),
+        "X-108": lambda fsdp: summon(fsdp.wrap(Net()), offload_to_cpu=True),
+        "X-109": summon_in_forward,
+        "X-110": summon_twice,
+        "X-111": summon_busy_handle,
+        "X-112": lambda fsdp: (
+            (model := fsdp.nested())(X) is None or model.second.register_comm_hook(None, do_nothing)
+        ),
+        "X-113": hook_a_hybrid,
+        "X-114": register_twice,
+        "X-115": lambda fsdp: fsdp.wrap(Net()).register_comm_hook(None, 3),
+        "X-117": lambda fsdp: scaler(fsdp).scale(3),
+        "X-118": lambda fsdp: scaler(fsdp).scale(torch.ones(2, device="meta")),
+        "X-119": lambda fsdp: unscale_twice(fsdp, False),
+        "X-119 step": lambda fsdp: unscale_twice(fsdp, True),
+        "X-120": lambda fsdp: update_with(fsdp, None),
+        "X-120 scale": lambda fsdp: update_with(fsdp, torch.ones(2)),
+    },
+)
 
 
 @of(USER_CALLS)
