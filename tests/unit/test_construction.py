@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
-from fsdp_c.api import TrainingState
 from fsdp_c.sharding.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.wrap import ModuleWrapPolicy
@@ -49,39 +47,7 @@ def nested(**kwargs: object) -> FSDP:
     return FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **kwargs)
 
 
-# ----------------------------------------------------------------- the names
-
-
-def test_package_exports_the_names_of_torch_fsdp1() -> None:
-    #
-    for name in fsdp_c.__all__:
-        assert hasattr(torch_fsdp, name), name
-        if name != "FullyShardedDataParallel":
-            assert getattr(fsdp_c, name) is getattr(torch_fsdp, name)
-
-
-def test_unit_is_its_own_state_to_clients_of_torch() -> None:
-    from torch.distributed.fsdp._common_utils import (
-        _FSDPState,
-        _get_module_fsdp_state_if_fully_sharded_module,
-    )
-
-    model = FSDP(Net())
-    assert [kind for kind in FSDP.__mro__ if not kind.__module__.startswith("fsdp_c.")][:2] == [
-        nn.Module,
-        _FSDPState,
-    ]
-    assert _get_module_fsdp_state_if_fully_sharded_module(model) is model
-
-
 # ----------------------------------------------------------------- ignored states
-
-
-def test_ignoring_the_wrapped_module_itself_warns() -> None:  # G-020
-    net = Net()
-    with pytest.warns(UserWarning, match="ignore the top-level module"):
-        model = FSDP(net, ignored_modules=[net])
-    assert not model._has_params and model._flat_param is None and model.params == []
 
 
 def test_ignored_parameter_stays_as_it_was() -> None:  # G-021
@@ -112,11 +78,6 @@ def test_mesh_of_one_dimension_gives_the_group() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     model = FSDP(Net(), device_mesh=mesh)
     assert model.process_group is mesh.get_group() and model._device_mesh is mesh
-
-
-def test_default_group_gives_rank_and_world_size() -> None:
-    model = FSDP(Net())
-    assert (model.rank, model.world_size, model.process_group) == (RANK, WORLD_SIZE, dist.group.WORLD)
 
 
 def test_pair_of_groups_is_refused_by_a_plain_strategy() -> None:
@@ -176,14 +137,6 @@ def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:  #
 
 
 # ----------------------------------------------------------------- device and materialisation
-
-
-@pytest.mark.parametrize("device_id", [None, "cpu", "cpu:0"])
-def test_cpu_is_a_device_like_any_other(device_id: str | None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = FSDP(Net(), device_id=device_id and torch.device(device_id))
-    assert model.compute_device == torch.device("cpu") == model._flat_param.device
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
@@ -259,13 +212,6 @@ def test_wrapping_the_module_of_a_unit_again_is_refused(use_orig_params: bool) -
         FSDP(model.module, use_orig_params=use_orig_params)
 
 
-def test_unit_of_torch_inside_is_refused_and_named() -> None:
-    net = Net()
-    net.second = torch_fsdp.FullyShardedDataParallel(net.second, device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="submodule 'second' is already sharded by torch's own FSDP"):
-        FSDP(net)
-
-
 def test_unit_without_parameters_has_no_handle() -> None:
     model = FSDP(nn.ReLU())
     assert model._handle is None and not model._has_params
@@ -274,32 +220,9 @@ def test_unit_without_parameters_has_no_handle() -> None:  # A-081
 # ----------------------------------------------------------------- names and lookups
 
 
-def test_flat_parameters_are_named_after_the_unit() -> None:
-    names = [name for name, _ in nested().named_parameters()]
-    assert names == [
-        "_fsdp_wrapped_module._flat_param",
-        "_fsdp_wrapped_module.second._fsdp_wrapped_module._flat_param",
-    ]
-
-
-def test_original_parameters_keep_their_names_behind_the_wrappers() -> None:
-    names = [name for name, _ in nested(use_orig_params=True).named_parameters()]
-    assert names == [
-        "_fsdp_wrapped_module.first.weight",
-        "_fsdp_wrapped_module.first.bias",
-        "_fsdp_wrapped_module.second._fsdp_wrapped_module.0.weight",
-        "_fsdp_wrapped_module.second._fsdp_wrapped_module.0.bias",
-    ]
-
-
 def test_unknown_attributes_and_indices_are_those_of_the_wrapped_module() -> None:
     assert FSDP(Net()).greet() == "hello"
     assert isinstance(FSDP(nn.Sequential(nn.ReLU(), nn.Tanh()))[1], nn.Tanh)
-
-
-def test_missing_attribute_is_an_attribute_error_of_the_wrapped_module() -> None:
-    with pytest.raises(AttributeError, match="'Net' object has no attribute 'absent'"):
-        _ = FSDP(Net()).absent
 
 
 def test_attribute_of_an_unfinished_unit_does_not_recurse() -> None:
@@ -343,19 +266,7 @@ def test_a_shallow_copy_is_another_object_over_the_same_unit() -> None:
     assert list(copied.state_dict()) == list(model.state_dict())
 
 
-def test_a_module_without_items_has_none_when_it_is_wrapped() -> None:
-    with pytest.raises(AttributeError, match="has no attribute '__getitem__'"):
-        FSDP(Net())[0]
-
-
 # ----------------------------------------------------------------- roots and lazy initialisation
-
-
-def test_asking_for_the_root_decides_nothing() -> None:  # D-002
-    model = nested()
-    assert model.check_is_root() and not model.second.check_is_root()
-    assert FSDP.fsdp_modules(model, root_only=True) == [model]
-    assert model._is_root is None and model.second._is_root is None
 
 
 def test_after_full_parameters_were_shown_the_root_is_told_as_asked() -> None:
@@ -393,14 +304,6 @@ def test_units_are_listed_outer_first_and_once() -> None:  # A-065
     assert FSDP.fsdp_modules(nn.ModuleList([model, model])) == [model, model.second]
 
 
-def test_lazy_initialisation_makes_the_outermost_unit_the_root() -> None:
-    model = nested()
-    model._lazy_init()
-    assert (model._is_root, model.second._is_root) == (True, False)
-    assert model._all_handles == [model._handle, model.second._handle]
-    assert model._all_fsdp_states == [model, model.second]
-
-
 def test_lazy_initialisation_casts_buffers_to_the_innermost_dtype() -> None:  # A-019, D-022
     net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     net[1] = FSDP(net[1], mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
@@ -425,27 +328,6 @@ def test_no_sync_switches_every_unit_off_and_on_again() -> None:  # A-110
     with model.no_sync():
         assert not model._sync_gradients and not model.second._sync_gradients
     assert model._sync_gradients and model.second._sync_gradients
-
-
-def test_no_sync_on_an_inner_unit_is_refused() -> None:
-    model = nested()
-    with pytest.raises(RuntimeError, match="inner FSDP instances"), model.second.no_sync():
-        pass
-    assert model.second._is_root is None
-
-
-def test_no_sync_notices_who_switched_synchronisation_on() -> None:
-    model = nested()
-    with pytest.raises(AssertionError, match="incorrectly set to `True`"), model.no_sync():
-        model.second._sync_gradients = True
-    assert model._sync_gradients
-
-
-def test_training_state_starts_idle() -> None:
-    model = FSDP(Net())
-    assert model.training_state is TrainingState.IDLE
-    with pytest.raises(ValueError, match="Net, rank 1"):
-        model._assert_state(TrainingState.FORWARD_BACKWARD)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

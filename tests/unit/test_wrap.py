@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,9 @@ class Model(nn.Module):
         return self.norm(x)
 
 
+BLOCKS = ["blocks.0", "blocks.1"]
+
+
 def paths(model: nn.Module) -> list[str]:
     return [clean_path(path) for path, _ in units_with_paths(model)]
 
@@ -55,30 +59,29 @@ def test_policies_are_the_objects_of_torch() -> None:  # G-001, G-003
         assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
 
 
-def test_module_wrap_policy_wraps_every_instance_and_the_root() -> None:  # G-001
-    assert paths(FSDP(Model(), auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))) == [
-        "",
-        "blocks.0",
-        "blocks.1",
-    ]
+LINEARS = ["embed", "blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second"]
 
 
-def test_functional_policy_wraps_as_the_policy_object_does() -> None:  # A-038, G-005
-    policy = functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", "blocks.0", "blocks.1"]
-
-
-def test_size_based_policy_wraps_what_is_large() -> None:  # G-004
-    policy = functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=30)
-    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", "blocks.0", "blocks.1"]
-
-
-def test_lambda_policy_wraps_what_the_lambda_names() -> None:  # G-003
-    policy = functools.partial(
-        fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
-    )
-    expected = ["", "embed", "blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second"]
-    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == expected
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (fsdp_wrap.ModuleWrapPolicy({Block}), BLOCKS),  # G-001
+        (
+            functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            BLOCKS,
+        ),  # G-005
+        (functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=30), BLOCKS),  # G-004
+        (
+            functools.partial(
+                fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda one: type(one) is nn.Linear
+            ),
+            LINEARS,
+        ),
+    ],
+    ids=["classes", "transformer", "size", "lambda"],
+)
+def test_policy_makes_units_of_what_it_names_and_of_the_root(policy: Any, expected: list[str]) -> None:
+    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", *expected]
 
 
 def test_custom_policy_overrides_the_arguments_of_the_root() -> None:  # G-002
@@ -155,23 +158,21 @@ def test_ignored_modules_are_not_wrapped() -> None:
     assert paths(model) == ["", "blocks.1"]
 
 
-def test_batch_norm_becomes_a_unit_without_mixed_precision() -> None:  # G-009
+@pytest.mark.parametrize(
+    "policy",
+    [
+        fsdp_wrap.ModuleWrapPolicy({Block}),
+        functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    ],
+    ids=["object", "function"],
+)
+def test_batch_norm_becomes_a_unit_without_mixed_precision(policy: Any) -> None:  # G-009
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
-        model = FSDP(Model(), auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), mixed_precision=precision)
-    assert paths(model) == ["", "blocks.0", "blocks.1", "norm"]
+        model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=precision)
+    assert paths(model) == ["", *BLOCKS, "norm"]
     assert model.norm.mixed_precision == MixedPrecision()
     assert model.blocks[0].mixed_precision is precision
-
-
-def test_batch_norm_becomes_a_unit_under_a_functional_policy() -> None:
-    policy = functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    with pytest.warns(UserWarning, match="BatchNorm1d"):
-        model = FSDP(
-            Model(), auto_wrap_policy=policy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
-        )
-    assert paths(model) == ["", "blocks.0", "blocks.1", "norm"]
-    assert model.norm.mixed_precision == MixedPrecision()
 
 
 def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:  # G-009
