@@ -61,7 +61,7 @@ from tests.parity.programs import BATCH, Block, BlockPlan, Operation, Program, b
 from tests.parity.programs import _local_tensors as local_tensors
 
 LENGTHS = (3, 14)  # actions in a program
-KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single")
+KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 RUN_TIMEOUT_S = 180.0

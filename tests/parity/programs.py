@@ -357,6 +357,9 @@ class Block(nn.Module):
             self.inner = nn.LayerNorm(width)
         elif plan.kind == "single":
             self.inner = nn.Linear(width, width)
+        elif plan.kind == "mixed":  # of dtypes, for the plain module alone: torch refuses it
+            self.first = nn.Linear(width, width, dtype=torch.float32)
+            self.inner = nn.Linear(width, width, dtype=torch.float64)
         else:
             self.first = nn.Linear(width, plan.hidden)
             self.inner = nn.Linear(plan.hidden, width)
@@ -381,6 +384,8 @@ class Block(nn.Module):
             return self.inner(self.again(torch.tanh(self.first(x))))
         if self.kind == "single":
             return self.inner(x)
+        if self.kind == "mixed":
+            return self.inner(torch.tanh(self.first(x.float())).double())
         return self.inner(F.gelu(self.first(x if self.norm is None else self.norm(x))))
 
 

@@ -22,6 +22,14 @@ def test_random_training_loops_equal_the_plain_module(
         assert failure is None, f"{failure}\n{program}"
 
 
+@on_ranks(4)
+def test_random_training_loops_of_four_ranks_equal_the_plain_module(rank: int, world_size: int) -> None:
+    for seed in range(10):
+        program = generate(seed, world_size)
+        failure = run_program(rank, world_size, program)
+        assert failure is None, f"{failure}\n{program}"
+
+
 @on_ranks(2)
 def test_a_gradient_that_is_not_averaged_is_found(rank: int, world_size: int) -> None:
     """A planted difference: the sharded model's learning rate, as it would look after one step."""
