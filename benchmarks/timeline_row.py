@@ -169,9 +169,9 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     import torch._meta_registrations  # shapes of the operators that have them in Python alone
     import torch.distributed as dist
 
+    from benchmarks.contention import contended
     from benchmarks.timeline_models import build
     from tests.simulated_gpu import timeline
-    from tests.simulated_gpu.contention import contended
 
     torch.set_num_threads(1)
     machine, shape = machine_of_row(row), MODELS[row.model]

@@ -31,6 +31,8 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixed precision": {"mixed_precision": BF16},
+    "reduced low": {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)},
+    "both": {"mixed_precision": MixedPrecision(torch.float16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(True)},
     "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
     "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
