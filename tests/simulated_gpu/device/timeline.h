@@ -11,7 +11,7 @@
  * floating-point operations and the machine say. A host that waits moves on to the time for which it waited.
  * Kernels beside each other do not slow each other down here, but the collectives of one group follow each
  * other, as NCCL's do. What each piece of work waited for, and what it needs of the device, is kept with it:
- * ../contention.py runs the step again, with what is shared.
+ * benchmarks/contention.py runs the step again, with what is shared.
  *
  * SIMULATED_GPU_TIMELINE=1 switches it on. SIMULATED_GPU_SHAPES=1 does too, and nothing is computed:
  * operators run on shapes alone, the device's memory is address space that nobody touches, and one process
