@@ -104,7 +104,12 @@ static void fuzz_layout(void) {
     spec.rank = below(spec.world_size);
     const struct model model = model_of(&spec);
     struct flat_layout layout;
+    const bool fails = below(8) == 0;
+    mem_fail_at(fails ? 1 + (size_t)below(4) : 0);
     const enum status status = layout_init(&layout, &spec);
+    mem_fail_at(0);
+    if (fails && status == STATUS_NO_MEMORY)
+        return;
     if (up(model.numel, spec.world_size) + spec.aligned_numel <= INT64_MAX / 2)
         CHECK_EQUAL(status, STATUS_OK);
     if (status == STATUS_OK) {
