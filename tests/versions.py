@@ -17,7 +17,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
 
@@ -44,22 +44,35 @@ def checkout(folder: Path) -> Path:
     return tree
 
 
-def make_environment(home: Path, spec: str, tree: Path) -> Path:
-    """Its Python, with that torch, what the requirements name beside it, and ``tree`` on its path."""
-    torch, _, python = spec.partition("@")
-    maker = (shutil.which(python) or shutil.which(f"python{python}")) if python else sys.executable
-    if maker is None:
-        raise SystemExit(
-            f"no Python {python} found: put python{python} on the path, or write its path after the @"
-        )
-    subprocess.run([maker, "-m", "venv", str(home)], check=True)
-    lines = [line for name in REQUIREMENTS for line in (ROOT / name).read_text().splitlines()]
+def home_of(spec: str, folder: Path) -> Path:
+    return folder / spec.replace("/", "_")
+
+
+def install(python: Path, torch: str, names: Iterable[str] = REQUIREMENTS) -> None:
+    """What these files name, beside that torch: no build with a label, as 2.13.0+cpu, in its place."""
+    lines = [line for name in names for line in (ROOT / name).read_text().splitlines()]
     others = [line for line in lines if line and not line.startswith(("#", "-r", "torch=="))]
-    install = [str(home / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-    subprocess.run([*install, f"torch==={torch}", *others], check=True)
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    subprocess.run([*command, f"torch==={torch}", *others], check=True)
+
+
+def make_environment(spec: str, folder: Path, tree: Path) -> Path:
+    """Its Python, with that torch, what the requirements name beside it, and ``tree`` on its path; and a file
+    ``made`` when all is there."""
+    home, (torch, _, version) = home_of(spec, folder), spec.partition("@")
+    python = home / "bin/python"
+    if not python.exists():
+        maker = (shutil.which(version) or shutil.which(f"python{version}")) if version else sys.executable
+        if maker is None:
+            raise SystemExit(
+                f"no Python {version} found: put python{version} on the path, or write its path after the @"
+            )
+        subprocess.run([maker, "-m", "venv", str(home)], check=True)
+    install(python, torch)
     for packages in home.glob("lib/python*/site-packages"):
         (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
-    return home / "bin/python"
+    (home / "made").touch()
+    return python
 
 
 def outcomes(report: Path, *tags: str) -> Iterator[tuple[str, str]]:
@@ -94,8 +107,7 @@ def run(
 
 def test(spec: str, folder: Path, tree: Path) -> tuple[str, list[str], bool]:
     """The version's row of the table, its notes, and whether nothing failed."""
-    home = folder / spec.replace("/", "_")
-    python = make_environment(home, spec, tree)
+    home, python = home_of(spec, folder), make_environment(spec, folder, tree)
     ask = "import platform, torch; print(torch.__version__, platform.python_version(), torch.version.cuda)"
     torch, version, cuda = subprocess.check_output([python, "-c", ask], text=True).split()
     passed, failed, skipped = run([str(python)], list(SUITE), tree, home / "report.xml")
@@ -138,7 +150,7 @@ def main() -> int:
             if asked.out:
                 asked.out.write_text(text)
             if asked.discard:
-                shutil.rmtree(folder / spec.replace("/", "_"), ignore_errors=True)
+                shutil.rmtree(home_of(spec, folder), ignore_errors=True)
     return int(not passes)
 
 

@@ -15,6 +15,6 @@ from tests.real_cuda.build import Build
 
 build = Build(os.environ.get("FAKE_CUDA_TORCH", "2.13.0"))
 build.make()
-python = build.make_clients() if os.environ.get("FAKE_CUDA_CLIENTS") == "1" else build.version.python
+python = build.make_clients() if os.environ.get("FAKE_CUDA_CLIENTS") == "1" else build.python
 if len(sys.argv) > 1:
     os.execve(python, [str(python), *sys.argv[1:]], os.environ | environment(build.folder))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.libraries import KERNEL_FLAGS, STRICT, Library, Unit, build, is_stale, one_at_a_time, soname
-from tests.versions import REQUIREMENTS, Version, install, make_environment
+from tests.versions import REQUIREMENTS, home_of, install, make_environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,12 +36,16 @@ class Build:
     """What is built for one version of torch, as "2.13.0", with one of Python after an "@"."""
 
     def __init__(self, spec: str) -> None:
-        self.version = Version(spec, FOLDER)
-        self.folder = FOLDER / f"{self.version.home.name}.libraries"
+        self.spec, self.home = spec, home_of(spec, FOLDER)
+        self.folder = FOLDER / f"{self.home.name}.libraries"
+
+    @property
+    def python(self) -> Path:
+        return self.home / "bin/python"
 
     @property
     def packages(self) -> Path:
-        return next(self.version.home.glob("lib/python*/site-packages"))
+        return next(self.home.glob("lib/python*/site-packages"))
 
     @property
     def torch(self) -> Path:
@@ -52,32 +56,29 @@ class Build:
         with one_at_a_time(FOLDER):
             self.make_environment()
             self.folder.mkdir(exist_ok=True)
-            build(
-                [*self.device_libraries(), self.operators()], f"what stands under torch {self.version.spec}"
-            )
+            build([*self.device_libraries(), self.operators()], f"what stands under torch {self.spec}")
             self.make_kernels()
 
     def make_environment(self) -> None:
-        made = self.version.results / "names.json"
-        if is_stale(made, [ROOT / name for name in REQUIREMENTS]):
-            print(f"making an environment with torch {self.version.spec}: 5 GB", flush=True)
-            make_environment(self.version, ROOT)
-        if not self.version.cuda.startswith("13."):
-            raise SystemExit(f"torch {self.version.spec} of {self.version.home} is no build for CUDA 13")
+        if is_stale(self.home / "made", [ROOT / name for name in REQUIREMENTS]):
+            print(f"making an environment with torch {self.spec}: 5 GB", flush=True)
+            make_environment(self.spec, FOLDER, ROOT)
+        if not re.search(r"^cuda\b[^=]*=\s*'13\.", (self.torch / "version.py").read_text(), re.MULTILINE):
+            raise SystemExit(f"torch {self.spec} of {self.home} is no build for CUDA 13")
 
     def make_clients(self) -> Path:
         """The Python of an environment over that of torch, which it leaves as it is, with the libraries of
         tests/clients."""
-        home = FOLDER / f"{self.version.home.name}.clients"
+        home = FOLDER / f"{self.home.name}.clients"
         python, made = home / "bin/python", home / "made"
         with one_at_a_time(FOLDER):
-            if is_stale(made, [ROOT / CLIENTS, self.version.results / "names.json"]):
+            if is_stale(made, [ROOT / CLIENTS, self.home / "made"]):
                 print(f"making an environment with the libraries of {CLIENTS}", flush=True)
-                venv = [self.version.python, "-m", "venv", "--without-pip", home]
+                venv = [self.python, "-m", "venv", "--without-pip", home]
                 subprocess.run(venv, check=True)
                 (packages,) = home.glob("lib/python*/site-packages")
                 (packages / "over.pth").write_text(f"import site; site.addsitedir({str(self.packages)!r})\n")
-                install(python, self.version.spec.partition("@")[0], [CLIENTS])
+                install(python, self.spec.partition("@")[0], [CLIENTS])
                 made.touch()
         return python
 
@@ -123,7 +124,7 @@ class Build:
     def make_kernels(self) -> None:
         objects = self.folder / "cuda"
         settings = {"FSDP_C_CUDA": "1", "FSDP_C_CUDA_ARCHS": "90"}
-        command = [str(self.version.python), "setup.py", "-q", "build_cuda", "--build-temp", str(objects)]
+        command = [str(self.python), "setup.py", "-q", "build_cuda", "--build-temp", str(objects)]
         # linked as in a wheel, with a runtime of its own, which wants a real driver
         folder = self.folder / "static"
         subprocess.run([*command, "--folder", str(folder)], cwd=ROOT, env=os.environ | settings, check=True)
