@@ -138,7 +138,9 @@ def main() -> int:
     asked = parser.parse_args()
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    tree, rows, notes, passes = checkout(folder), [], [], True
+    tree, passes = checkout(folder), True
+    rows: list[str] = []
+    notes: list[str] = []
     for version in asked.versions:
         for spec in [f"{version}@{one}" for one in asked.pythons if "@" not in version] or [version]:
             row, of_version, is_sound = test(spec, folder, tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -159,3 +160,35 @@ def test_a_launch_goes_to_the_current_stream() -> None:
 def test_a_tensor_on_the_cpu_among_others_is_refused() -> None:
     with pytest.raises(RuntimeError, match="must be on the device"):
         ops.accumulate_shard(numbers(3, torch.float32), torch.ones(3), 1.0)
+
+
+PAST = 2**31
+needs_memory = pytest.mark.skipif(
+    "SIMULATED_GPU" in os.environ or "FAKE_CUDA" in os.environ or not torch.cuda.is_available(),
+    reason="has elements of a real device alone",
+)
+
+
+@pytest.mark.parametrize("numel", [4099 * 3, pytest.param(PAST + 4099, marks=needs_memory)])
+def test_places_past_32_bits_are_reached(numel: int) -> None:
+    """Of each launcher: at both ends, and around the largest number of 32 bits where there are as many."""
+    places = sorted({0, numel - 1, *(place for place in (PAST - 1, PAST) if place < numel)})
+    values = torch.arange(3.0, 3.0 + len(places), device="cuda")
+    source = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    source[places] = values.bfloat16()
+    assert torch.equal(ops.cast_divide(source, 2.0, torch.float32)[places], values / 2)
+    total = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    ops.accumulate_shard(total, source, 4.0)
+    assert torch.equal(total[places].float(), values / 4)
+    ops.pack_gradients(
+        packed := torch.ones(numel + 24, dtype=torch.bfloat16, device="cuda"), [source], [16], 2.0
+    )
+    assert torch.equal(packed[[16 + place for place in places]].float(), values / 2)
+    assert not packed[:16].any() and not packed[16 + numel :].any()
+    del total, packed
+    rows = source[: numel // 3 * 3].view(3, -1).t()
+    ops.pack_gradients(
+        packed := torch.ones(rows.numel(), dtype=torch.bfloat16, device="cuda"), [rows], [0], 1.0
+    )
+    assert torch.equal(packed[:: len(packed) - 1], rows.reshape(-1)[:: len(packed) - 1])
+    assert packed.count_nonzero() == rows.count_nonzero()

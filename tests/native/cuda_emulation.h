@@ -107,7 +107,6 @@ inline bool emulated_round(std::vector<emulated_thread> &threads) {
 /* ---- launches ---- */
 
 inline int emulated_device;
-inline int64_t emulated_block = -1; /* of each launch, this one alone; -1: all */
 
 /* A stream takes launches only while its device is the current one. */
 inline void emulated_grid(int64_t blocks, int device) {
@@ -117,13 +116,13 @@ inline void emulated_grid(int64_t blocks, int device) {
         abort();
     }
     gridDim.x = (unsigned)blocks;
-    blockIdx.x = (unsigned)(emulated_block < 0 ? 0 : emulated_block);
+    blockIdx.x = 0;
     emulated_launches++;
     emulated_most_blocks = blocks > emulated_most_blocks ? blocks : emulated_most_blocks;
 }
 
 inline bool emulated_next_block(int64_t blocks) {
-    return emulated_block < 0 && ++blockIdx.x < blocks;
+    return ++blockIdx.x < blocks;
 }
 
 template <typename Body> void emulate(int64_t blocks, unsigned threads, int device, Body body) {

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.native.test_native import CSRC, NATIVE, SANITIZE, run
-from tests.real_cuda import launches
 
 ROOT = NATIVE.parents[1]
 KERNELS = CSRC / "kernels"
@@ -53,29 +52,6 @@ def sanitizers(folder: Path) -> list[str]:
         subprocess.run(command, capture_output=True).returncode == 0 and run(folder / "empty").returncode == 0
     )
     return SANITIZE if works else []
-
-
-STRUCTURES = {  # of tests/real_cuda, which make test-cuda-build alone runs
-    "pack.cu": {
-        "tensor_view": launches.TensorView,
-        "kernel_stream": launches.KernelStream,
-        "pack_source": launches.PackSource,
-        "strided_source": launches.Strided,
-        "segment": launches.Segment,
-    },
-}
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_launches_are_read_by_the_structures_of_the_sources(name: str, tmp_path: Path) -> None:
-    lines = ["#include <cstddef>", f'#include "{KERNELS / name}"']
-    for each, structure in STRUCTURES[name].items():
-        lines.append(f"static_assert(sizeof(struct {each}) == {ctypes.sizeof(structure)});")
-        for field, *_ in structure._fields_:
-            at = f"offsetof(struct {each}, {field}) == {getattr(structure, field).offset}"
-            lines.append(f"static_assert({at});")
-    (tmp_path / "structures.cpp").write_text("\n".join([*lines, ""]))
-    compile_to(tmp_path / "structures.o", "c++", *EMULATION, "-c", str(tmp_path / "structures.cpp"))
 
 
 def test_every_kernel_of_the_cpu_has_a_twin() -> None:

@@ -23,10 +23,9 @@ template <class... A, void (*kernel)(A...), bool barriers> struct emulated_launc
         const size_t nbytes[] = {sizeof(std::remove_reference_t<A>)...};
         fake_cuda_emulate(name, &run, nbytes, sizeof...(A));
     }
-    static void run(const fake_cuda_launch *launch, int64_t only) {
+    static void run(const fake_cuda_launch *launch) {
         std::lock_guard<std::mutex> held(emulation_lock());
         emulated_device = launch->device;
-        emulated_block = only;
         if (launch->block[0] != THREADS) {
             emulated_stop("a launch with another number of threads than the kernel was compiled for");
         }

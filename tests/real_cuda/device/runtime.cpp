@@ -660,16 +660,6 @@ EXPORT void fake_cuda_emulate(const char *name, emulated_kernel *run, const size
     emulated[name] = {run, std::vector<size_t>(nbytes, nbytes + count)};
 }
 
-static std::atomic<launch_watcher *> watcher{nullptr};
-
-EXPORT void fake_cuda_watch_launches(launch_watcher *by) {
-    watcher = by;
-}
-
-EXPORT void fake_cuda_run_block(const fake_cuda_launch *launch, int64_t block) {
-    emulated.at(launch->name).run(launch, block);
-}
-
 /* The values that a launch takes with it. */
 class kept_arguments {
   public:
@@ -748,8 +738,7 @@ static work work_of(const std::string &name, const configuration &how, void **ar
                                current_device()};
     auto with = [launch, &by](void **values) mutable {
         launch.arguments = values;
-        launch_watcher *instead = watcher;
-        instead ? instead(&launch) : by.run(&launch, -1);
+        by.run(&launch);
     };
     if (!later) {
         return [=]() mutable { with(arguments); };
