@@ -227,26 +227,6 @@ def test_a_script_that_handles_sigusr1_keeps_its_handler() -> None:
     assert "fsdp_c: rank" not in done.stderr
 
 
-def test_names_of_units_are_cut_and_the_table_of_names_may_be_full() -> None:
-    script = """
-from fsdp_c import _C
-assert _C.add_unit_name("\u00e4" * 300) == 0
-assert [_C.add_unit_name(str(i)) for i in range(1, 4096)][-1] == 4095
-assert _C.add_unit_name("one more") == -1
-place = _C.enter_phase(_C.PROGRESS_SAVE)
-assert place == 0 and _C.describe_progress() == "step 0: is saving a checkpoint"
-_C.leave_phase(place)
-for number in (-1, len(_C.PHASES)):
-    try:
-        _C.enter_phase(number)
-    except ValueError as error:
-        print(error)
-"""
-    done = run_python("-c", script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{number} is not the number of a phase" for number in (-1, 13)]
-
-
 def test_torchs_debug_server_shows_progress() -> None:
     handlers = pytest.importorskip("torch._C._distributed_c10d")
     response = mock.Mock()
@@ -338,13 +318,6 @@ def test_a_long_phase_without_a_wait_for_other_ranks_is_not_warned_of(rank: int,
                 pass
             time.sleep(0.3)
         assert not path.read_text()
-
-
-@on_ranks(2, label="faults")
-def test_a_load_that_fails_on_all_ranks_leaves_its_phase(rank: int, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        checkpoint.load(build(), None, tmp_path / "nowhere")
-    assert place() == "is between steps"
 
 
 @on_ranks(2, label="faults")

@@ -1,15 +1,32 @@
-"""What the simulated GPU shows of CUDA graphs beside what tests/cuda/test_captures.py asks of any."""
+"""What the simulated GPU shows of CUDA graphs."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 
-from tests.cuda.test_captures import captured
-
 simulated_gpu = pytest.importorskip(
     "simulated_gpu", reason="this process has no simulated GPU: make test-simulated-gpu"
 )
+
+
+def captured(work: Callable[[torch.Tensor], object], values: torch.Tensor) -> torch.cuda.CUDAGraph:
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(
+        torch.cuda.current_stream()
+    ):  # torch leaves another one behind where a capture fails
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                work(values)
+        except RuntimeError:
+            # and before 2.13 its allocator amid the capture, where the end of any MemPool ends the process
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(values.device.index, pool)
+            raise
+    return graph
 
 
 def test_results_of_a_capture_are_there_after_a_replay() -> None:

@@ -241,66 +241,6 @@ def test_the_next_bucket_of_whole_parameters_moves_beside_the_computation_of_thi
     assert times["exposed"] == pytest.approx(moves[0] + moves[-1])
 
 
-ROWS = """
-    import torch._meta_registrations
-    from collections import Counter
-    from benchmarks.model_shapes import MODELS, Model
-    from benchmarks.timeline_models import build
-    from benchmarks.timeline_row import Row, train
-
-    machine = {"gpus_per_node": 8}
-    tokens = torch.zeros(1, 8, dtype=torch.long, device="cuda")
-    def built(implementation, shape=Model(64, 96, 4, 2, 8, 32), **settings):
-        row = Row(implementation, "", "", **settings)
-        return row, *build(row, shape, 8, machine)
-    def spans(implementation, **settings):
-        row, model, _ = built(implementation, **settings)
-        trains = implementation != "alone"
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True) if trains else None
-        for _ in range(2):
-            with step() as s: train(row, model, optimizer, tokens)
-        return s
-"""
-
-
-def test_gathers_and_reductions_are_those_of_the_rows_options() -> None:
-    """Of three units, of which the blocks' are gathered twice in each backward."""
-    times = run(ROWS + """
-    def counted(implementation, **settings):
-        found = spans(implementation, **settings)
-        kinds = (timeline.GATHER, timeline.SCATTER, timeline.OTHER_COLLECTIVE)
-        return [len(found.of(kind)) for kind in kinds]
-    times["plain"] = counted("fsdp_c")
-    times["clipped"] = counted("fsdp_c", clip=True)
-    times["two backwards"] = counted("fsdp_c", accumulate=2)
-    times["without reductions"] = counted("fsdp_c", accumulate=2, no_sync=True)
-    times["FSDP2"] = counted("torch.fsdp2")
-    times["FSDP2, clipped"] = counted("torch.fsdp2", clip=True)
-    times["FSDP2, last block kept"] = counted("torch.fsdp2", keep_last=True)
-    times["FSDP2, without reductions"] = counted("torch.fsdp2", accumulate=2, no_sync=True)
-    scatters = [spans("fsdp_c", reduce_in_bf16=is_half).of(timeline.SCATTER) for is_half in (False, True)]
-    times["bytes"] = [sum(span.end - span.begin - 10 for span in each) for each in scatters]
-    trained = spans("fsdp_c", adapters=True).of(timeline.SCATTER)
-    times["of adapters"] = [len(trained), sum(100 * (span.end - span.begin - 10) for span in trained)]
-    """)  # fmt: skip
-    reductions, nbytes = times.pop("of adapters")
-    numel = 8 * (4 * (64 + 64) + 3 * (64 + 96))  # of a block's: of rank 8, on all its layers
-    assert reductions == 2
-    assert nbytes == pytest.approx(2 * 4 * numel, rel=0.05)
-    in_fp32, in_bf16 = times.pop("bytes")
-    assert in_bf16 == pytest.approx(in_fp32 / 2, rel=0.01)
-    assert times == {
-        "plain": [5, 3, 0],
-        "clipped": [5, 3, 1],
-        "two backwards": [10, 6, 0],
-        "without reductions": [10, 3, 0],
-        "FSDP2": [6, 3, 0],
-        "FSDP2, clipped": [6, 3, 1],
-        "FSDP2, last block kept": [5, 3, 0],
-        "FSDP2, without reductions": [12, 3, 0],
-    }
-
-
 def span(begin: float, end: float, stream: int = 0, kind: int = COMPUTE, **others: float) -> Span:
     fields = {"asked": 0.0, "ready": begin, "before": begin, "serial": 0, "cause": -1, "name": "mul"} | others
     return Span(begin=begin, end=end, stream=stream, kind=kind, **fields)  # type: ignore[arg-type]

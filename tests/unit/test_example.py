@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,28 +13,8 @@ import lm_checkpoint  # noqa: E402
 import lm_data  # noqa: E402
 import train_lm  # noqa: E402
 
-import fsdp_c  # noqa: E402
-from fsdp_c import checkpoint  # noqa: E402
-
 TEXT = ROOT / "LICENSE"
 CONTEXT = 16
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(b"", "no text"), (b"short", "5 bytes; at least 360"), (b"\0" * 999, "no text")]
-)
-def test_unusable_text_is_named(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(content)
-    with pytest.raises(lm_data.InputError, match=message):
-        lm_data.load_text(str(tmp_path), CONTEXT)
-
-
-def test_a_folder_is_read_without_hidden_files(tmp_path: Path) -> None:
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "config").write_text("h" * 999)
-    (tmp_path / "a.txt").write_text("a" * 999)
-    text = lm_data.load_text(str(tmp_path), CONTEXT)
-    assert set(torch.cat([text.train, text.held_out]).tolist()) == {ord("a")}
 
 
 def test_every_rank_sees_its_own_part_of_the_text() -> None:
@@ -44,13 +23,6 @@ def test_every_rank_sees_its_own_part_of_the_text() -> None:
     again = lm_data.Batches(text, CONTEXT, 2, 0, 1, 2).training(3, 2)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(of_rank[1], again, strict=True))
     assert not torch.equal(of_rank[0][0][0], of_rank[1][0][0])
-
-
-def test_targets_are_the_inputs_one_byte_on() -> None:
-    batches = lm_data.Batches(lm_data.load_text(str(TEXT), CONTEXT), CONTEXT, 2, 0, 0, 1)
-    for inputs, targets in [*batches.training(0, 1), *batches.evaluation(2)]:
-        assert inputs.shape == targets.shape == (2, CONTEXT)
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
 @pytest.mark.parametrize(
@@ -76,31 +48,6 @@ def write_checkpoint(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
     return folder
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    checkpoint.save(torch.nn.Linear(2, 3), None, tmp_path / "step-000002")
-    wrapped = fsdp_c.FullyShardedDataParallel
-    with (
-        pytest.raises(lm_data.InputError, match="shape"),
-        mock.patch.object(fsdp_c, "FullyShardedDataParallel", torch.nn.Linear),
-    ):
-        lm_checkpoint.load_checkpoint(tmp_path / "step-000002", model, optimizer)
-    assert fsdp_c.FullyShardedDataParallel is wrapped
-
-
-def test_resume_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "step-000002")
-    newest = write_checkpoint(tmp_path / "step-000010")
-    (tmp_path / "step-000020").mkdir()
-    assert lm_checkpoint.find_checkpoints("auto", tmp_path) == [newest, tmp_path / "step-000002"]
-    assert lm_checkpoint.find_checkpoints(str(tmp_path), tmp_path / "other") == [newest]
-    assert lm_checkpoint.find_checkpoints(str(newest), tmp_path / "other") == [newest]
-    assert lm_checkpoint.find_checkpoints("auto", tmp_path / "other") == []
-    with pytest.raises(lm_data.InputError, match="no checkpoint there"):
-        lm_checkpoint.find_checkpoints(str(tmp_path / "other"), tmp_path)
 
 
 def open_folder(

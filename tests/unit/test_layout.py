@@ -1,8 +1,7 @@
-"""FlatLayout against literals, an oracle that walks single elements, torch.chunk, and torch's own
-FlatParamHandle."""
+"""FlatLayout against literals, torch.chunk, and torch's own FlatParamHandle; tests/native/test_fuzz_layout.c walks
+single elements."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -41,64 +40,6 @@ def cases(draw: st.DrawFn) -> Case:
     world_size = draw(st.integers(1, 9))
     rank = draw(st.integers(0, world_size - 1))
     return Case(draw(NUMELS), draw(st.integers(0, 9)), world_size, rank, draw(st.booleans()))
-
-
-# the oracle: the flat parameter as a list with one entry per element
-
-
-@dataclass
-class Oracle:
-    flat: list[tuple[int, int] | None]  # (parameter, index in it), or None for padding
-    segments: list[tuple[int, bool]]  # (numel, is padding)
-
-    @classmethod
-    def of(cls, case: Case) -> "Oracle":
-        flat: list[tuple[int, int] | None] = []
-        segments: list[tuple[int, bool]] = []
-
-        def pad_until_divisible(divisor: int) -> None:
-            before = len(flat)
-            while len(flat) % divisor:
-                flat.append(None)
-            if len(flat) > before:
-                segments.append((len(flat) - before, True))
-
-        for param, numel in enumerate(case.numels):
-            pad_until_divisible(case.aligned_numel or 1)
-            flat.extend((param, index) for index in range(numel))
-            segments.append((numel, False))
-        pad_until_divisible(case.world_size if case.aligned_numel else 1)
-        return cls(flat, segments)
-
-    def chunk(self, case: Case) -> list[tuple[int, int] | None]:
-        """What the rank holds, right padding left out."""
-        if not case.sharded:
-            return self.flat
-        numel = next(size for size in range(len(self.flat) + 1) if size * case.world_size >= len(self.flat))
-        return self.flat[numel * case.rank : numel * (case.rank + 1)]
-
-
-@given(cases())
-def test_segments_equal_the_element_oracle(case: Case) -> None:
-    layout, oracle = case.layout(), Oracle.of(case)
-    assert layout.numel == len(oracle.flat)
-    assert list(zip(layout.numels_with_padding, layout.is_padding_mask, strict=True)) == oracle.segments
-    assert layout.param_numels == tuple(case.numels)
-    starts = [0, *accumulate(numel for numel, _ in oracle.segments)]
-    expected = [start for start, (_, padding) in zip(starts, oracle.segments, strict=False) if not padding]
-    assert layout.param_offsets == tuple(expected)
-
-
-@given(cases())
-def test_shard_ranges_select_what_the_oracle_holds(case: Case) -> None:
-    layout, chunk = case.layout(), Oracle.of(case).chunk(case)
-    assert layout.shard_numel_valid == len(chunk)
-    assert layout.shard_numel_padded == layout.shard_numel - len(chunk)
-    for param, (in_shard, offset_in_shard, numel, offset_in_param) in enumerate(layout.shard_ranges()):
-        held = [(position, entry[1]) for position, entry in enumerate(chunk) if entry and entry[0] == param]
-        assert held == [(offset_in_shard + i, offset_in_param + i) for i in range(numel)]
-        if case.numels[param] > 0:
-            assert in_shard == bool(held)
 
 
 @given(cases())
