@@ -211,10 +211,10 @@ def most_of(result: Result) -> str:
 def draw(paths: dict[str, str], path: str) -> None:
     import pickle
 
-    from tests.simulated_gpu import timeline
+    from benchmarks import timeline_stalls
 
     steps = {name: pickle.loads(Path(spans).read_bytes()) for name, spans in paths.items()}
-    timeline.picture(steps, path)
+    timeline_stalls.picture(steps, path)
 
 
 def arguments() -> argparse.Namespace:

@@ -169,6 +169,7 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
     import torch._meta_registrations  # shapes of the operators that have them in Python alone
     import torch.distributed as dist
 
+    from benchmarks import timeline_stalls
     from benchmarks.contention import contended
     from benchmarks.timeline_models import build
     from tests.simulated_gpu import timeline
@@ -196,7 +197,7 @@ def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result
             train(row, model, optimizer, tokens)
     shared = contended(taken)
     if trace:
-        shared.trace(trace)
+        timeline_stalls.trace(shared, trace)
     if spans:
         import pickle
 
@@ -250,6 +251,7 @@ def result_of(
     """Of the step as it is alone, and with what is shared."""
     import torch
 
+    from benchmarks import timeline_stalls
     from tests.simulated_gpu import timeline
 
     gathers, scatters = taken.of(timeline.GATHER), taken.of(timeline.SCATTER)
@@ -274,9 +276,9 @@ def result_of(
         *peaks_MiB(),
         torch.cuda.memory_allocated() / 2**20,
         parameters,
-        shared.stalls()[:most],
-        shared.stalls(without=left_out)[:MOST_STALLS],
-        shared.wire_stalls()[:MOST_STALLS],
+        timeline_stalls.stalls(shared)[:most],
+        timeline_stalls.stalls(shared, without=left_out)[:MOST_STALLS],
+        timeline_stalls.wire_stalls(shared)[:MOST_STALLS],
         largest(memory.at_peak)[:most],
         largest(memory.idle_at_peak)[:most],
     )

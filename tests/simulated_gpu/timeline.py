@@ -7,13 +7,11 @@ microseconds.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from tests import simulated_gpu
@@ -123,32 +121,6 @@ def busy(spans: Sequence[Span]) -> list[Interval]:
 
 # ---- a step
 
-Stall = tuple[float, str, str]  # how long, what could not begin, and what it waited for
-
-
-class Causes:
-    """What spans waited for, other than their launch."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._by_serial = {span.serial: span for span in spans}
-        self._by_end = {(span.stream, span.end): span for span in spans}
-
-    def of(self, span: Span) -> str:
-        """Behind kernels of side streams, what those waited for."""
-        cause = self._of(span)
-        while cause and cause.kind == COMPUTE and cause.stream > 0:
-            if cause.begin > cause.ready:
-                return "the host"
-            cause = self._of(cause)
-        return f"{cause.name} on {name_of_row(cause.stream)}" if cause else "an earlier step"
-
-    def _of(self, span: Span) -> Span | None:
-        return self._by_serial.get(span.cause) or self._by_end.get((span.stream, span.before))
-
-
-def longest(sums: dict[tuple[str, str], float], least: float) -> list[Stall]:
-    return sorted(((us, *names) for names, us in sums.items() if us >= least), reverse=True)
-
 
 @dataclass
 class Step:
@@ -199,114 +171,6 @@ class Step:
         late."""
         late = union([(max(s.ready, s.before, self.begin), s.begin) for s in self.main])
         return total(late) - total(common(late, busy(self.of(HOST_WAITS))))
-
-    def stalls(self, least: float = 1.0, without: Sequence[Span] = ()) -> list[Stall]:
-        """How long the default stream was held up, but for the time in which the spans of ``without`` ran."""
-        sums: dict[tuple[str, str], float] = defaultdict(float)
-        host_waits, left_out, causes = busy(self.of(HOST_WAITS)), busy(without), Causes(self.spans)
-        for span in self.main:
-            free_from = max(span.before, self.begin)
-            if span.ready > free_from:
-                held = [(free_from, span.ready)]
-                sums[span.name, causes.of(span)] += total(held) - total(common(held, left_out))
-            late = (
-                [(max(span.ready, free_from), span.begin)] if span.begin > max(span.ready, free_from) else []
-            )
-            waiting = total(common(late, host_waits))
-            sums[span.name, "the host, which waits for the device"] += waiting
-            sums[span.name, "the host"] += total(late) - waiting
-        sums["the end", "side streams"] = self.end - max((span.end for span in self.main), default=self.begin)
-        return longest(sums, least)
-
-    def wire_stalls(self, least: float = 1.0) -> list[Stall]:
-        """How long no collective ran between the first and the last."""
-        sums: dict[tuple[str, str], float] = defaultdict(float)
-        causes, ordered = Causes(self.spans), sorted(self.of(*COMMUNICATION), key=lambda span: span.begin)
-        end = ordered[0].begin if ordered else self.begin
-        for span in ordered:
-            ready = min(span.ready, span.begin)
-            if ready > end:
-                sums[span.name, causes.of(span)] += ready - end
-            if span.begin > max(ready, end):
-                sums[span.name, "the host"] += span.begin - max(ready, end)
-            end = max(end, span.end)
-        return longest(sums, least)
-
-    # ---- to look at
-
-    def trace(self, path: str | Path) -> None:
-        """For https://ui.perfetto.dev, or chrome://tracing."""
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name_of_row(row)}}
-            for row in sorted({span.stream for span in self.spans})
-        ]
-        for span in self.spans:
-            arguments = {
-                "asked": span.asked - self.begin,
-                "ready": span.ready - self.begin,
-                "waited for": span.cause,
-            }
-            place = {
-                "pid": 0,
-                "tid": span.stream,
-                "ts": span.begin - self.begin,
-                "dur": span.end - span.begin,
-            }
-            events.append(
-                {"ph": "X", "name": span.name, **place, "args": {"serial": span.serial, **arguments}}
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events}))
-
-
-def name_of_row(row: int) -> str:
-    return "host waits" if row == HOST else "compute" if row == 0 else f"stream {row}"
-
-
-def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until: float | None = None) -> None:
-    """The streams of each step, one step above the other, by the same time from its begin; needs
-    matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    colours = {
-        COMPUTE: "#4c72b0",
-        COPY: "#8c8c8c",
-        GATHER: "#55a868",
-        SCATTER: "#c44e52",
-        OTHER_COLLECTIVE: "#8172b2",
-    }
-    names = {COMPUTE: "kernel", GATHER: "all-gather", SCATTER: "reduce-scatter", HOST_WAITS: "the host waits"}
-    all_rows = {
-        name: sorted({span.stream for span in one.spans}, reverse=True) for name, one in steps.items()
-    }
-    heights = [len(rows) + 1 for rows in all_rows.values()]
-    figure, axes = pyplot.subplots(
-        len(steps), squeeze=False, figsize=(14, 0.32 * sum(heights) + 0.8), height_ratios=heights, sharex=True
-    )
-    for (name, one), axis in zip(steps.items(), axes[:, 0], strict=True):
-        rows = all_rows[name]
-        for kind in sorted({span.kind for span in one.spans}):
-            for row in rows:
-                bars = [(s.begin - one.begin, s.end - s.begin) for s in one.of(kind) if s.stream == row]
-                bars = [(begin / 1e3, length / 1e3) for begin, length in bars]
-                axis.broken_barh(
-                    bars, (rows.index(row) - 0.4, 0.8), facecolors=colours.get(kind, "#dddd55"), lw=0
-                )
-        axis.set_yticks(range(len(rows)), [name_of_row(row) for row in rows], fontsize=7)
-        axis.set_title(f"{name}: {one.time / 1e3:.1f} ms", fontsize=9, loc="left")
-        axis.axvline(one.time / 1e3, color="black", lw=0.8)
-    axes[0, 0].legend(
-        handles=[pyplot.Rectangle((0, 0), 1, 1, color=colours.get(kind, "#dddd55")) for kind in names],
-        labels=list(names.values()), loc="upper right", fontsize=7, ncols=4,
-    )  # fmt: skip
-    last = max(one.time for one in steps.values()) if until is None else until
-    axes[-1, 0].set_xlim(since / 1e3, last / 1e3)
-    axes[-1, 0].set_xlabel("ms")
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
-    pyplot.close(figure)
 
 
 # ---- memory
