@@ -325,19 +325,6 @@ def test_all_units_are_reset_where_one_that_was_gathered_ahead_fails() -> None:
 # ----------------------------------------------------------------- what errors of the library say
 
 
-def replace_data(run: Trained) -> None:
-    run.model.module.blocks[0].module.up.weight.data = torch.zeros(3, 3)
-    run.loss(0)
-
-
-@on_ranks(2)
-def test_error_of_replaced_data_names_rank_and_unit(rank: int) -> None:
-    run = Trained(rank)
-    run.steps(1)
-    with pytest.raises(RuntimeError, match=rf"Block.*rank {rank}"):
-        replace_data(run)
-
-
 @on_ranks(2)
 def test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy(rank: int) -> None:
     from fsdp_c import FullyShardedDataParallel

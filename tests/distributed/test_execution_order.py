@@ -348,15 +348,6 @@ def test_unshard_gathers_once_and_before_lazy_init_too() -> None:
     model._unshard()  # a unit without parameters has nothing to gather
 
 
-@on_ranks(2)
-def test_unshard_inside_summon_is_refused() -> None:
-    model = chain()
-    inner = model.module.layers[2]
-    with model.summon_full_params(model), pytest.raises((RuntimeError, ValueError), match="summon|SUMMON"):
-        inner._unshard()
-    assert traced_backward(model)
-
-
 # ------------------------------------------------------------------ the final callback
 
 
@@ -440,17 +431,3 @@ def test_the_final_callback_changes_nothing_around_a_step(
     expected = record_run(point, Scenario(build, plain_step), "torch", rank, world_size)
     actual = record_run(point, Scenario(build, disturbed), "fsdp_c", rank, world_size)
     assert_same_record(point, expected, actual)
-
-
-@on_ranks(2)
-def test_the_final_callback_inside_summon_leaves_the_full_parameters() -> None:
-    model = chain()
-    traced_backward(model)
-    with model.summon_full_params(model):
-        before = [layer.module.weight.detach().clone() for layer in model.module.layers]
-        final_callback(model)
-        after = [layer.module.weight for layer in model.module.layers]
-        assert [tuple(weight.shape) for weight in after] == [(size, size) for size in SIZES]
-        assert all(torch.equal(weight, was) for weight, was in zip(after, before, strict=True))
-        assert model.training_state.name == "SUMMON_FULL_PARAMS"
-    assert traced_backward(model)

@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer, _NamedOptimizer
@@ -101,45 +100,6 @@ def assert_same(expected: Any, found: Any, path: str = "") -> None:
             assert_same(*pair, f"{path}[{index}]")
     else:
         assert expected == found, path
-
-
-# ------------------------------------------------------------------ DCP's state dicts (H-001 to H-008)
-
-
-def state_dicts(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
-    model, other = wrapped(fsdp, use_orig_params), wrapped(fsdp, use_orig_params, seed=9)
-    optimizer, other_optimizer = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
-    record: Record = {"before": train(model, optimizer, range(2), rank)}
-    model_state, optim_state = dcp.get_state_dict(model, optimizer)
-    record |= {"model": plain(model_state), "optim": plain(optim_state)}
-    record["model_alone"] = plain(dcp.get_model_state_dict(model))
-    record["optim_alone"] = plain(dcp.get_optimizer_state_dict(model, optimizer))
-    dcp.set_model_state_dict(other, model_state)
-    dcp.set_optimizer_state_dict(other, other_optimizer, optim_state)
-    record |= {"loaded": shards(other), "state": plain(other_optimizer.state_dict()["state"])}
-    return record | {"after": train(other, other_optimizer, range(2, 4), rank), "end": shards(other)}
-
-
-@both_views
-@own_ranks
-def test_dcp_state_dicts_equal_torchs(rank: int, use_orig_params: bool) -> None:
-    records = {}
-    for way in ("torch", "installed"):
-        with in_place(way) as fsdp:
-            records[way] = state_dicts(fsdp, use_orig_params, rank)
-    assert_same(records["torch"], records["installed"])
-
-
-@own_ranks
-def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int) -> None:
-    """torch's class is asked for the state of our units, of which it would read what is not there."""
-    model = wrapped(implementation("fsdp_c"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, range(1), rank)
-    with pytest.raises(
-        RuntimeError, match=r"unit .*: torch's FullyShardedDataParallel, .*Call fsdp_c.install\(\)"
-    ):
-        dcp.get_optimizer_state_dict(model, optimizer)
 
 
 # ------------------------------------------------------------------ checkpoint_wrapper (H-015, H-027)

@@ -12,11 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as BoundName
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as BoundScaler
 
@@ -157,23 +152,6 @@ def test_runtime_functions_of_torch_act_on_our_units():
     model(torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_state_dict_through_dcp_takes_and_gives_plain_names(use_orig_params):
-    fsdp_c.install()
-    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    model = BoundName(plain, use_orig_params=use_orig_params)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_model_state_dict(model, options=options)
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor)
-    doubled = {name: tensor * 2 for name, tensor in expected.items()}
-    set_model_state_dict(model, doubled, options=StateDictOptions(full_state_dict=True))
-    for name, tensor in get_model_state_dict(model, options=options).items():
-        assert torch.equal(tensor, doubled[name])
-
-
 SCRIPT = """
 import sys
 from helper import NAME
@@ -190,12 +168,6 @@ def test_script_runs_unmodified(tmp_path):
         output_of_python("-c", code).strip()
         == "__main__ fsdp_c.fully_sharded_data_parallel ['--lr', '1'] beside it"
     )
-
-
-def test_missing_script_is_named():
-    with pytest.raises(FileNotFoundError, match="no script 'nowhere.py'"):
-        fsdp_c.interop.run_script("nowhere.py", [])
-    assert not fsdp_c.interop.is_installed()
 
 
 SHARDED_BY_TORCH = """

@@ -17,29 +17,6 @@ def model():
     return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def test_forward_inside_summon_names_the_unit_and_both_states(model):
-    with (
-        FullyShardedDataParallel.summon_full_params(model),
-        pytest.raises(
-            RuntimeError, match=re.escape("illegal transition from SUMMON_FULL_PARAMS to FORWARD")
-        ) as error,
-    ):
-        model(torch.randn(2, 4))
-    assert "Linear" in str(error.value) and "rank 0" in str(error.value)
-
-
-def test_a_refused_transition_leaves_the_next_step_intact(model):
-    with FullyShardedDataParallel.summon_full_params(model):
-        with pytest.raises(RuntimeError):
-            model(torch.randn(2, 4))
-        assert model.module.weight.shape == (4, 4)
-    assert model._handle.training_state == _C.USE_IDLE
-    assert model._handle.unsharded_nbytes == 0
-    model(torch.randn(2, 4)).sum().backward()
-    assert model._handle.training_state == _C.USE_IDLE
-    assert model._handle.param_state == _C.PARAM_SHARDED
-
-
 def test_unit_state_table_refuses_to_summon_twice(model):
     model._unit.set_summoning(True)
     with pytest.raises(
