@@ -267,6 +267,63 @@ static void fuzz_exchange(void) {
     exchange_free(&plan);
 }
 
+/* Rank 0 gathers whole tensors: the pieces of each rank, one behind the other, lie in rows of one length. */
+static void fuzz_gather(void) {
+    const int64_t world_size = 1 + below(WORLD), count = 1 + below(TENSORS);
+    int64_t row_begins[WORLD][TENSORS], longest = 0;
+    struct exchange_tensor tensors[TENSORS];
+    struct exchange plan;
+    size_t part = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t numel = size_up_to(TENSOR_NUMEL);
+        const struct partition whole = {numel, numel ? numel : 1, 0};
+        tensors[i] = (struct exchange_tensor){random_partition(numel, world_size), whole, 1 << below(4)};
+    }
+    for (int64_t peer = 0; peer < world_size; peer++) {
+        int64_t end = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const struct partition_range held = partition_of_rank(&tensors[i].source, peer);
+            row_begins[peer][i] = end;
+            end += (held.end - held.start) * tensors[i].element_nbytes;
+        }
+        longest = end > longest ? end : longest;
+    }
+    CHECK_EQUAL(exchange_init(&plan, tensors, (size_t)count, 0, world_size, true), STATUS_OK);
+    CHECK_EQUAL(plan.sent.count, 0);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t scale = tensors[i].element_nbytes, nbytes = tensors[i].source.numel * scale;
+        int64_t at = 0;
+        for (int64_t left = plan.part_counts[i]; left > 0; left--, part++)
+            for (int64_t byte = 0; byte < plan.parts.items[part].nbytes; byte++, at++) {
+                const int64_t peer = owner_of(&tensors[i].source, at / scale);
+                CHECK_EQUAL(plan.parts.items[part].source, EXCHANGE_RECEIVED);
+                CHECK_EQUAL(plan.parts.items[part].start + byte,
+                            peer * longest + row_begins[peer][i] +
+                                place_in_piece(&tensors[i].source, scale, at));
+            }
+        CHECK_EQUAL(at, nbytes);
+        CHECK_EQUAL(plan.made_nbytes[i], nbytes);
+    }
+    exchange_free(&plan);
+}
+
+static void check_refused_exchanges(void) {
+    const struct partition ten = {10, 3, 0};
+    const struct exchange_tensor behind = {ten, {10, 2, 0}, 4}, other = {ten, {11, 3, 0}, 4},
+                                 huge = {
+                                     {INT64_MAX / 2, INT64_MAX / 4, 0}, {INT64_MAX / 2, INT64_MAX / 4, 0}, 8};
+    struct exchange plan;
+    CHECK_EQUAL(exchange_init(&plan, &behind, 1, 3, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &other, 1, 0, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &huge, 1, 0, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &behind, 1, 4, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(partition_of_rank(&ten, INT64_MAX - 1).end, 0);
+    CHECK_EQUAL(partition_of_rank(&ten, -1).end, 0);
+    CHECK(!partition_is_valid(&(struct partition){INT64_MAX - 1, 2, 0}));
+    CHECK(!partition_is_valid(&(struct partition){1, 0, 0}));
+    CHECK(partition_is_valid(&(struct partition){INT64_MAX / 2, INT64_MAX / 2, 0}));
+}
+
 /* ---- trials ---- */
 
 static long long number_of(const char *name, long long otherwise) {
@@ -284,12 +341,14 @@ int main(void) {
     const long long first = number_of("FSDP_C_FUZZ_FIRST", 0);
     const long long count =
         number_of("FSDP_C_FUZZ_COUNT", number_of("FSDP_C_EXHAUSTIVE", 0) == 1 ? 1000000 : 20000);
+    check_refused_exchanges();
     atexit(say_trial);
     for (trial = first; trial < first + count; trial++) {
         state = (uint64_t)(trial + 1) * 0x9e3779b97f4a7c15u; /* never 0, which xorshift would keep */
         fuzz_layout();
         fuzz_boxes();
         fuzz_exchange();
+        fuzz_gather();
         CHECK_EQUAL(mem_live_count(), 0);
     }
     trial = -1;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,35 @@ def test_pack_gradients_casts_divides_and_zeroes_the_gaps(
     out = torch.full((sum(part.numel() for part in expected),), math.nan, dtype=target)
     OPS.pack_gradients(out, grads, offsets, divisor)
     assert_same_bits(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pack_reads_random_strides_however_threads_cut_them(seed: int) -> None:
+    """Parts of tensors in any order of their dimensions, some expanded, with gaps before, between and behind."""
+    draw, grads, offsets, expected = random.Random(seed), [], [], []
+    for _ in range(draw.randint(1, 4)):
+        ndim = draw.randint(0, 4)
+        shape = [draw.randint(1, 200 if ndim < 3 else 12) for _ in range(ndim)]
+        whole = values(math.prod(size + 1 for size in shape), torch.float32, seed).view(
+            [size + 1 for size in shape]
+        )
+        grad = whole[tuple(slice(start := draw.randint(0, 1), start + size) for size in shape)]
+        grad = grad.permute(draw.sample(range(grad.dim()), grad.dim()))
+        grad = grad[:1].expand(draw.randint(1, 9), *grad.shape[1:]) if shape and draw.random() < 0.2 else grad
+        expected.append(torch.zeros(draw.randint(0, 5)))
+        offsets.append(sum(part.numel() for part in expected))
+        grads.append(grad)
+        expected.append(grad.reshape(-1) / 3.0)
+    expected.append(torch.zeros(draw.randint(0, 5)))
+    for count in (1, 2, 3):
+
+        def packed() -> Tensor:
+            out = torch.full((sum(part.numel() for part in expected),), math.nan)
+            OPS.pack_gradients(out, grads, offsets, 3.0)
+            return out
+
+        (out,) = on_threads(packed, (count,))
+        assert_same_bits(out, torch.cat(expected))
 
 
 def test_pack_gives_the_same_bits_on_one_and_on_several_threads() -> None:
