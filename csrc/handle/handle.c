@@ -1,88 +1,11 @@
-/* Building and dropping a handle, and who is using it; lazy init, after the flat parameter as it is now;
- * gathering as a sequence: the user's changes, the shard, the all-gather, and in which precision. */
+/* A handle: its life, and who is using it; lazy init, after the flat parameter as it is now; what the modules show
+ * of it; and in which precision it is gathered. */
 #include "handle/handle.h"
-
-#include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "torch/names.h"
 #include "torch/tensor.h"
 
 #include "base/check.h"
-
-/* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with ---- */
-
-struct entry {
-    int64_t id;
-    struct handle *handle; /* borrowed; removes itself */
-};
-
-/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there
- * because ops run without Python's. */
-static struct {
-    pthread_mutex_t lock;
-    struct entry *entries; /* owned */
-    int64_t count, capacity, last_id;
-} table = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static bool grow_table(void) {
-    int64_t capacity = table.capacity ? table.capacity * 2 : 64;
-    struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
-    if (!entries)
-        return false;
-    table.entries = entries;
-    table.capacity = capacity;
-    return true;
-}
-
-/* Its id, from 1 on and never given twice, or -1 with MemoryError. */
-static int64_t add_to_table(struct handle *handle) {
-    int64_t id = -1;
-    pthread_mutex_lock(&table.lock);
-    if (table.count < table.capacity || grow_table()) {
-        id = ++table.last_id;
-        table.entries[table.count++] = (struct entry){id, handle};
-    }
-    pthread_mutex_unlock(&table.lock);
-    if (id < 0)
-        PyErr_NoMemory();
-    return id;
-}
-
-static int compare_ids(const void *id, const void *entry) {
-    int64_t wanted = *(const int64_t *)id, found = ((const struct entry *)entry)->id;
-    return (wanted > found) - (wanted < found);
-}
-
-/* Borrowed, while the lock is held; NULL where it is not there. */
-static struct entry *entry_of(int64_t id) {
-    return table.count ? bsearch(&id, table.entries, (size_t)table.count, sizeof(struct entry), compare_ids)
-                       : NULL;
-}
-
-static void remove_from_table(int64_t id) {
-    pthread_mutex_lock(&table.lock);
-    struct entry *entry = entry_of(id);
-    if (entry)
-        memmove(entry, entry + 1, (size_t)(&table.entries[--table.count] - entry) * sizeof *entry);
-    pthread_mutex_unlock(&table.lock);
-}
-
-struct handle *handle_table_find(int64_t id) {
-    pthread_mutex_lock(&table.lock);
-    const struct entry *entry = entry_of(id);
-    struct handle *handle = entry ? entry->handle : NULL;
-    pthread_mutex_unlock(&table.lock);
-    return handle;
-}
-
-int handle_table_refuse_freed_view(const PyObject *tensor) {
-    int result = 0; /* Python's lock is held, without which no entry comes or goes */
-    for (int64_t i = 0; !result && i < table.count; i++)
-        result = storage_refuse_freed_view(&table.entries[i].handle->storage, tensor);
-    return result;
-}
 
 /* ---- who is using a unit's parameters ---- */
 
@@ -126,19 +49,20 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
 static void zero(struct handle *handle) {
     *handle = (struct handle){
         .storage = {.param = &handle->param, .copy = handle->storage.copies},
-        HANDLE_ABOVE_STORAGE(handle),
+        .param_views = {.param = &handle->param},
+        .grads = {.param = &handle->param, .storage = &handle->storage},
     };
 }
 
 int handle_init(struct handle *handle, const struct handle_spec *spec) {
     zero(handle);
-    int64_t op_id = add_to_table(handle);
+    int64_t op_id = handle_table_add(handle);
     if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
         storage_init(&handle->storage, spec) < 0 || param_views_init(&handle->param_views, spec) < 0) {
         handle_fini(handle);
         return -1;
     }
-    gradients_init(&handle->gradients, spec);
+    grads_init(&handle->grads, spec);
     handle->summon.flat_param_owner =
         spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
     handle->summon.flat_param_name = Py_NewRef(spec->flat_param_name);
@@ -146,10 +70,10 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
 }
 
 void handle_fini(struct handle *handle) {
-    gradients_fini(&handle->gradients);
+    grads_fini(&handle->grads);
     storage_fini(&handle->storage);
     param_views_fini(&handle->param_views);
-    remove_from_table(handle->param.op_id);
+    handle_table_remove(handle->param.op_id);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
@@ -165,23 +89,19 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
         result = storage_visit(&handle->storage, visit, arg);
     if (!result)
         result = param_views_visit(&handle->param_views, visit, arg);
-    return result ? result : gradients_visit(&handle->gradients, visit, arg);
+    return result ? result : grads_visit(&handle->grads, visit, arg);
 }
 
 void handle_check(const struct handle *handle) {
     INVARIANT(handle->storage.param == &handle->param && handle->param_views.param == &handle->param);
-    INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
-    INVARIANT(handle->writeback.param == &handle->param && handle->writeback.storage == &handle->storage &&
-              handle->writeback.param_views == &handle->param_views &&
-              handle->writeback.gradients == &handle->gradients &&
-              handle->writeback.use == &handle->training_state);
+    INVARIANT(handle->grads.param == &handle->param && handle->grads.storage == &handle->storage);
     INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
     flat_param_check(&handle->param);
     storage_check(&handle->storage);
     param_views_check(&handle->param_views);
     storage_check_attributes(&handle->storage);
-    gradients_check(&handle->gradients);
-    writeback_check(&handle->writeback);
+    grads_check(&handle->grads);
+    writeback_check(handle);
 }
 
 /* ---- lazy init ---- */
@@ -205,32 +125,14 @@ static int has_shard_data(const struct handle *handle) {
     return view.data == storage->local_view.data && view.dtype == storage->local_view.dtype;
 }
 
-/* [Note: another shard] What the user puts in the place of parameters, or of their data, goes into a copy of
- * the shard, which becomes the shard. The old one keeps its values: whoever puts averaged weights in by
- * `param.data = average` and holds what was there, to put it back after an evaluation, holds the old shard.
- * 1: there is another, which the handle does not follow yet. 0 or -1 */
-static int replace_shard(struct handle *handle) {
-    PyObject *left;
-    int replaced = writeback_find_replaced(&handle->writeback);
-    if (replaced <= 0)
-        return replaced;
-    if (torch_leave_inference_mode(&left) < 0)
-        return -1;
-    OWNED *shard = storage_copy_shard(&handle->storage);
-    int result = shard ? writeback_take_over_params(&handle->writeback, shard) : -1;
-    if (!result)
-        result = torch_set_data(handle->param.tensor, shard);
-    return torch_return_to_inference_mode(left) < 0 || result < 0 ? -1 : 1;
-}
-
 int handle_lazy_init(struct handle *handle) {
     int known = handle->storage.local_shard && !handle->ready ? has_shard_data(handle) : 0;
-    if (known < 0 || (known && replace_shard(handle) < 0))
+    if (known < 0 || (known && writeback_replace_shard(handle) < 0))
         return -1;
     if (init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
     param_views_forget_wrapped(&handle->param_views);
-    if (gradients_lazy_init(&handle->gradients) < 0)
+    if (grads_lazy_init(&handle->grads) < 0)
         return -1;
     handle->ready = true;
     if (storage_update_attributes(&handle->storage) < 0)
@@ -244,7 +146,7 @@ int handle_publish(struct handle *handle) {
 }
 
 static int follow_other_data(struct handle *handle) {
-    writeback_note_copied(&handle->writeback);
+    writeback_note_copied(handle);
     if (!handle->param.use_orig_params && param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0)
         return -1;
     if (handle_lazy_init(handle) < 0)
@@ -284,14 +186,6 @@ int handle_check_flat_param(const struct handle *handle) {
         summon->flat_param_name);
 }
 
-int handle_writeback(struct handle *handle) {
-    if (handle_check_flat_param(handle) < 0 || handle_follow_flat_param(handle) < 0 ||
-        handle_take_over_views(handle) < 0)
-        return -1;
-    int replaced = replace_shard(handle);
-    return replaced > 0 ? handle_follow_flat_param(handle) : replaced;
-}
-
 /* ---- a flat parameter that moves ---- */
 
 int handle_leave(struct handle *handle) {
@@ -311,7 +205,7 @@ int handle_follow(struct handle *handle) {
         return -1;
     if ((handle->param.use_orig_params ? init_shard(handle) : handle_lazy_init(handle)) < 0)
         return -1;
-    return handle_show_sharded(handle) < 0 ? -1 : gradients_follow(&handle->gradients);
+    return handle_show_sharded(handle) < 0 ? -1 : grads_follow(&handle->grads);
 }
 
 static int follow_to(struct handle *handle, PyObject *data) {
@@ -347,7 +241,43 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     return result;
 }
 
-/* ---- views without history ---- */
+/* ---- what the modules show ---- */
+
+int handle_show_views(struct handle *handle) {
+    return param_views_show_views(&handle->param_views, handle->storage.copy->views);
+}
+
+int handle_show_sharded(struct handle *handle) {
+    bool is_trained = (handle->training_state == USE_FORWARD && torch_grad_enabled()) ||
+                      handle->training_state == USE_BACKWARD_PRE ||
+                      handle->training_state == USE_BACKWARD_POST;
+    if (param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
+                                 handle->storage.copy->views) < 0)
+        return -1;
+    return param_views_place_guards(&handle->param_views, is_trained);
+}
+
+int handle_note_assigned(struct handle *handle) {
+    param_views_note_assigned(&handle->param_views);
+    return 0;
+}
+
+bool handle_shows_sharded(const struct handle *handle) {
+    bool freed =
+        handle->storage.param_state == PARAM_SHARDED && handle->param_views.shown != SHOWN_FULL_PARAMS;
+    return handle->param.sharded && (freed || handle->param_views.shown == SHOWN_SHARDED);
+}
+
+bool handle_leaves_views(const struct handle *handle) {
+    return handle->param.use_orig_params && flat_param_stays_unsharded(&handle->param);
+}
+
+int handle_hide_views(struct handle *handle) {
+    if (!handle->param.use_orig_params || handle->training_state != USE_IDLE ||
+        handle->param_views.shown != SHOWN_VIEWS)
+        return 0;
+    return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
+}
 
 static int detach_views(struct handle *handle, bool shows) {
     if (storage_detach_views(&handle->storage) < 0)
@@ -387,13 +317,13 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
 
 /* A reduction in `dtype` is so from now on, also when lazy init comes later or comes again. */
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {
-    if (gradients_check_hookless(&handle->gradients) < 0)
+    if (grads_check_hookless(&handle->grads) < 0)
         return -1;
     bool native = dtype != Py_None;
     if (native && handle->ready && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
         return -1;
     if (native && storage_fix_reduce_dtype(&handle->storage, dtype) < 0)
         return -1;
-    gradients_set_comm_hook(&handle->gradients, function, state, native);
+    grads_set_comm_hook(&handle->grads, function, state, native);
     return 0;
 }

@@ -13,11 +13,10 @@
 #define FSDP_HANDLE_HANDLE_H
 
 #include "handle/flat_param.h"
-#include "handle/gradients.h"
+#include "handle/grads.h"
 #include "handle/param_views.h"
 #include "handle/storage.h"
 #include "handle/writeback.h"
-#include "torch/names.h"
 
 /* Inside summon_full_params; summon.c. */
 struct summon {
@@ -33,25 +32,13 @@ struct handle {
     struct flat_param param;
     struct storage storage;
     struct param_views param_views;
-    struct gradients gradients;
+    struct grads grads;
     struct writeback writeback;
     struct summon summon;
     enum training_state training_state;
     bool ready;
     bool optimizer_in_backward; /* some parameter has an optimizer attached */
 };
-
-/* Of an initializer of `handle`: whom the components above its storage know. */
-#define HANDLE_ABOVE_STORAGE(handle)                                                                         \
-    .param_views = {.param = &(handle)->param},                                                              \
-    .gradients = {.param = &(handle)->param, .storage = &(handle)->storage},                                 \
-    .writeback = {                                                                                           \
-        .param = &(handle)->param,                                                                           \
-        .storage = &(handle)->storage,                                                                       \
-        .param_views = &(handle)->param_views,                                                               \
-        .gradients = &(handle)->gradients,                                                                   \
-        .use = &(handle)->training_state,                                                                    \
-    }
 
 int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
 void handle_fini(struct handle *handle);
@@ -63,6 +50,9 @@ int handle_set_training_state(struct handle *handle, enum training_state state);
 /* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */
 void handle_check(const struct handle *handle);
 
+/* handle_table.c: its id, from 1 on and never given twice, or -1 with MemoryError. */
+int64_t handle_table_add(struct handle *handle);
+void handle_table_remove(int64_t id);
 /* One that is alive, by the id that torch.ops.fsdp_c are called with. Borrowed, or NULL; without Python's
  * lock as well. */
 struct handle *handle_table_find(int64_t id);
@@ -77,8 +67,6 @@ int handle_lazy_init(struct handle *handle); /* storage, views and dtypes */
 int handle_follow_flat_param(struct handle *handle);
 /* RuntimeError where another tensor than the flat parameter is registered in its place */
 int handle_check_flat_param(const struct handle *handle);
-/* that, and take over Parameters that the user replaced. 0 or -1 */
-int handle_writeback(struct handle *handle);
 int handle_publish(struct handle *handle); /* attributes of the flat parameter, from now on. 0 or -1 */
 /* Before and after outside code moves the flat parameter, and its .grad, to another dtype or device: between
  * steps it then shows the shard, with what the user did to gradients; what shows it follows. 0 or -1 */
@@ -114,79 +102,27 @@ int handle_summon_hide(struct handle *handle); /* they show sharded ones */
 int handle_summon_grads(struct handle *handle);
 int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
-/* ---- what the modules show, of this handle's storage ---- */
+/* ---- writeback.c: what the user did to parameters and gradients. 0 or -1 ---- */
 
-/* views without history take their place. 0 or -1 */
-int handle_detach_views(struct handle *handle);
-
-static inline int handle_show_views(struct handle *handle) {
-    return param_views_show_views(&handle->param_views, handle->storage.copy->views);
-}
-
-static inline int handle_show_sharded(struct handle *handle) {
-    bool is_trained = (handle->training_state == USE_FORWARD && torch_grad_enabled()) ||
-                      handle->training_state == USE_BACKWARD_PRE ||
-                      handle->training_state == USE_BACKWARD_POST;
-    int result = param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
-                                          handle->storage.copy->views);
-    return result ? result : param_views_place_guards(&handle->param_views, is_trained);
-}
-
-static inline int handle_note_assigned(struct handle *handle) {
-    param_views_note_assigned(&handle->param_views);
-    return 0;
-}
-
-/* A layer that is called now computes with sharded parameters. */
-static inline bool handle_shows_sharded(const struct handle *handle) {
-    bool freed =
-        handle->storage.param_state == PARAM_SHARDED && handle->param_views.shown != SHOWN_FULL_PARAMS;
-    return handle->param.sharded && (freed || handle->param_views.shown == SHOWN_SHARDED);
-}
-
-/* Do modules show the views between a forward and its backward (C-091)? */
-static inline bool handle_leaves_views(const struct handle *handle) {
-    return handle->param.use_orig_params && flat_param_stays_unsharded(&handle->param);
-}
-
+/* handle_check_flat_param, and take over Parameters that the user replaced */
+int handle_writeback(struct handle *handle);
 /* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that
- * writes, goes into the shard, before what is gathered goes. 0 or -1. */
-static inline int handle_take_over_views(struct handle *handle) {
-    int64_t last;
-    bool in_backward =
-        handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
-    bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
-    if (!expected || handle->storage.copy->is_local || handle->param_views.shown != SHOWN_VIEWS ||
-        handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
-        return 0;
-    int result = writeback_take_over_views(&handle->writeback, &last) < 0 ? -1 : 0;
-    if (!result)
-        storage_drop_snapshot(&handle->storage);
-    return result;
-}
+ * writes, goes into the shard, before what is gathered goes. */
+int handle_take_over_views(struct handle *handle);
+/* so does what the module has written in place to its parameters in a forward (parity 52) */
+int handle_take_over_writes(struct handle *handle);
+int handle_collect_user_grads(struct handle *handle); /* since the last step: zeroed or replaced */
 
-/* What the module has written in place to its parameters in a forward goes into the shard, before what is
- * gathered goes (parity 52). 0 or -1. */
-static inline int handle_take_over_writes(struct handle *handle) {
-    struct storage *storage = &handle->storage;
-    if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED ||
-        handle->param.skip_writeback_check)
-        return 0;
-    return writeback_take_over_writes(&handle->writeback) < 0 ? -1 : 0;
-}
+/* ---- what the modules show, of this handle's storage. 0 or -1 ---- */
 
-/* No backward comes for which views would stay. 0 or -1. */
-static inline int handle_hide_views(struct handle *handle) {
-    if (!handle->param.use_orig_params || handle->training_state != USE_IDLE ||
-        handle->param_views.shown != SHOWN_VIEWS)
-        return 0;
-    return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
-}
-
-/* What the user did to gradients since the last step. 0 or -1. */
-static inline int handle_collect_user_grads(struct handle *handle) {
-    return handle->gradients.shard_sizes ? writeback_collect_grads(&handle->writeback)
-                                         : 0; /* from the first lazy init on */
-}
+int handle_show_views(struct handle *handle);
+int handle_show_sharded(struct handle *handle);
+int handle_detach_views(struct handle *handle); /* views without history take their place */
+int handle_hide_views(struct handle *handle);   /* no backward comes for which views would stay */
+int handle_note_assigned(struct handle *handle);
+bool handle_shows_sharded(
+    const struct handle *handle); /* a layer that is called now computes with sharded parameters */
+bool handle_leaves_views(
+    const struct handle *handle); /* do modules show them from a forward to its backward (C-091)? */
 
 #endif

@@ -92,7 +92,7 @@ static int write_back(struct handle *handle) {
     if (!shows_copy(handle))
         return 0;
     /* a backward may come next, whose gathers read the shard on other streams */
-    writeback_note_copied(&handle->writeback);
+    writeback_note_copied(handle);
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 
@@ -139,7 +139,7 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
     if (handle_collect_user_grads(handle) < 0)
         return -1;
     if (!handle->param.skip_writeback_check &&
-        (writeback_check_unheld(&handle->writeback) < 0 || handle_writeback(handle) < 0))
+        (writeback_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
         return -1;
     PyObject *full = gather(handle);
     if (!full)
@@ -211,15 +211,15 @@ static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
                          "unit %S, so that zeros stand for the missing ones",
                          (long long)handle->param.layout.rank, handle->param.name) < 0)
         return NULL;
-    return gradients_zeros(&handle->gradients);
+    return grads_zeros(&handle->grads);
 }
 
 /* New reference: the full gradient, or Py_None when no rank has one. */
 static PyObject *full_grad(struct handle *handle, PyObject *grad) {
     if (!handle->param.sharded)
         return Py_NewRef(grad);
-    if (handle->gradients.kind == GRAD_UNSHARDED)
-        return Py_NewRef(handle->gradients.unsharded);
+    if (handle->grads.kind == GRAD_UNSHARDED)
+        return Py_NewRef(handle->grads.unsharded);
     int64_t missing = count_missing(handle, grad == Py_None);
     if (missing < 0)
         return NULL;
@@ -227,7 +227,7 @@ static PyObject *full_grad(struct handle *handle, PyObject *grad) {
         return Py_NewRef(Py_None);
     OWNED *own = grad_or_zeros(handle, grad);
     PyObject *full = own ? gather_grad(handle, own) : NULL;
-    if (full && gradients_set_kind(&handle->gradients, GRAD_SHARDED) < 0)
+    if (full && grads_set_kind(&handle->grads, GRAD_SHARDED) < 0)
         Py_CLEAR(full);
     return full;
 }
@@ -237,7 +237,7 @@ int handle_summon_grads(struct handle *handle) {
     PyObject *full = grad ? full_grad(handle, grad) : NULL;
     if (!full)
         return -1;
-    int result = gradients_show_full_grad(&handle->gradients, full);
+    int result = grads_show_full_grad(&handle->grads, full);
     if (!result && full != Py_None)
         result = param_views_show_wrapped_grads(&handle->param_views, full);
     ref_set(&handle->summon.grad, full);
@@ -245,7 +245,7 @@ int handle_summon_grads(struct handle *handle) {
 }
 
 static int show_flat_grad(struct handle *handle) {
-    return gradients_show_flat_grad(&handle->gradients);
+    return grads_show_flat_grad(&handle->grads);
 }
 
 int handle_summon_grads_exit(struct handle *handle, bool writeback) {
@@ -253,8 +253,7 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback) {
     OWNED *grad = torch_get_grad(handle->param.tensor);
     handle->summon.grad = NULL;
     int result = grad ? 0 : -1;
-    bool gathered =
-        full && full != Py_None && handle->param.sharded && handle->gradients.kind == GRAD_SHARDED;
+    bool gathered = full && full != Py_None && handle->param.sharded && handle->grads.kind == GRAD_SHARDED;
     if (!result && writeback && gathered && grad != Py_None)
         result = copy_own_part(handle, grad, full);
     if (handle->param.sharded)

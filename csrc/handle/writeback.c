@@ -1,20 +1,31 @@
-/* What the user replaced between steps is taken over before the next all-gather (C-130 to C-136). */
-#include "handle/writeback.h"
+/* What the user did to parameters and gradients is taken over before the next all-gather (C-130 to C-136). */
+#include "handle/handle.h"
 
 #include "base/check.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-void writeback_check(const struct writeback *writeback) {
-    INVARIANT(writeback->unheld_turn == 0 ||
-              (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
+void writeback_check(const struct handle *handle) {
+    INVARIANT(
+        handle->writeback.unheld_turn == 0 ||
+        (handle->writeback.unheld_turn > 0 && handle->writeback.unheld_turn < handle->param.num_params));
+}
+
+void writeback_note_copied(struct handle *handle) {
+    handle->writeback.copied = true;
+}
+
+bool writeback_take_copied(struct handle *handle) {
+    bool copied = handle->writeback.copied;
+    handle->writeback.copied = false;
+    return copied;
 }
 
 /* ---- original parameters ---- */
 
-static int check_shape(struct writeback *writeback, int64_t param, PyObject *value,
+static int check_shape(struct handle *handle, int64_t param, PyObject *value,
                        const struct tensor_view *view) {
-    const struct flat_param *is = writeback->param;
+    const struct flat_param *is = &handle->param;
     int64_t want = is->layout.shard_ranges[param].numel_in_shard;
     if (tensor_view_numel(view) == want && (!is->sharded || view->ndim == 1))
         return 0;
@@ -28,20 +39,20 @@ static int check_shape(struct writeback *writeback, int64_t param, PyObject *val
 }
 
 /* Where messages are wanted: the user's value of a parameter, or of its gradient, is taken over (C-136). */
-static int warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value) {
-    if (!writeback->param->verbose)
+static int warn(struct handle *handle, int64_t param, const char *what, PyObject *value) {
+    if (!handle->param.verbose)
         return 0;
     OWNED *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
     OWNED *device = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(value, torch_names.device);
-    OWNED *fqn = flat_param_fqn(writeback->param, param);
+    OWNED *fqn = flat_param_fqn(&handle->param, param);
     int result = -1;
     if (shape && device)
         result = PyErr_WarnFormat(PyExc_UserWarning, 1,
                                   "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, "
                                   "shape=%S device=%S, expected device=%S",
-                                  (long long)writeback->param->layout.rank, what,
-                                  training_state_names[*writeback->use], fqn, writeback->param->name, shape,
-                                  device, writeback->param->device);
+                                  (long long)handle->param.layout.rank, what,
+                                  training_state_names[handle->training_state], fqn, handle->param.name,
+                                  shape, device, handle->param.device);
     return result;
 }
 
@@ -50,13 +61,13 @@ static int warn(struct writeback *writeback, int64_t param, const char *what, Py
  * parameters return, and a backward would gather those. Assigning to an attribute, and load_state_dict() with
  * assign=True, register: a hook (fsdp_c/sharding/registrations.py) marks what they register with the handle
  * in whose place it is. */
-static int check_registered(const struct writeback *writeback, int64_t param, PyObject *value) {
-    const struct flat_param *is = writeback->param;
-    PyObject *views = writeback->storage->copy->views;
+static int check_registered(const struct handle *handle, int64_t param, PyObject *value) {
+    const struct flat_param *is = &handle->param;
+    PyObject *views = handle->storage.copy->views;
     if (value == Py_None)
         return 0;
     if (views && value == PyTuple_GetItem(views, param)) /* where a call began while views were shown */
-        return param_views_put_back(writeback->param_views, param);
+        return param_views_put_back(&handle->param_views, param);
     int is_param = PyObject_IsInstance(value, torch_names.parameter_type);
     OWNED *mark = is_param > 0 ? PyObject_GetAttrString(value, "_fsdp_registered_for") : NULL;
     if (is_param < 0)
@@ -76,8 +87,8 @@ static int check_registered(const struct writeback *writeback, int64_t param, Py
 }
 
 /* What is missing from its module is skipped, unless something is computed from it in its place. */
-static int check_missing(const struct writeback *writeback, int64_t param) {
-    const struct param_view *param_view = &writeback->param_views->all[param];
+static int check_missing(const struct handle *handle, int64_t param) {
+    const struct param_view *param_view = &handle->param_views.all[param];
     if (PyErr_Occurred())
         return -1;
     int replaced =
@@ -89,9 +100,9 @@ static int check_missing(const struct writeback *writeback, int64_t param) {
     PyErr_Clear();
     if (!replaced && !(of_class && PyObject_TypeCheck(of_class, &PyProperty_Type)))
         return 0;
-    OWNED *fqn = flat_param_fqn(writeback->param, param);
+    OWNED *fqn = flat_param_fqn(&handle->param, param);
     return flat_param_error(
-        writeback->param, PyExc_RuntimeError,
+        &handle->param, PyExc_RuntimeError,
         "%S was taken from its module after wrapping, and is computed now from this rank's shard of it, as "
         "torch.nn.utils.parametrize, weight_norm, spectral_norm and prune do. Apply these before wrapping.",
         fqn);
@@ -99,24 +110,24 @@ static int check_missing(const struct writeback *writeback, int64_t param) {
 
 /* What the module has, borrowed, where that is not the unit's Parameter; NULL where it is missing, or with an
  * exception. */
-static PyObject *check_other(const struct writeback *writeback, int64_t param, PyObject *value) {
-    if ((value ? check_registered(writeback, param, value) : check_missing(writeback, param)) < 0)
+static PyObject *check_other(const struct handle *handle, int64_t param, PyObject *value) {
+    if ((value ? check_registered(handle, param, value) : check_missing(handle, param)) < 0)
         return NULL;
-    return param_views_value(writeback->param_views, param);
+    return param_views_value(&handle->param_views, param);
 }
 
 /* `value` is the parameter from now on. */
-static int keep_object(struct writeback *writeback, int64_t param, PyObject *value) {
-    if (PyList_GetItem(writeback->param->params, param) == value)
+static int keep_object(struct handle *handle, int64_t param, PyObject *value) {
+    if (PyList_GetItem(handle->param.params, param) == value)
         return 0;
-    if (PyList_SetItem(writeback->param->params, param, Py_NewRef(value)) < 0)
+    if (PyList_SetItem(handle->param.params, param, Py_NewRef(value)) < 0)
         return -1;
     return PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
 }
 
 /* Part of `shard` <- value, which is the parameter from now on. */
-static int take_over(struct writeback *writeback, int64_t param, PyObject *value, PyObject *shard) {
-    const struct flat_param *is = writeback->param;
+static int take_over(struct handle *handle, int64_t param, PyObject *value, PyObject *shard) {
+    const struct flat_param *is = &handle->param;
     const struct layout_shard_range *range = &is->layout.shard_ranges[param];
     OWNED *source = torch_data(value);
     OWNED *flat_shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
@@ -127,154 +138,174 @@ static int take_over(struct writeback *writeback, int64_t param, PyObject *value
         part = torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, strides);
     if (!part || torch_copy(part, source) < 0)
         return -1;
-    return keep_object(writeback, param, value);
+    return keep_object(handle, param, value);
 }
 
-static bool lies_in_shard(const struct writeback *writeback, int64_t param, const struct tensor_view *view) {
-    const struct tensor_view *shard = &writeback->storage->local_view;
+static bool lies_in_shard(const struct handle *handle, int64_t param, const struct tensor_view *view) {
+    const struct tensor_view *shard = &handle->storage.local_view;
     const char *expected =
         (const char *)shard->data +
-        writeback->param->layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
+        handle->param.layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
     return (const char *)view->data == expected || tensor_view_numel(view) == 0;
 }
 
 /* 1: the user replaced it, or its data. 0 or -1 */
-static int find_replaced(struct writeback *writeback, int64_t param) {
-    PyObject *own = PyList_GetItem(writeback->param->params, param);
-    PyObject *value = param_views_value(writeback->param_views, param);
+static int find_replaced(struct handle *handle, int64_t param) {
+    PyObject *own = PyList_GetItem(handle->param.params, param);
+    PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
-    if (value != own && !(value = check_other(writeback, param, value)))
+    if (value != own && !(value = check_other(handle, param, value)))
         return PyErr_Occurred() ? -1 : 0;
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    if (value == own && lies_in_shard(writeback, param, &view))
+    if (value == own && lies_in_shard(handle, param, &view))
         return 0;
-    if (warn(writeback, param, "Parameter", value) < 0 || check_shape(writeback, param, value, &view) < 0)
+    if (warn(handle, param, "Parameter", value) < 0 || check_shape(handle, param, value, &view) < 0)
         return -1;
     return 1;
 }
 
-static int take_over_replaced(struct writeback *writeback, int64_t param, PyObject *shard) {
-    PyObject *value = param_views_value(writeback->param_views, param);
+static int take_over_replaced(struct handle *handle, int64_t param, PyObject *shard) {
+    PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
     if (!value)
         return PyErr_Occurred() ? -1 : 0; /* deregistered */
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    bool same = value == PyList_GetItem(writeback->param->params, param);
-    return same && lies_in_shard(writeback, param, &view) ? 0 : take_over(writeback, param, value, shard);
+    bool same = value == PyList_GetItem(handle->param.params, param);
+    return same && lies_in_shard(handle, param, &view) ? 0 : take_over(handle, param, value, shard);
 }
 
 /* ---- parameters that lie in other shards alone (parity 20) ---- */
 
-static bool is_held(const struct writeback *writeback, int64_t param) {
-    return !writeback->param->sharded || writeback->param->layout.shard_ranges[param].in_shard;
+static bool is_held(const struct handle *handle, int64_t param) {
+    return !handle->param.sharded || handle->param.layout.shard_ranges[param].in_shard;
 }
 
 /* It is shown without elements; what has some was put there. A new object is seen at once, new data of the
  * same object in one parameter per gather, in turn: most parameters lie elsewhere, and asking each for its
  * size would be a third of the host work of a step. */
-static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
-    PyObject *own = PyList_GetItem(writeback->param->params, param);
-    PyObject *value = param_views_value(writeback->param_views, param);
+static int look_at_unheld(struct handle *handle, int64_t param, bool in_turn) {
+    PyObject *own = PyList_GetItem(handle->param.params, param);
+    PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
-    if (value != own && !(value = check_other(writeback, param, value)))
+    if (value != own && !(value = check_other(handle, param, value)))
         return PyErr_Occurred() ? -1 : 0;
     if (!in_turn && value == own)
         return 0;
     if (tensor_view_of(value, &view) < 0)
         return -1;
     if (!tensor_view_numel(&view))
-        return keep_object(writeback, param, value);
+        return keep_object(handle, param, value);
     OWNED *shape = PyObject_GetAttrString(value, "shape");
-    OWNED *fqn = flat_param_fqn(writeback->param, param);
+    OWNED *fqn = flat_param_fqn(&handle->param, param);
     return RAISED(PyExc_RuntimeError,
                   "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape "
                   "%S, and rank %lld holds none of the parameter, so that the edit would be lost. Change "
                   "parameters inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                  fqn, writeback->param->name, shape ? shape : Py_None,
-                  (long long)writeback->param->layout.rank);
+                  fqn, handle->param.name, shape ? shape : Py_None, (long long)handle->param.layout.rank);
 }
 
 /* The next one whose turn it is, or -1 when this rank has a part of all. */
-static int64_t next_unheld(struct writeback *writeback) {
-    for (int64_t i = 1; i <= writeback->param->num_params; i++) {
-        int64_t param = (writeback->unheld_turn + i) % writeback->param->num_params;
-        if (!is_held(writeback, param))
-            return writeback->unheld_turn = param;
+static int64_t next_unheld(struct handle *handle) {
+    for (int64_t i = 1; i <= handle->param.num_params; i++) {
+        int64_t param = (handle->writeback.unheld_turn + i) % handle->param.num_params;
+        if (!is_held(handle, param))
+            return handle->writeback.unheld_turn = param;
     }
     return -1;
 }
 
-int writeback_check_unheld(struct writeback *writeback) {
-    if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_SHARDED ||
-        writeback->param->skip_writeback_check)
+int writeback_check_unheld(struct handle *handle) {
+    if (!handle->param.use_orig_params || handle->param_views.shown != SHOWN_SHARDED ||
+        handle->param.skip_writeback_check)
         return 0;
-    for (int64_t i = 0; i < writeback->param->num_params; i++)
-        if (!is_held(writeback, i) && look_at_unheld(writeback, i, true) < 0)
+    for (int64_t i = 0; i < handle->param.num_params; i++)
+        if (!is_held(handle, i) && look_at_unheld(handle, i, true) < 0)
             return -1;
     return 0;
 }
 
 /* ---- all parameters ---- */
 
-static int check_shared(struct writeback *writeback, const struct param_view *param_view) {
+static int check_shared(struct handle *handle, const struct param_view *param_view) {
     PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
-    const struct param_view *primary = &writeback->param_views->all[param_view->param];
+    const struct param_view *primary = &handle->param_views.all[param_view->param];
     if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
         return PyErr_Occurred() ? -1 : 0;
-    OWNED *infos = PyObject_GetAttrString(writeback->param->tensor, "_shared_param_infos");
-    OWNED *info = infos ? PySequence_GetItem(infos, param_view - writeback->param_views->all -
-                                                        writeback->param->num_params)
-                        : NULL;
+    OWNED *infos = PyObject_GetAttrString(handle->param.tensor, "_shared_param_infos");
+    OWNED *info =
+        infos ? PySequence_GetItem(infos, param_view - handle->param_views.all - handle->param.num_params)
+              : NULL;
     OWNED *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
-    OWNED *fqn = where ? flat_param_fqn(writeback->param, param_view->param) : NULL;
+    OWNED *fqn = where ? flat_param_fqn(&handle->param, param_view->param) : NULL;
     if (fqn)
         PyErr_Format(
             PyExc_NotImplementedError,
             "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were "
             "one when the unit was wrapped and are two now. Untie parameters before wrapping.",
-            (long long)writeback->param->layout.rank, writeback->param->name, fqn, param_view->name, where);
+            (long long)handle->param.layout.rank, handle->param.name, fqn, param_view->name, where);
     return -1;
 }
 
-int writeback_find_replaced(struct writeback *writeback) {
-    if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_SHARDED ||
-        writeback->param->skip_writeback_check)
+/* 1: sharded parameters, or their data, were replaced. An error comes before anything is taken over. */
+static int find_all_replaced(struct handle *handle) {
+    if (!handle->param.use_orig_params || handle->param_views.shown != SHOWN_SHARDED ||
+        handle->param.skip_writeback_check)
         return 0;
     int any = 0;
-    int64_t turn = next_unheld(writeback);
-    for (int64_t i = 0; i < writeback->param->num_params; i++) {
-        int replaced =
-            is_held(writeback, i) ? find_replaced(writeback, i) : look_at_unheld(writeback, i, i == turn);
+    int64_t turn = next_unheld(handle);
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        int replaced = is_held(handle, i) ? find_replaced(handle, i) : look_at_unheld(handle, i, i == turn);
         if (replaced < 0)
             return -1;
         any = any || replaced;
     }
-    for (int64_t i = writeback->param->num_params; i < writeback->param_views->count; i++)
-        if (check_shared(writeback, &writeback->param_views->all[i]) < 0)
+    for (int64_t i = handle->param.num_params; i < handle->param_views.count; i++)
+        if (check_shared(handle, &handle->param_views.all[i]) < 0)
             return -1;
     return any;
 }
 
-int writeback_take_over_params(struct writeback *writeback, PyObject *shard) {
-    writeback->copied = true;
-    for (int64_t i = 0; i < writeback->param->num_params; i++)
-        if (is_held(writeback, i) && take_over_replaced(writeback, i, shard) < 0)
-            return -1;
-    return 0;
+/* [Note: another shard] What the user puts in the place of parameters, or of their data, goes into a copy of
+ * the shard, which becomes the shard. The old one keeps its values: whoever puts averaged weights in by
+ * `param.data = average` and holds what was there, to put it back after an evaluation, holds the old shard. */
+int writeback_replace_shard(struct handle *handle) {
+    PyObject *left;
+    int replaced = find_all_replaced(handle);
+    if (replaced <= 0)
+        return replaced;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    handle->writeback.copied = true;
+    OWNED *shard = storage_copy_shard(&handle->storage);
+    int result = shard ? 0 : -1;
+    for (int64_t i = 0; !result && i < handle->param.num_params; i++)
+        if (is_held(handle, i))
+            result = take_over_replaced(handle, i, shard);
+    if (!result)
+        result = torch_set_data(handle->param.tensor, shard);
+    return torch_return_to_inference_mode(left) < 0 || result < 0 ? -1 : 1;
 }
 
-int64_t writeback_count_writes(const struct writeback *writeback) {
-    if (!writeback->param->use_orig_params)
-        return torch_version(writeback->param->tensor);
+int handle_writeback(struct handle *handle) {
+    if (handle_check_flat_param(handle) < 0 || handle_follow_flat_param(handle) < 0 ||
+        handle_take_over_views(handle) < 0)
+        return -1;
+    int replaced = writeback_replace_shard(handle);
+    return replaced > 0 ? handle_follow_flat_param(handle) : replaced;
+}
+
+int64_t writeback_count_writes(const struct handle *handle) {
+    if (!handle->param.use_orig_params)
+        return torch_version(handle->param.tensor);
     int64_t sum = 0;
-    for (int64_t i = 0; i < writeback->param->num_params; i++) {
-        PyObject *param = PyList_GetItem(writeback->param->params, i);
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        PyObject *param = PyList_GetItem(handle->param.params, i);
         int64_t version = torch_version(param);
         if (version < 0)
             return -1;
-        sum += version + (param_views_value(writeback->param_views, i) != param);
+        sum += version + (param_views_value(&handle->param_views, i) != param);
     }
     return sum;
 }
@@ -283,42 +314,56 @@ int64_t writeback_count_writes(const struct writeback *writeback) {
 
 /* Where the view is of a lower precision than the shard, what was not written keeps its bits. New
  * reference. */
-static PyObject *written_part(const struct writeback *writeback, PyObject *part, PyObject *view) {
-    if (!writeback->storage->copy->low_precision)
+static PyObject *written_part(const struct handle *handle, PyObject *part, PyObject *view) {
+    if (!handle->storage.copy->low_precision)
         return Py_NewRef(view);
-    OWNED *own = PyObject_CallMethod(part, "to", "O", writeback->param->device);
-    OWNED *cast = own ? PyObject_CallMethod(own, "to", "O", writeback->storage->copy->dtype) : NULL;
+    OWNED *own = PyObject_CallMethod(part, "to", "O", handle->param.device);
+    OWNED *cast = own ? PyObject_CallMethod(own, "to", "O", handle->storage.copy->dtype) : NULL;
     OWNED *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
-    OWNED *wide = differs ? PyObject_CallMethod(view, "to", "O", writeback->storage->orig_dtype) : NULL;
+    OWNED *wide = differs ? PyObject_CallMethod(view, "to", "O", handle->storage.orig_dtype) : NULL;
     return wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL;
 }
 
 /* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
  * gathered. */
-static int take_over_view(struct writeback *writeback, int64_t param) {
-    const struct layout_shard_range *range = &writeback->param->layout.shard_ranges[param];
+static int take_over_view(struct handle *handle, int64_t param) {
+    const struct layout_shard_range *range = &handle->param.layout.shard_ranges[param];
     if (!range->in_shard)
         return 0;
-    OWNED *part = torch_part(writeback->storage->local_shard, range->offset_in_shard, range->numel_in_shard);
-    OWNED *view =
-        torch_part(writeback->storage->copy->own_part, range->offset_in_shard, range->numel_in_shard);
-    OWNED *value = part && view ? written_part(writeback, part, view) : NULL;
+    OWNED *part = torch_part(handle->storage.local_shard, range->offset_in_shard, range->numel_in_shard);
+    OWNED *view = torch_part(handle->storage.copy->own_part, range->offset_in_shard, range->numel_in_shard);
+    OWNED *value = part && view ? written_part(handle, part, view) : NULL;
     int result = value ? torch_copy(part, value) : -1;
-    writeback->copied = true;
+    handle->writeback.copied = true;
     return result;
 }
 
-int writeback_take_over_views(struct writeback *writeback, int64_t *last) {
+/* What was written to the views of what is gathered. 1: something was, `*last` the last parameter. 0 or -1 */
+static int take_over_views(struct handle *handle, int64_t *last) {
     int any = 0;
-    for (int64_t i = 0; i < writeback->param->num_params; i++) {
-        int written = storage_take_written(writeback->storage, i);
-        if (written < 0 || (written && take_over_view(writeback, i) < 0))
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        int written = storage_take_written(&handle->storage, i);
+        if (written < 0 || (written && take_over_view(handle, i) < 0))
             return -1;
         if (written)
             *last = i;
         any = any || written;
     }
     return any;
+}
+
+int handle_take_over_views(struct handle *handle) {
+    int64_t last;
+    bool in_backward =
+        handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
+    bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
+    if (!expected || handle->storage.copy->is_local || handle->param_views.shown != SHOWN_VIEWS ||
+        handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
+        return 0;
+    if (take_over_views(handle, &last) < 0)
+        return -1;
+    storage_drop_snapshot(&handle->storage);
+    return 0;
 }
 
 /* ---- what a forward writes ---- */
@@ -329,20 +374,25 @@ int writeback_take_over_views(struct writeback *writeback, int64_t *last) {
  * a unit that begins late is told that what it wrote before is lost. */
 enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
-int writeback_take_over_writes(struct writeback *writeback) {
+int handle_take_over_writes(struct handle *handle) {
+    const struct storage *storage = &handle->storage;
+    struct writeback *writeback = &handle->writeback;
+    if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED ||
+        handle->param.skip_writeback_check)
+        return 0;
     int64_t count = writeback->num_forwards[torch_grad_enabled()]++, last;
     bool expected = writeback->forward_writes || count < FIRST_FORWARDS;
     if (!expected && count % FORWARDS_BETWEEN)
         return 0;
-    int written = writeback_take_over_views(writeback, &last);
+    int written = take_over_views(handle, &last);
     if (written <= 0)
         return written;
     writeback->forward_writes = true;
     if (expected)
-        return written;
-    OWNED *fqn = flat_param_fqn(writeback->param, last);
+        return 0;
+    OWNED *fqn = flat_param_fqn(&handle->param, last);
     return flat_param_error(
-        writeback->param, PyExc_RuntimeError,
+        &handle->param, PyExc_RuntimeError,
         "its forward writes in place to %S, but did not in its first %d forwards, so that parameters were "
         "not looked at and what it wrote in the last %d may be lost. From now on writes are kept. Have it "
         "write in one of its first forwards as well, if only the values that are there, or keep in a buffer "
@@ -352,34 +402,34 @@ int writeback_take_over_writes(struct writeback *writeback) {
 
 /* ---- views that are replaced ---- */
 
-int writeback_check_views(struct writeback *writeback) {
-    if (!writeback->param->use_orig_params || writeback->param_views->shown != SHOWN_VIEWS ||
-        writeback->param->skip_writeback_check)
+int writeback_check_views(struct handle *handle) {
+    if (!handle->param.use_orig_params || handle->param_views.shown != SHOWN_VIEWS ||
+        handle->param.skip_writeback_check)
         return 0;
-    const char *full = writeback->storage->copy->is_local ? writeback->storage->local_view.data
-                                                          : writeback->storage->copy->full.view.data;
-    for (int64_t i = 0; i < writeback->param_views->count; i++) {
-        const struct param_view *param_view = &writeback->param_views->all[i];
+    const char *full = handle->storage.copy->is_local ? handle->storage.local_view.data
+                                                      : handle->storage.copy->full.view.data;
+    for (int64_t i = 0; i < handle->param_views.count; i++) {
+        const struct param_view *param_view = &handle->param_views.all[i];
         PyObject *value = PyDict_GetItemWithError(param_view->parameters, param_view->name);
-        int64_t offset = layout_param_offset(&writeback->param->layout, param_view->param);
+        int64_t offset = layout_param_offset(&handle->param.layout, param_view->param);
         struct tensor_view view;
         if (!value &&
-            (i < writeback->param->num_params ? check_missing(writeback, i) < 0 : PyErr_Occurred() != NULL))
+            (i < handle->param.num_params ? check_missing(handle, i) < 0 : PyErr_Occurred() != NULL))
             return -1;
         /* the sharded Parameter that belongs there is no other value: functional_call may have put it back */
-        if (!value || value == PyList_GetItem(writeback->param->params, param_view->param) ||
-            !layout_param_numel(&writeback->param->layout, param_view->param))
+        if (!value || value == PyList_GetItem(handle->param.params, param_view->param) ||
+            !layout_param_numel(&handle->param.layout, param_view->param))
             continue;
-        if (tensor_view_of(param_views_local_value(writeback->param_views, value), &view) < 0)
+        if (tensor_view_of(param_views_local_value(&handle->param_views, value), &view) < 0)
             return -1;
-        if ((const char *)view.data == full + offset * dtype_nbytes(writeback->storage->copy->kind))
+        if ((const char *)view.data == full + offset * dtype_nbytes(handle->storage.copy->kind))
             continue;
-        OWNED *fqn = flat_param_fqn(writeback->param, param_view->param);
+        OWNED *fqn = flat_param_fqn(&handle->param, param_view->param);
         return RAISED(PyExc_AssertionError,
                       "FSDP does not support changing the parameters between forward and backward for "
                       "strategies that do not reshard after forward (rank %lld, unit %S): %S was replaced. "
                       "Change it after the backward.",
-                      (long long)writeback->param->layout.rank, writeback->param->name, fqn);
+                      (long long)handle->param.layout.rank, handle->param.name, fqn);
     }
     return 0;
 }
@@ -388,60 +438,60 @@ int writeback_check_views(struct writeback *writeback) {
 
 /* What the user did to one gradient goes into the flat gradient: None is zero there, another tensor's values
  * are copied. */
-static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad,
-                              const struct tensor_view *flat, int64_t param, PyObject *grad) {
-    int64_t offset = gradients_offset(writeback->gradients, param);
+static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const struct tensor_view *flat,
+                              int64_t param, PyObject *grad) {
+    int64_t offset = grads_offset(&handle->grads, param);
     struct tensor_view view;
     if (offset < 0)
         return 0;
     if (grad != Py_None) {
         if (tensor_view_of(grad, &view) < 0)
-            return gradients_refuse(writeback->gradients, param);
+            return grads_refuse(&handle->grads, param);
         if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
             return 0;
     }
-    if (grad == Py_None && gradients_note_hidden(writeback->gradients, param) < 0)
+    if (grad == Py_None && grads_note_hidden(&handle->grads, param) < 0)
         return -1;
-    if (warn(writeback, param, "Gradient", grad) < 0 ||
-        gradients_forget_reduced(writeback->gradients, param) < 0)
+    if (warn(handle, param, "Gradient", grad) < 0 || grads_forget_reduced(&handle->grads, param) < 0)
         return -1;
-    OWNED *part = gradients_part(writeback->gradients, flat_grad, param);
+    OWNED *part = grads_part(&handle->grads, flat_grad, param);
     int result = !part ? -1 : grad == Py_None ? torch_zero(part) : torch_copy(part, grad);
     if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
-        result = torch_set_foreign_grad(PyList_GetItem(writeback->param->params, param), part);
+        result = torch_set_foreign_grad(PyList_GetItem(handle->param.params, param), part);
     return result;
 }
 
 /* 1 when some original parameter has a gradient, 0 when none has, -1 on error. */
-static int any_param_grad(struct writeback *writeback) {
-    for (int64_t i = 0; i < writeback->param->num_params; i++) {
-        if (gradients_offset(writeback->gradients, i) < 0)
+static int any_param_grad(struct handle *handle) {
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        if (grads_offset(&handle->grads, i) < 0)
             continue;
-        OWNED *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
+        OWNED *grad = torch_get_grad(PyList_GetItem(handle->param.params, i));
         if (grad != Py_None)
             return grad ? 1 : -1;
     }
     return 0;
 }
 
-int writeback_collect_grads(struct writeback *writeback) {
-    if (writeback->gradients->in_backward)
+int handle_collect_user_grads(struct handle *handle) {
+    if (!handle->grads.shard_sizes ||
+        handle->grads.in_backward) /* before the first lazy init, or amid a backward */
         return 0;
-    if (!writeback->param->use_orig_params) {
-        OWNED *grad = torch_get_grad(writeback->param->tensor);
+    if (!handle->param.use_orig_params) {
+        OWNED *grad = torch_get_grad(handle->param.tensor);
         if (!grad)
             return -1;
-        return grad == Py_None ? gradients_drop_shown(writeback->gradients) : 0;
+        return grad == Py_None ? grads_drop_shown(&handle->grads) : 0;
     }
-    int some = any_param_grad(writeback);
+    int some = any_param_grad(handle);
     if (some <= 0)
-        return some < 0 ? -1 : gradients_drop_shown(writeback->gradients);
+        return some < 0 ? -1 : grads_drop_shown(&handle->grads);
     struct tensor_view view;
-    OWNED *flat_grad = gradients_flat_or_zeros(writeback->gradients);
+    OWNED *flat_grad = grads_flat_or_zeros(&handle->grads);
     int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
-    for (int64_t i = 0; !result && i < writeback->param->num_params; i++) {
-        OWNED *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
-        result = grad ? collect_param_grad(writeback, flat_grad, &view, i, grad) : -1;
+    for (int64_t i = 0; !result && i < handle->param.num_params; i++) {
+        OWNED *grad = torch_get_grad(PyList_GetItem(handle->param.params, i));
+        result = grad ? collect_param_grad(handle, flat_grad, &view, i, grad) : -1;
     }
     return result;
 }

@@ -72,7 +72,7 @@ OBJECT_LIFE(handle_visit, handle_fini)
 
 /* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
 static void handle_object_finalize(PyObject *self) {
-    gradients_watch_nothing(&inside(self)->gradients);
+    grads_watch_nothing(&inside(self)->grads);
 }
 
 /* ---- methods ---- */
@@ -289,7 +289,7 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
 
 static PyObject *get_sharded_grad(PyObject *self, void *unused) {
     struct handle *handle = made(self);
-    return handle ? gradients_sharded(&handle->gradients) : NULL;
+    return handle ? grads_sharded(&handle->grads) : NULL;
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {

@@ -122,9 +122,9 @@ static int pre_backward(struct unit *unit) {
          * forward */
         if (handle->param.use_orig_params && handle_show_views(handle) < 0)
             return -1;
-        if (gradients_prepare(&handle->gradients) < 0)
+        if (grads_prepare(&handle->grads) < 0)
             return -1;
-        if (handle->gradients.hidden)
+        if (handle->grads.hidden)
             runtime_have_script_wait(unit->runtime);
     }
     unit->ran_pre_backward = true;
@@ -158,7 +158,7 @@ int unit_pre_backward(void *target) {
 
 static bool has_new(struct unit *unit) {
     FOR_PARTS(part, unit)
-        if (gradients_have_new(&part->handle->gradients))
+        if (grads_have_new(&part->handle->grads))
             return true;
     return false;
 }
@@ -171,11 +171,11 @@ static int is_reduced(struct unit *part) {
     if (part->runtime->reach == REACH_INPUTS_ONLY)
         return part->inputs_only;
     int trains = flat_param_is_trainable(&part->handle->param);
-    return trains == 0 && gradients_have_new(&part->handle->gradients) ? 1 : trains;
+    return trains == 0 && grads_have_new(&part->handle->grads) ? 1 : trains;
 }
 
 static int add_part(struct unit *part) {
-    if (gradients_accumulate_unsharded(&part->handle->gradients) < 0)
+    if (grads_accumulate_unsharded(&part->handle->grads) < 0)
         return unit_explain_failure(part, TRACED_SUM, false);
     return 0;
 }
@@ -183,7 +183,7 @@ static int add_part(struct unit *part) {
 /* A hook of the user's has set the flat parameter's `.grad` to None. */
 static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (!unit->sync_gradients || !handle->param.sharded || handle->gradients.saved_shard)
+    if (!unit->sync_gradients || !handle->param.sharded || handle->grads.saved_shard)
         return unit->runtime->operations->post_backward_reshard(unit);
     return unit_error(PyExc_AssertionError, handle->param.layout.rank, unit->name,
                       "a hook of its flat parameter has set .grad to None before the gradient was reduced, "
@@ -206,7 +206,7 @@ static int hand_over_at_once(struct unit *unit) {
     if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
         return -1;
     FOR_PARTS(part, unit)
-        if (is_shown_at_once(part) && gradients_hand_over(&part->handle->gradients) < 0)
+        if (is_shown_at_once(part) && grads_hand_over(&part->handle->grads) < 0)
             return -1;
     return 0;
 }
@@ -216,8 +216,7 @@ static int post_backward(struct unit *unit) {
     if (runtime_queue_final_callback(runtime) < 0 || unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
     FOR_PARTS(part, unit)
-        if (gradients_prepare(&part->handle->gradients) < 0 ||
-            gradients_call_param_hooks(&part->handle->gradients) < 0)
+        if (grads_prepare(&part->handle->grads) < 0 || grads_call_param_hooks(&part->handle->grads) < 0)
             return -1;
     if (unit->optional.enclosing) {
         if (optional_check_backward(unit) < 0)
@@ -234,7 +233,7 @@ static int post_backward(struct unit *unit) {
         int reduced = unit->sync_gradients ? is_reduced(part) : 0;
         if (reduced < 0 || (reduced && runtime_reduce_part(part) < 0))
             return -1;
-        if (!unit->sync_gradients && gradients_have_new(&part->handle->gradients) && add_part(part) < 0)
+        if (!unit->sync_gradients && grads_have_new(&part->handle->grads) && add_part(part) < 0)
             return -1;
     }
     return !unit->optional.enclosing && is_shown_at_once(unit) ? hand_over_at_once(unit) : 0;
@@ -255,9 +254,8 @@ static int post_backward_of_new(struct unit *unit) {
         return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
     /* the rest comes later in this backward, which reads the parameters until then */
     FOR_PARTS(part, unit) {
-        struct gradients *gradients = &part->handle->gradients;
-        if (gradients_have_new(gradients) &&
-            (gradients_call_param_hooks(gradients) < 0 || add_part(part) < 0))
+        struct grads *grads = &part->handle->grads;
+        if (grads_have_new(grads) && (grads_call_param_hooks(grads) < 0 || add_part(part) < 0))
             return -1;
     }
     return 0;
@@ -366,10 +364,10 @@ static int finalise_units(struct runtime *runtime) {
             continue;
         if (unit_unwatch_inputs(unit) < 0)
             return -1;
-        if (handle && (unit_await_step(unit) < 0 ||
-                       (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0) ||
-                       gradients_show_param_hooks(&handle->gradients) < 0 ||
-                       handle_set_training_state(handle, USE_IDLE) < 0))
+        if (handle &&
+            (unit_await_step(unit) < 0 ||
+             (handle->grads.in_backward && grads_hand_over(&handle->grads) < 0) ||
+             grads_show_param_hooks(&handle->grads) < 0 || handle_set_training_state(handle, USE_IDLE) < 0))
             return -1;
         if (unit_end_step(unit) < 0)
             return -1;

@@ -133,14 +133,14 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
 /* `args`: anything, then the gradients of the part's views. */
 static int receive(struct unit *part, PyObject *args, bool *again) {
     const struct flat_param *param = &part->handle->param;
-    struct gradients *gradients = &part->handle->gradients;
+    struct grads *grads = &part->handle->grads;
     int trains = param->use_orig_params ? 1 : torch_requires_grad(param->tensor);
     if (trains <= 0)
         return trains; /* frozen since the forward */
-    *again = *again || gradients_have_new(gradients);
-    if (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0)
+    *again = *again || grads_have_new(grads);
+    if (part->runtime->has_edges && grads_hide_param_hooks(grads) < 0)
         return -1;
-    return gradients_receive(gradients, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;
+    return grads_receive(grads, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;
 }
 
 /* What one run of the node has brought, and what it answers autograd with. */
@@ -188,7 +188,7 @@ static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_
         return unit_receive_inputs_only(part) < 0 ? -1 : receive(part, own, &arrival->again);
     if (use != EDGE_CAPTURED)
         return use; /* unused, or an exception */
-    PyObject *grad = gradients_flat_of(&part->handle->gradients, own);
+    PyObject *grad = grads_flat_of(&part->handle->grads, own);
     return grad ? PyTuple_SetItem(arrival->answer, 2 + index, grad) : -1;
 }
 

@@ -223,7 +223,7 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
         int trains = handle->param.sharded ? flat_param_is_trainable(&handle->param) : 0;
         if (trains < 0)
             return -1;
-        int64_t nbytes = trains ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&handle->gradients)) : 0;
+        int64_t nbytes = trains ? pool_nbytes_of_piece(grads_reduce_input_nbytes(&handle->grads)) : 0;
         most = nbytes > most ? nbytes : most;
     }
     return most;

@@ -61,10 +61,10 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
     note_result(first, unit_unwatch_inputs(unit));
     if (handle) {
         note_result(first, unit_await_step(unit));
-        note_result(first, gradients_show_again(&handle->gradients));
-        note_result(first, gradients_show_param_hooks(&handle->gradients));
-        if (handle->gradients.in_backward)
-            gradients_drop(&handle->gradients);
+        note_result(first, grads_show_again(&handle->grads));
+        note_result(first, grads_show_param_hooks(&handle->grads));
+        if (handle->grads.in_backward)
+            grads_drop(&handle->grads);
         note_result(first, handle_set_training_state(handle, USE_IDLE));
         note_result(first, unit_reshard(unit, true));
         note_result(first, handle_show_sharded(handle));

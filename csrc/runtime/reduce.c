@@ -5,7 +5,7 @@
 
 /* The stream whose memory a reduction reads: see schedule.h. The last one of a backward, mostly the root's, reads
  * memory that lies idle then. */
-static enum stream_role owner_of_input(const struct runtime *runtime, const struct gradients *gradients) {
+static enum stream_role owner_of_input(const struct runtime *runtime, const struct grads *grads) {
     bool is_anything_gathered = false;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         const struct unit *unit = runtime->units[i];
@@ -15,7 +15,7 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
             return STREAM_POST_BACKWARD; /* its gradients are still to come: the root is found at once */
         is_anything_gathered = is_anything_gathered || unit->handle->storage.copy->full.allocated;
     }
-    bool has_room = pool_has_room(&runtime->schedule.pool, gradients_reduce_input_nbytes(gradients));
+    bool has_room = pool_has_room(&runtime->schedule.pool, grads_reduce_input_nbytes(grads));
     return has_room && !is_anything_gathered ? STREAM_UNSHARD : STREAM_COMPUTE;
 }
 
@@ -30,22 +30,22 @@ int unit_await_step(struct unit *part) {
 /* Optimizers of the unit step as soon as its gradients are there (D-089). */
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    struct gradients *gradients = &unit->handle->gradients;
-    int have_late = gradients_add_late(gradients, NULL);
+    struct grads *grads = &unit->handle->grads;
+    int have_late = grads_add_late(grads, NULL);
     if (have_late < 0)
         return -1;
     unit->stepping = true;
     if (have_late) /* autograd has added what computation made */
-        return schedule_wait_reduced(schedule) < 0 || gradients_hand_over(gradients) < 0
+        return schedule_wait_reduced(schedule) < 0 || grads_hand_over(grads) < 0
                    ? -1
                    : callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
-    OWNED *gradient = Py_XNewRef(gradients->saved_shard);
-    if (schedule_begin_stepping(schedule, gradients) < 0)
+    OWNED *gradient = Py_XNewRef(grads->saved_shard);
+    if (schedule_begin_stepping(schedule, grads) < 0)
         return -1;
-    int result = gradients_hand_over(gradients);
+    int result = grads_hand_over(grads);
     if (!result)
         result = callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
-    return schedule_end_stepping(schedule, gradients, gradient, result);
+    return schedule_end_stepping(schedule, grads, gradient, result);
 }
 
 /* ---- one reduction ---- */
@@ -57,7 +57,7 @@ int runtime_finish_reduction(struct runtime *runtime) {
         return 0;
     {
         TRACE(TRACED_REDUCTION, unit->name_index);
-        if (schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients) < 0)
+        if (schedule_finish_reduction(&runtime->schedule, &unit->handle->grads) < 0)
             return unit_explain_failure(unit, TRACED_REDUCTION, true);
     }
     return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
@@ -65,13 +65,13 @@ int runtime_finish_reduction(struct runtime *runtime) {
 
 int runtime_reduce_part(struct unit *part) {
     struct runtime *runtime = part->runtime;
-    struct gradients *gradients = &part->handle->gradients;
-    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(gradients) < 0)
+    struct grads *grads = &part->handle->grads;
+    if (runtime_finish_reduction(runtime) < 0 || grads_receive_nothing(grads) < 0)
         return -1;
-    if (schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients)) < 0)
+    if (schedule_pack(&runtime->schedule, grads, owner_of_input(runtime, grads)) < 0)
         return unit_explain_failure(part, TRACED_REDUCTION, false);
     runtime->reducing = part;
-    if (schedule_reduce(&runtime->schedule, gradients) < 0)
+    if (schedule_reduce(&runtime->schedule, grads) < 0)
         return unit_explain_failure(part, TRACED_REDUCTION, false);
     return 0;
 }
@@ -79,12 +79,12 @@ int runtime_reduce_part(struct unit *part) {
 /* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced
  * either: an optimizer may step next. */
 int runtime_reduce_left_over(struct unit *part) {
-    struct gradients *gradients = &part->handle->gradients;
-    if (!part->sync_gradients || !gradients->unreduced || unit_of_part(part)->optional.enclosing)
+    struct grads *grads = &part->handle->grads;
+    if (!part->sync_gradients || !grads->unreduced || unit_of_part(part)->optional.enclosing)
         return 0;
-    if (gradients_prepare(gradients) < 0)
+    if (grads_prepare(grads) < 0)
         return -1;
-    if (!gradients->unreduced) /* the user has cleared it */
+    if (!grads->unreduced) /* the user has cleared it */
         return 0;
     return runtime_reduce_part(part) < 0 ? -1 : runtime_finish_reduction(part->runtime);
 }
@@ -94,7 +94,7 @@ int runtime_reduce_left_over(struct unit *part) {
 static int reduce_optional_part(struct unit *part) {
     struct handle *handle = part->handle;
     part->optional.owes = false;
-    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || gradients_prepare(&handle->gradients) < 0)
+    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || grads_prepare(&handle->grads) < 0)
         return -1;
     return runtime_reduce_part(part);
 }

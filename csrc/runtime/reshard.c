@@ -193,7 +193,7 @@ static int reshard_unused(struct unit *unit) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
         part->unsharded.prefetched = false;
-        if (writeback_check_views(&handle->writeback) < 0 || handle_take_over_views(handle) < 0 ||
+        if (writeback_check_views(handle) < 0 || handle_take_over_views(handle) < 0 ||
             unit_reshard(part, true) < 0 || handle_show_sharded(handle) < 0)
             return -1;
     }
@@ -235,7 +235,7 @@ static int64_t count_writes(const struct runtime *runtime) {
     int64_t sum = 0;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         const struct handle *handle = runtime->units[i]->handle;
-        int64_t writes = handle ? writeback_count_writes(&handle->writeback) : 0;
+        int64_t writes = handle ? writeback_count_writes(handle) : 0;
         if (writes < 0)
             return -1;
         sum += writes;

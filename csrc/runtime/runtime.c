@@ -294,8 +294,7 @@ static void check_unit(const struct unit *unit) {
     order_check_place(&unit->runtime->order, &unit->place);
     INVARIANT(!handle || handle->training_state == USE_IDLE ||
               handle->training_state == USE_SUMMON_FULL_PARAMS);
-    INVARIANT(!handle ||
-              (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
+    INVARIANT(!handle || (!handle->grads.in_backward && !handle->grads.pending && !handle->grads.work));
     INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
     if (handle && handle->ready)
         handle_check(handle);

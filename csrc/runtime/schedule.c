@@ -137,8 +137,8 @@ static int release_packed(struct schedule *schedule) {
     return result;
 }
 
-static int mark_received(struct schedule *schedule, struct gradients *gradients) {
-    if (gradients_take_memory(gradients) < 0 ||
+static int mark_received(struct schedule *schedule, struct grads *grads) {
+    if (grads_take_memory(grads) < 0 ||
         stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->received) < 0)
         return -1;
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
@@ -146,11 +146,11 @@ static int mark_received(struct schedule *schedule, struct gradients *gradients)
 
 /* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after
  * that. */
-static int take_gathered(struct schedule *schedule, struct gradients *gradients) {
+static int take_gathered(struct schedule *schedule, struct grads *grads) {
     struct streams *streams = &schedule->streams;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
-    int result = pool_enter(&schedule->pool) < 0 ? -1 : gradients_take_reduce_input(gradients);
+    int result = pool_enter(&schedule->pool) < 0 ? -1 : grads_take_reduce_input(grads);
     if (pool_leave(&schedule->pool) < 0)
         result = -1;
     if (leave(schedule, STREAM_UNSHARD, &schedule->input_taken, result) < 0)
@@ -160,49 +160,49 @@ static int take_gathered(struct schedule *schedule, struct gradients *gradients)
 
 /* That of the stream which packs is taken there. Inside a pool torch's allocator before 2.13 does not give
  * back what others have freed: outside it does. */
-static int take_input(struct schedule *schedule, struct gradients *gradients) {
+static int take_input(struct schedule *schedule, struct grads *grads) {
     if (schedule->input_owner == STREAM_POST_BACKWARD)
         return 0;
     if (schedule->input_owner == STREAM_UNSHARD) {
-        if (take_gathered(schedule, gradients) == 0)
+        if (take_gathered(schedule, grads) == 0)
             return 0;
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
             return -1;
         PyErr_Clear();
         schedule->input_owner = STREAM_COMPUTE;
     }
-    return gradients_take_reduce_input(gradients);
+    return grads_take_reduce_input(grads);
 }
 
-static int pack_beside(struct schedule *schedule, struct gradients *gradients) {
-    if (release_packed(schedule) < 0 || take_input(schedule, gradients) < 0 ||
-        mark_received(schedule, gradients) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
+static int pack_beside(struct schedule *schedule, struct grads *grads) {
+    if (release_packed(schedule) < 0 || take_input(schedule, grads) < 0 ||
+        mark_received(schedule, grads) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    int result = gradients_pack_beside(gradients, &schedule->packed_gradients);
+    int result = grads_pack_beside(grads, &schedule->packed_gradients);
     return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
 }
 
-int schedule_pack(struct schedule *schedule, struct gradients *gradients, enum stream_role owner) {
-    schedule->packs_beside = streams_are_real(&schedule->streams) && gradients_pack_directly(gradients);
+int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_role owner) {
+    schedule->packs_beside = streams_are_real(&schedule->streams) && grads_pack_directly(grads);
     schedule->input_owner = schedule->packs_beside ? owner : STREAM_COMPUTE;
-    if ((schedule->packs_beside ? pack_beside(schedule, gradients) : gradients_pack(gradients)) < 0)
+    if ((schedule->packs_beside ? pack_beside(schedule, grads) : grads_pack(grads)) < 0)
         return -1;
-    return schedule_set_reduction(schedule, REDUCTION_PACKED, gradients->param);
+    return schedule_set_reduction(schedule, REDUCTION_PACKED, grads->param);
 }
 
 /* ---- reduction ---- */
 
-int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
-    if ((!schedule->packs_beside && mark_received(schedule, gradients) < 0) ||
+int schedule_reduce(struct schedule *schedule, struct grads *grads) {
+    if ((!schedule->packs_beside && mark_received(schedule, grads) < 0) ||
         stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    int result = gradients_reduce(gradients);
-    stream_event *scattered = gradients_reduce_twice(gradients) ? &schedule->scattered : NULL;
+    int result = grads_reduce(grads);
+    stream_event *scattered = grads_reduce_twice(grads) ? &schedule->scattered : NULL;
     if (schedule->input_owner == STREAM_POST_BACKWARD) /* its memory is taken again on the same stream */
-        gradients_release_reduce_input(gradients);
+        grads_release_reduce_input(grads);
     if (leave(schedule, STREAM_POST_BACKWARD, scattered, result) < 0)
         return -1;
-    return schedule_set_reduction(schedule, REDUCTION_ENQUEUED, gradients->param);
+    return schedule_set_reduction(schedule, REDUCTION_ENQUEUED, grads->param);
 }
 
 /* The memory of the output before goes back to the stream that took it. */
@@ -233,14 +233,14 @@ static int release_input(struct schedule *schedule, bool is_hybrid) {
 }
 
 /* The stream of the last half of a reduction. */
-static enum stream_role finishes_on(const struct schedule *schedule, const struct gradients *gradients) {
-    bool is_hybrid = streams_are_real(&schedule->streams) && gradients_reduce_twice(gradients);
+static enum stream_role finishes_on(const struct schedule *schedule, const struct grads *grads) {
+    bool is_hybrid = streams_are_real(&schedule->streams) && grads_reduce_twice(grads);
     return is_hybrid ? STREAM_ALL_REDUCE : STREAM_POST_BACKWARD;
 }
 
-int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients) {
+int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
     struct streams *streams = &schedule->streams;
-    enum stream_role role = finishes_on(schedule, gradients);
+    enum stream_role role = finishes_on(schedule, grads);
     bool is_hybrid = role == STREAM_ALL_REDUCE;
     stream_event *end = is_hybrid ? &schedule->all_reduced : &schedule->reduced;
     if (schedule->stepped_gradient && schedule_wait_reduced(schedule) < 0)
@@ -251,22 +251,22 @@ int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradi
     if (stream_enter(streams, role) < 0)
         return -1;
     int result = 0;
-    if (gradients->work)
-        result = gradients_wait_reduce(gradients) < 0 ? -1 : gradients_save_reduced(gradients);
+    if (grads->work)
+        result = grads_wait_reduce(grads) < 0 ? -1 : grads_save_reduced(grads);
     if (result < 0)
-        gradients_reduce_release(gradients);
+        grads_reduce_release(grads);
     if (leave(schedule, role, end, result) < 0)
         return -1;
     if (is_hybrid) {
         schedule->all_reducing = true;
-        schedule->scattered_output = gradients_take_reduce_output(gradients);
+        schedule->scattered_output = grads_take_reduce_output(grads);
     } else {
         schedule->reducing = streams_are_real(streams);
     }
     if (release_input(schedule, is_hybrid) < 0)
         return -1;
-    gradients_reduce_release(gradients);
-    return schedule_set_reduction(schedule, REDUCTION_NONE, gradients->param);
+    grads_reduce_release(grads);
+    return schedule_set_reduction(schedule, REDUCTION_NONE, grads->param);
 }
 
 /* Nothing is kept of the last all-reduce, also where the stream cannot wait. */
@@ -284,13 +284,13 @@ int schedule_wait_reduced(struct schedule *schedule) {
 
 /* ---- steps in a backward ---- */
 
-int schedule_begin_stepping(struct schedule *schedule, const struct gradients *gradients) {
-    return stream_enter(&schedule->streams, finishes_on(schedule, gradients));
+int schedule_begin_stepping(struct schedule *schedule, const struct grads *grads) {
+    return stream_enter(&schedule->streams, finishes_on(schedule, grads));
 }
 
-int schedule_end_stepping(struct schedule *schedule, const struct gradients *gradients, PyObject *gradient,
+int schedule_end_stepping(struct schedule *schedule, const struct grads *grads, PyObject *gradient,
                           int result) {
-    enum stream_role role = finishes_on(schedule, gradients);
+    enum stream_role role = finishes_on(schedule, grads);
     bool is_hybrid = role == STREAM_ALL_REDUCE;
     if (streams_are_real(&schedule->streams)) {
         *(is_hybrid ? &schedule->all_reducing : &schedule->reducing) = true;

@@ -36,7 +36,7 @@
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
-#include "handle/gradients.h"
+#include "handle/grads.h"
 #include "runtime/limiter.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
@@ -114,17 +114,17 @@ void schedule_forget(struct schedule *schedule, struct unshard_mark *mark); /* t
 
 /* What they are packed into is memory of the stream that packs, or where that is another one, of `owner`: of
  * the compute stream, or of what is gathered, none of which is in use then. */
-int schedule_pack(struct schedule *schedule, struct gradients *gradients, enum stream_role owner);
-int schedule_reduce(struct schedule *schedule, struct gradients *gradients); /* enqueue what was packed */
-int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients);
+int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_role owner);
+int schedule_reduce(struct schedule *schedule, struct grads *grads); /* enqueue what was packed */
+int schedule_finish_reduction(struct schedule *schedule, struct grads *grads);
 /* computation waits for all that was finished */
 int schedule_wait_reduced(struct schedule *schedule);
 
 /* ---- a unit's optimizers step on the stream that has finished its reduction. `gradient` is what they step
  * with, or NULL. 0 or -1 ---- */
 
-int schedule_begin_stepping(struct schedule *schedule, const struct gradients *gradients);
-int schedule_end_stepping(struct schedule *schedule, const struct gradients *gradients, PyObject *gradient,
+int schedule_begin_stepping(struct schedule *schedule, const struct grads *grads);
+int schedule_end_stepping(struct schedule *schedule, const struct grads *grads, PyObject *gradient,
                           int result);
 
 /* ---- ends. 0 or -1 ---- */

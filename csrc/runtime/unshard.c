@@ -36,7 +36,7 @@ static int pre_unshard(struct unit *part) {
         return 0; /* by what does that as well */
     if (handle_pre_unshard(part->handle) < 0)
         return -1;
-    bool copied = writeback_take_copied(&part->handle->writeback);
+    bool copied = writeback_take_copied(part->handle);
     return copied || stepping ? schedule_begin_step(&part->runtime->schedule) : 0;
 }
 
@@ -125,7 +125,7 @@ int unit_unshard(struct unit *unit) {
         struct handle *handle = part->handle;
         if (handle->storage.param_state != PARAM_SHARDED) {
             if (unit_await_step(part) < 0 || handle_check_flat_param(handle) < 0 ||
-                writeback_check_views(&handle->writeback) < 0)
+                writeback_check_views(handle) < 0)
                 return -1;
         } else if (is_local(part)) {
             if (unit_await_step(part) < 0 || handle_unshard(handle) < 0)

@@ -8,15 +8,15 @@
  * never GRAD_SHARDED, as that is set aside in saved_shard. While a reduction is in flight (`work`), its
  * output is alive. While `shown` is there, `kind` is GRAD_SHARDED, and the flat parameter's `.grad` goes with
  * the last view of it that a parameter shows (parity 36). */
-#ifndef FSDP_HANDLE_GRADIENTS_H
-#define FSDP_HANDLE_GRADIENTS_H
+#ifndef FSDP_HANDLE_GRADS_H
+#define FSDP_HANDLE_GRADS_H
 
 #include "handle/storage.h"
 
 /* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
 enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED, GRAD_KINDS };
 
-/* The user's own way to reduce gradients; reduction.c. */
+/* The user's own way to reduce gradients; reduce.c. */
 struct comm_hook {
     PyObject *function;            /* owned; NULL when there is none */
     PyObject *state;               /* owned */
@@ -24,12 +24,12 @@ struct comm_hook {
     struct collective_group group; /* of a native hook's state, read at each reduction */
 };
 
-struct gradients {
+struct grads {
     const struct flat_param *param; /* borrowed */
     /* borrowed; how the shard and the parameters look, and where they are computed with */
     const struct storage *storage;
 
-    enum grad_kind kind; /* written by gradients_set_kind */
+    enum grad_kind kind; /* written by grads_set_kind */
     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
     PyObject *pending;
     /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
@@ -71,123 +71,117 @@ struct gradients {
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
 };
 
-/* ---- gradients.c ---- */
+/* ---- grads.c ---- */
 
-void gradients_init(struct gradients *gradients, const struct handle_spec *spec);
-void gradients_fini(struct gradients *gradients);
-int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);
-int gradients_lazy_init(struct gradients *gradients); /* after the storage's. 0 or -1 */
+void grads_init(struct grads *grads, const struct handle_spec *spec);
+void grads_fini(struct grads *grads);
+int grads_visit(const struct grads *grads, visitproc visit, void *arg);
+int grads_lazy_init(struct grads *grads); /* after the storage's. 0 or -1 */
 
-/* ---- received: gradients.c ---- */
+/* ---- received: grads.c ---- */
 
-bool gradients_have_new(const struct gradients *gradients);
+/* What earlier backwards left and this one adds to. */
+PyObject **grads_previous(struct grads *grads);
+bool grads_have_new(const struct grads *grads);
 /* one contribution: the arguments of the node's backward */
-int gradients_receive(struct gradients *gradients, PyObject *args);
+int grads_receive(struct grads *grads, PyObject *args);
 /* A contribution as it is, for autograd itself: new tensor, None where there is no gradient, or NULL. */
-PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
+PyObject *grads_flat_of(struct grads *grads, PyObject *args);
 /* where nothing is to be packed yet: zeros. 0 or -1 */
-int gradients_receive_nothing(struct gradients *gradients);
-/* The user's hooks, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
+int grads_receive_nothing(struct grads *grads);
+/* param_hooks.c: the user's hooks, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
  * -1 */
-int gradients_hide_param_hooks(struct gradients *gradients);
-int gradients_show_param_hooks(struct gradients *gradients);
+int grads_hide_param_hooks(struct grads *grads);
+int grads_show_param_hooks(struct grads *grads);
 /* Call them with what was received since they were called last. They may leave
  * no gradient. A no-op without hooks. 0 or -1. */
-int gradients_call_param_hooks(struct gradients *gradients);
-void gradients_drop(struct gradients *gradients); /* after an exception: nothing of this backward is kept */
+int grads_call_param_hooks(struct grads *grads);
+void grads_drop(struct grads *grads); /* after an exception: nothing of this backward is kept */
 
-/* ---- packed and reduced: reduction.c ---- */
+/* ---- packed and reduced: reduce.c ---- */
 
 /* The user's communication hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
-void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
+void grads_set_comm_hook(struct grads *grads, PyObject *function, PyObject *state, bool native);
 /* 0, or -1 with RuntimeError: there is one, or it is too late */
-int gradients_check_hookless(const struct gradients *gradients);
-int gradients_refuse(const struct gradients *gradients, int64_t index);   /* -1 with RuntimeError */
-int gradients_add_pending(struct gradients *gradients, PyObject *output); /* output += pending */
+int grads_check_hookless(const struct grads *grads);
+int grads_refuse(const struct grads *grads, int64_t index);   /* -1 with RuntimeError */
+int grads_add_pending(struct grads *grads, PyObject *output); /* output += pending */
 /* the sum of what was received, padded; new reference or NULL */
-PyObject *gradients_take_received(struct gradients *gradients);
+PyObject *grads_take_received(struct grads *grads);
 /* what was received, and what no_sync left, becomes the reduction's input */
-int gradients_pack(struct gradients *gradients);
+int grads_pack(struct grads *grads);
 /* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is
  * the caller's, in `*packed`, until the pass is over. 0 or -1. */
-bool gradients_pack_directly(const struct gradients *gradients);
-int gradients_pack_beside(struct gradients *gradients, PyObject **packed);
+bool grads_pack_directly(const struct grads *grads);
+int grads_pack_beside(struct grads *grads, PyObject **packed);
 /* no_sync: add what was received, to be shown as .grad */
-int gradients_accumulate_unsharded(struct gradients *gradients);
+int grads_accumulate_unsharded(struct grads *grads);
 /* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is
  * memory of that stream, where it is used and freed. 0 or -1. */
-int gradients_take_memory(struct gradients *gradients);
-/* Before gradients_pack_beside, on the stream whose memory the reduction's input is to be. 0 or -1. */
-int gradients_take_reduce_input(struct gradients *gradients);
+int grads_take_memory(struct grads *grads);
+/* Before grads_pack_beside, on the stream whose memory the reduction's input is to be. 0 or -1. */
+int grads_take_reduce_input(struct grads *grads);
 /* Its bytes; 0 where a user's hook is given it, who may keep it. */
-int64_t gradients_reduce_input_nbytes(const struct gradients *gradients);
-int gradients_reduce(struct gradients *gradients); /* start the reduction of what was packed */
-/* while that is in flight: computation waits for it, and reduces once more where gradients_reduce_twice */
-int gradients_wait_reduce(struct gradients *gradients);
+int64_t grads_reduce_input_nbytes(const struct grads *grads);
+int grads_reduce(struct grads *grads); /* start the reduction of what was packed */
+/* while that is in flight: computation waits for it, and reduces once more where grads_reduce_twice */
+int grads_wait_reduce(struct grads *grads);
 /* after that: post-divide, accumulate into saved_shard, copy to the host that offloads */
-int gradients_save_reduced(struct gradients *gradients);
+int grads_save_reduced(struct grads *grads);
 /* in the shard group, and then over the replicas? */
-bool gradients_reduce_twice(const struct gradients *gradients);
-/* After gradients_save_reduced: its output, for the caller to let go of; NULL where it is kept as the
+bool grads_reduce_twice(const struct grads *grads);
+/* After grads_save_reduced: its output, for the caller to let go of; NULL where it is kept as the
  * gradient. */
-PyObject *gradients_take_reduce_output(struct gradients *gradients);
+PyObject *grads_take_reduce_output(struct grads *grads);
 /* Once all that reads it is enqueued on the stream that took it; that of a user's hook stays. */
-void gradients_release_reduce_input(struct gradients *gradients);
-/* After gradients_save_reduced: the reduction's input and output. */
-void gradients_reduce_release(struct gradients *gradients);
+void grads_release_reduce_input(struct grads *grads);
+/* After grads_save_reduced: the reduction's input and output. */
+void grads_reduce_release(struct grads *grads);
 
 /* ---- shown as .grad: grad.c ---- */
 
-int gradients_init_shown(struct gradients *gradients); /* of lazy init. 0 or -1 */
-/* others may keep the callback of what was shown */
-void gradients_fini_shown(struct gradients *gradients);
-void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
-int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */
+void grads_watch_nothing(struct grads *grads); /* what is shown may go: the handle goes with it */
+int grads_hand_over(struct grads *grads);      /* saved_shard becomes .grad */
 /* the original parameters' .grad follow flat_param.grad */
-int gradients_show_flat_grad(struct gradients *gradients);
+int grads_show_flat_grad(struct grads *grads);
 /* ... follow a full-size flat gradient, or None */
-int gradients_show_full_grad(struct gradients *gradients, PyObject *grad);
+int grads_show_full_grad(struct grads *grads, PyObject *grad);
 /* the parameter's .grad was found None. 0 or -1 */
-int gradients_note_hidden(struct gradients *gradients, int64_t index);
+int grads_note_hidden(struct grads *grads, int64_t index);
 /* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or
  * -1 */
-int gradients_follow(struct gradients *gradients);
+int grads_follow(struct grads *grads);
 
-/* ---- left by earlier backwards: earlier_grads.c ---- */
+/* ---- left by earlier backwards: grads.c ---- */
 
 /* the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds */
-int gradients_set_kind(struct gradients *gradients, enum grad_kind kind);
-void gradients_check(const struct gradients *gradients); /* the invariant, where FSDP_C_CHECK is defined */
+int grads_set_kind(struct grads *grads, enum grad_kind kind);
+void grads_check(const struct grads *grads); /* the invariant, where FSDP_C_CHECK is defined */
 
 /* first pre-backward: move a sharded .grad aside, to accumulate onto */
-int gradients_prepare(struct gradients *gradients);
+int grads_prepare(struct grads *grads);
 /* amid a backward: no .grad shows what no_sync left. 0 or -1 */
-int gradients_hide_unsharded(struct gradients *gradients);
-int gradients_show_again(struct gradients *gradients); /* after an exception. 0 or -1 */
+int grads_hide_unsharded(struct grads *grads);
+int grads_show_again(struct grads *grads); /* after an exception. 0 or -1 */
 /* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or
  * -1. Without a `shard`: is there any? 1, 0 or -1. */
-int gradients_add_late(struct gradients *gradients, PyObject **shard);
+int grads_add_late(struct grads *grads, PyObject **shard);
 /* the user has cleared it: nothing is left of it. 0 or -1 */
-int gradients_drop_shown(struct gradients *gradients);
+int grads_drop_shown(struct grads *grads);
 /* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
-int gradients_forget_reduced(struct gradients *gradients, int64_t index);
+int grads_forget_reduced(struct grads *grads, int64_t index);
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New
  * reference. */
-PyObject *gradients_zeros(struct gradients *gradients);
-PyObject *gradients_flat_or_zeros(struct gradients *gradients);
+PyObject *grads_zeros(struct grads *grads);
+PyObject *grads_flat_or_zeros(struct grads *grads);
 /* The gradient of this backward, as far as it has come, or .grad. New reference. */
-PyObject *gradients_sharded(const struct gradients *gradients);
+PyObject *grads_sharded(const struct grads *grads);
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's
  * has. */
-int64_t gradients_offset(const struct gradients *gradients, int64_t index);
-PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index);
+int64_t grads_offset(const struct grads *grads, int64_t index);
+PyObject *grads_part(const struct grads *grads, PyObject *flat_grad, int64_t index);
 /* A new tensor of the values of `input`, in the dtype of the sharded parameter, where computation is. */
-PyObject *gradients_cast_to_shard_dtype(struct gradients *gradients, PyObject *input);
-int gradients_is_zero(PyObject *values); /* all of them? 1, 0 or -1 */
-
-/* What earlier backwards left and this one adds to. */
-static inline PyObject **gradients_previous(struct gradients *gradients) {
-    return gradients->param->sharded ? &gradients->unsharded : &gradients->saved_shard;
-}
+PyObject *grads_cast_to_shard_dtype(struct grads *grads, PyObject *input);
+int grads_is_zero(PyObject *values); /* all of them? 1, 0 or -1 */
 
 #endif

@@ -1,0 +1,729 @@
+/* The gradients of a unit: as autograd brings them, and as the user sees them in `.grad`.
+ *
+ * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward meet first,
+ * in order of arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad.
+ * With low-precision parameters each forward there has its own AccumulateGrad node, so each contribution is
+ * added to .grad by itself.
+ *
+ * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps:
+ * sum(p.square().sum() for p in model.parameters()). Where such a term was made before the forward, its
+ * gradient comes after the unit's own has been packed, and autograd sets or adds to `.grad`. It is of the
+ * shard, and nobody reduces it, as nobody does where the term was made after the forward and the gradient was
+ * there before the backward came to the unit.
+ *
+ * What parameters show of earlier backwards is hidden meanwhile, as a reduction on another stream adds to
+ * it. */
+#include "handle/grads.h"
+
+#include "base/check.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* ---- what `.grad` holds between backwards ---- */
+
+static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
+    [GRAD_NONE] = {[GRAD_NONE] = true,        /* the user has set none */
+                   [GRAD_SHARDED] = true,     /* a reduced one is handed over */
+                   [GRAD_UNSHARDED] = true},  /* after no_sync */
+    [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* set aside in a backward, or cleared by the user */
+                      [GRAD_SHARDED] = true}, /* the user has set others */
+    [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or by the user's hooks */
+                        [GRAD_SHARDED] = true /* the user has set others */},
+};
+
+static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", "GRAD_UNSHARDED"};
+
+int grads_set_kind(struct grads *grads, enum grad_kind kind) {
+    if (!grad_allowed[grads->kind][kind])
+        return flat_param_refuse(grads->param, grad_names[grads->kind], grad_names[kind], "");
+    grads->kind = kind;
+    CHECKED(grads_check(grads));
+    return 0;
+}
+
+void grads_check(const struct grads *grads) {
+    INVARIANT(grads->kind != GRAD_SHARDED || !grads->in_backward);
+    INVARIANT(grads->kind != GRAD_UNSHARDED || grads->param->sharded);
+    INVARIANT(!grads->work || grads->reduce_output);
+    INVARIANT(!grads->offloaded || grads->storage->offload);
+    INVARIANT(!grads->shown || grads->kind == GRAD_SHARDED);
+}
+
+/* ---- given back with the last view ---- */
+
+/* Does the parameter show its part of the flat gradient, and not what the user has put there? New reference
+ * to it, or NULL: an exception may be set. */
+static PyObject *shown_part(const struct grads *grads, const struct tensor_view *flat, int64_t index) {
+    int64_t offset = grads_offset(grads, index);
+    PyObject *grad = offset < 0 ? NULL : torch_get_grad(PyList_GetItem(grads->param->params, index));
+    struct tensor_view part;
+    bool is_part = grad && grad != Py_None && tensor_view_of(grad, &part) == 0 &&
+                   (const char *)part.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype);
+    if (!is_part)
+        Py_CLEAR(grad);
+    return grad;
+}
+
+static int watch_part(struct grads *grads, PyObject *part, int64_t index) {
+    grads->shown_param = index;
+    ref_set(&grads->shown, PyWeakref_NewRef(part, grads->shown_end));
+    return grads->shown ? 0 : -1;
+}
+
+enum { NOBODY = -1 }; /* in the place of a parameter */
+
+/* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in
+ * order. */
+static int watch_shown(struct grads *grads, int64_t gone) {
+    OWNED *flat_grad = torch_get_grad(grads->param->tensor);
+    OWNED *part = NULL;
+    struct tensor_view flat;
+    if (!flat_grad || flat_grad == Py_None)
+        return flat_grad ? 0 : -1;
+    if (tensor_view_of(flat_grad, &flat) < 0)
+        return -1;
+    int64_t i = grads->param->num_params;
+    while (!part && --i >= 0 && !PyErr_Occurred())
+        part = i == gone ? NULL : shown_part(grads, &flat, i);
+    return PyErr_Occurred() ? -1 : part ? watch_part(grads, part, i) : 0;
+}
+
+/* The parameter may not be asked for what it has shown: this is called amid its end. */
+static PyObject *end_of_part(PyObject *capsule, PyObject *reference) {
+    (void)reference;
+    if (!PyCapsule_IsValid(capsule, NULL))
+        Py_RETURN_NONE; /* the unit has gone as well */
+    struct grads *grads = PyCapsule_GetPointer(capsule, NULL);
+    Py_CLEAR(grads->shown);
+    int result = watch_shown(grads, grads->shown_param);
+    if (!result && !grads->shown)
+        result = grads_drop_shown(grads);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef end_of_part_def = {"end_of_part", end_of_part, METH_O, NULL};
+
+void grads_watch_nothing(struct grads *grads) {
+    Py_CLEAR(grads->shown);
+}
+
+/* ---- life ---- */
+
+void grads_init(struct grads *grads, const struct handle_spec *spec) {
+    grads->predivide = spec->predivide;
+    grads->postdivide = spec->postdivide;
+}
+
+void grads_fini(struct grads *grads) {
+    grads_drop(grads);
+    Py_CLEAR(grads->hidden);
+    grads_watch_nothing(grads);
+    if (grads->shown_end)
+        PyCapsule_SetName(PyCFunction_GetSelf(grads->shown_end), "of a unit that has gone");
+    Py_CLEAR(grads->shown_end);
+    Py_CLEAR(grads->unsharded);
+    Py_CLEAR(grads->shard_sizes);
+    Py_CLEAR(grads->hooks_seen);
+    Py_CLEAR(grads->hidden_hooks);
+    Py_CLEAR(grads->comm_hook.function);
+    Py_CLEAR(grads->comm_hook.state);
+    collective_group_fini(&grads->comm_hook.group);
+    PyMem_Free(grads->sources);
+    PyMem_Free(grads->shard_pieces);
+}
+
+int grads_visit(const struct grads *grads, visitproc visit, void *arg) {
+    Py_VISIT(grads->comm_hook.function);
+    Py_VISIT(grads->comm_hook.state);
+    Py_VISIT(grads->pending);
+    Py_VISIT(grads->hidden_hooks);
+    return 0;
+}
+
+static int init_sources(struct grads *grads) {
+    PyMem_Free(grads->sources);
+    grads->sources = PyMem_Calloc((size_t)grads->param->num_params + 1, sizeof *grads->sources);
+    if (!grads->sources)
+        return tensor_check(STATUS_NO_MEMORY, "gradient sources of a unit");
+    for (int64_t i = 0; i < grads->param->num_params; i++) {
+        grads->sources[i].offset = layout_param_offset(&grads->param->layout, i);
+        grads->sources[i].numel = layout_param_numel(&grads->param->layout, i);
+        grads->sources[i].output_strides = grads->param->param_shapes[i].strides;
+    }
+    return 0;
+}
+
+/* How to split a shard (or, unsharded, the whole) so that each parameter's part is one piece. */
+static int init_shard_pieces(struct grads *grads) {
+    PyMem_Free(grads->shard_pieces);
+    grads->shard_pieces = PyMem_Calloc((size_t)grads->param->num_params + 1, sizeof *grads->shard_pieces);
+    ref_set(&grads->shard_sizes, PyList_New(0));
+    if (!grads->shard_pieces || !grads->shard_sizes)
+        return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
+    const struct flat_layout *layout = &grads->param->layout;
+    int64_t end = 0, pieces = 0;
+    for (int64_t i = 0; i < layout->num_params; i++) {
+        const struct layout_shard_range *range = &layout->shard_ranges[i];
+        grads->shard_pieces[i] = -1;
+        if (!range->in_shard)
+            continue;
+        if (range->offset_in_shard > end) {
+            if (ref_append(grads->shard_sizes, PyLong_FromLongLong(range->offset_in_shard - end)) < 0)
+                return -1;
+            pieces++;
+        }
+        if (ref_append(grads->shard_sizes, PyLong_FromLongLong(range->numel_in_shard)) < 0)
+            return -1;
+        grads->shard_pieces[i] = pieces++;
+        end = range->offset_in_shard + range->numel_in_shard;
+    }
+    int64_t rest = layout->shard_numel - end;
+    return rest > 0 ? ref_append(grads->shard_sizes, PyLong_FromLongLong(rest)) : 0;
+}
+
+/* torch refuses a gradient of another dtype unless the leaf says that any will do. */
+static int allow_low_precision_grads(struct grads *grads) {
+    const struct flat_param *param = grads->param;
+    if (!param->keep_low_precision_grads || !grads->storage->copies[PRECISION_COMPUTE].low_precision)
+        return 0;
+    int result = PyObject_SetAttr(param->tensor, torch_names.grad_dtype, Py_None);
+    for (int64_t i = 0; !result && param->params && i < param->num_params; i++)
+        result = PyObject_SetAttr(PyList_GetItem(param->params, i), torch_names.grad_dtype, Py_None);
+    return result;
+}
+
+int grads_lazy_init(struct grads *grads) {
+    if (init_sources(grads) < 0 || init_shard_pieces(grads) < 0)
+        return -1;
+    OWNED *capsule = grads->shown_end ? NULL : PyCapsule_New(grads, NULL, NULL);
+    if (capsule)
+        grads->shown_end = PyCFunction_New(&end_of_part_def, capsule);
+    return grads->shown_end ? allow_low_precision_grads(grads) : -1;
+}
+
+void grads_drop(struct grads *grads) {
+    Py_CLEAR(grads->pending);
+    Py_CLEAR(grads->sum);
+    Py_CLEAR(grads->saved_shard);
+    Py_CLEAR(grads->offloaded);
+    Py_CLEAR(grads->reduce_input);
+    Py_CLEAR(grads->hook_input);
+    Py_CLEAR(grads->reduce_output);
+    Py_CLEAR(grads->cast_output);
+    Py_CLEAR(grads->work);
+    grads->in_backward = grads->hooked = false;
+}
+
+/* ---- received ---- */
+
+PyObject **grads_previous(struct grads *grads) {
+    return grads->param->sharded ? &grads->unsharded : &grads->saved_shard;
+}
+
+/* A second contribution has come: the first one is added up. See [Note: order of addition]. */
+static int settle_pending(struct grads *grads) {
+    bool low_precision = grads->storage->copy->low_precision;
+    if (low_precision && grads_call_param_hooks(grads) < 0)
+        return -1;
+    if (!grads->pending)
+        return 0;
+    PyObject *previous = *grads_previous(grads);
+    if (low_precision && previous)
+        return grads_add_pending(grads, previous);
+    PyObject *sum = grads_take_received(grads);
+    if (sum)
+        grads->sum = sum;
+    return sum ? 0 : -1;
+}
+
+static bool has_gradient(PyObject *args, int64_t num_params) {
+    for (int64_t i = 0; i < num_params; i++)
+        if (PyTuple_GetItem(args, i + 1) != Py_None)
+            return true;
+    return false;
+}
+
+bool grads_have_new(const struct grads *grads) {
+    return grads->pending || grads->hooked;
+}
+
+int grads_receive(struct grads *grads, PyObject *args) {
+    if (!has_gradient(args, grads->param->num_params))
+        return 0;
+    if (grads->pending && settle_pending(grads) < 0)
+        return -1;
+    ref_set(&grads->pending, Py_NewRef(args));
+    return 0;
+}
+
+PyObject *grads_flat_of(struct grads *grads, PyObject *args) {
+    const struct flat_param *param = grads->param;
+    if (param->sharded) {
+        flat_param_error(
+            param, PyExc_RuntimeError,
+            "torch.autograd.grad() cannot return the gradient of its flat parameter, of which each of %lld "
+            "ranks holds a part: call backward(), or backward(inputs=...), and read .grad. Schedules that "
+            "take the gradients of inputs and weights apart need FSDP units with a group of one rank",
+            (long long)param->shard_group.world_size);
+        return NULL;
+    }
+    if (!has_gradient(args, param->num_params))
+        return Py_NewRef(Py_None);
+    /* `pending` and `sum` are another backward's, if they are there */
+    PyObject *pending = grads->pending, *sum = grads->sum;
+    grads->pending = Py_NewRef(args);
+    grads->sum = NULL;
+    OWNED *total = grads_take_received(grads);
+    ref_set(&grads->pending, pending);
+    grads->sum = sum;
+    return total ? torch_part(total, 0, param->layout.shard_numel) : NULL;
+}
+
+/* Packed, they are zeros. */
+int grads_receive_nothing(struct grads *grads) {
+    if (grads->pending || grads->sum || *grads_previous(grads))
+        return 0;
+    Py_ssize_t count = (Py_ssize_t)grads->param->num_params + 1;
+    grads->pending = PyTuple_New(count);
+    for (Py_ssize_t i = 0; grads->pending && i < count; i++)
+        PyTuple_SetItem(grads->pending, i, Py_NewRef(Py_None));
+    return grads->pending ? 0 : -1;
+}
+
+/* ---- where a parameter's gradient lies in that of its unit ---- */
+
+static bool is_full_size(const struct grads *grads) {
+    return !grads->param->sharded || grads->kind == GRAD_UNSHARDED;
+}
+
+int64_t grads_offset(const struct grads *grads, int64_t index) {
+    if (is_full_size(grads))
+        return layout_param_offset(&grads->param->layout, index);
+    const struct layout_shard_range *range = &grads->param->layout.shard_ranges[index];
+    return range->in_shard && range->numel_in_shard ? range->offset_in_shard : -1;
+}
+
+PyObject *grads_part(const struct grads *grads, PyObject *flat_grad, int64_t index) {
+    int64_t offset = grads_offset(grads, index);
+    if (is_full_size(grads))
+        return torch_view(flat_grad, offset, layout_param_numel(&grads->param->layout, index),
+                          PyTuple_GetItem(grads->param->shapes, index),
+                          PyTuple_GetItem(grads->param->strides, index));
+    return PyObject_CallMethod(flat_grad, "narrow", "iLL", 0, (long long)offset,
+                               (long long)grads->param->layout.shard_ranges[index].numel_in_shard);
+}
+
+int grads_is_zero(PyObject *tensor) {
+    OWNED *any = PyObject_CallMethod(tensor, "any", NULL);
+    return any ? PyObject_Not(any) : -1;
+}
+
+/* ---- hidden amid a backward ---- */
+
+static bool is_part_of(PyObject *grad, const struct tensor_view *whole) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    uintptr_t nbytes = (uintptr_t)(tensor_view_numel(whole) * dtype_nbytes(whole->dtype));
+    return (uintptr_t)view.data - (uintptr_t)whole->data < nbytes;
+}
+
+/* No original parameter's .grad is a part of `whole_grad` any longer; `aside`: until they are shown again. 0
+ * or -1. */
+static int hide(struct grads *grads, PyObject *whole_grad, bool aside) {
+    struct tensor_view whole;
+    if (!grads->param->use_orig_params)
+        return 0;
+    ref_set(&grads->hidden, PyList_New(0));
+    if (!grads->hidden || tensor_view_of(whole_grad, &whole) < 0)
+        return -1;
+    for (int64_t i = 0; i < grads->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(grads->param->params, i);
+        OWNED *grad = torch_get_grad(param);
+        bool hides = grad && grad != Py_None && is_part_of(grad, &whole);
+        if (!grad ||
+            PyList_Append(grads->hidden, !hides  ? Py_None
+                                         : aside ? grad
+                                                 : Py_True) < 0 ||
+            (hides && torch_set_grad(param, Py_None) < 0))
+            return -1;
+    }
+    return 0;
+}
+
+int grads_hide_unsharded(struct grads *grads) {
+    if (grads->kind != GRAD_UNSHARDED)
+        return 0;
+    if (hide(grads, grads->unsharded, false) < 0 || torch_set_grad(grads->param->tensor, Py_None) < 0)
+        return -1;
+    return grads_set_kind(grads, GRAD_NONE);
+}
+
+int grads_show_again(struct grads *grads) {
+    OWNED *hidden = grads->hidden;
+    grads->hidden = NULL;
+    int result = 0;
+    for (Py_ssize_t i = 0; hidden && !result && i < PyList_Size(hidden); i++)
+        if (torch_is_tensor(PyList_GetItem(hidden, i)))
+            result =
+                torch_set_foreign_grad(PyList_GetItem(grads->param->params, i), PyList_GetItem(hidden, i));
+    return result;
+}
+
+static int add(const struct grads *grads, PyObject **shard, PyObject *late, int64_t index) {
+    if (!*shard && !(*shard = torch_zeros_like(grads->storage->shard_like)))
+        return -1;
+    OWNED *part = index < 0 ? Py_NewRef(*shard) : grads_part(grads, *shard, index);
+    OWNED *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
+    return ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL);
+}
+
+int grads_add_late(struct grads *grads, PyObject **shard) {
+    const struct flat_param *param = grads->param;
+    int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
+    int64_t end = param->use_orig_params ? param->num_params : 0;
+    int result = 0;
+    for (int64_t i = begin; !result && i < end; i++) {
+        if (i >= 0 && grads_offset(grads, i) < 0)
+            continue;
+        OWNED *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
+        if (late != Py_None)
+            result = !late ? -1 : shard ? add(grads, shard, late, i) : 1;
+    }
+    return result;
+}
+
+/* ---- set aside ---- */
+
+/* A gradient in CPU memory, where computation is. New reference. */
+static PyObject *upload(struct grads *grads, PyObject *grad) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0)
+        return NULL;
+    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, grads->param->device) : NULL;
+    if (copy && torch_enqueue_copy(copy, grad) < 0)
+        Py_CLEAR(copy);
+    return copy;
+}
+
+PyObject *grads_cast_to_shard_dtype(struct grads *grads, PyObject *input) {
+    PyObject *output = grads->cast_output;
+    grads->cast_output = NULL;
+    if (!output)
+        output = torch_empty_like(grads->storage->shard_like);
+    if (output && storage_apply(grads->storage, grads->storage->kernels->cast_divide, output, input, 1.0,
+                                "cast of a gradient") < 0)
+        Py_CLEAR(output);
+    return output;
+}
+
+int grads_forget_reduced(struct grads *grads, int64_t index) {
+    const struct layout_shard_range *range = &grads->param->layout.shard_ranges[index];
+    if (!grads->saved_shard || !range->in_shard)
+        return 0;
+    OWNED *part = torch_part(grads->saved_shard, range->offset_in_shard, range->numel_in_shard);
+    return part ? torch_zero(part) : -1;
+}
+
+/* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where
+ * the one was zeroed in place, the other goes as well (parity 41). */
+static int forget_zeroed(struct grads *grads) {
+    const struct flat_param *param = grads->param;
+    for (int64_t i = 0; grads->saved_shard && i < param->num_params; i++) {
+        OWNED *shown =
+            torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
+        /* writes by anything but this library, since it is shown */
+        int64_t writes = !shown ? -1 : shown == Py_None ? 0 : torch_version(shown);
+        OWNED *part = writes > 0 ? grads_part(grads, grads->unsharded, i) : NULL;
+        int zeroed = writes <= 0 ? (int)writes : part ? grads_is_zero(part) : -1;
+        if (zeroed < 0 || (zeroed && grads_forget_reduced(grads, i) < 0))
+            return -1;
+    }
+    return 0;
+}
+
+int grads_drop_shown(struct grads *grads) {
+    Py_CLEAR(grads->shown);
+    grads->unreduced = false;
+    Py_CLEAR(grads->unsharded);
+    Py_CLEAR(grads->saved_shard);
+    if (grads->kind == GRAD_NONE)
+        return 0;
+    if (torch_set_grad(grads->param->tensor, Py_None) < 0)
+        return -1;
+    return grads_set_kind(grads, GRAD_NONE);
+}
+
+static int take_flat_grad(struct grads *grads) {
+    Py_CLEAR(grads->shown);
+    OWNED *grad = torch_get_grad(grads->param->tensor);
+    struct tensor_view view;
+    if (!grad)
+        return -1;
+    if (grad == Py_None)
+        return grads_drop_shown(grads);
+    if (grads->kind == GRAD_UNSHARDED)
+        return forget_zeroed(grads);
+    if (grads_set_kind(grads, GRAD_NONE) < 0 || hide(grads, grad, true) < 0)
+        return -1;
+    if (grads->storage->offload)
+        ref_set(&grad, upload(grads, grad));
+    if (!grad || tensor_view_of(grad, &view) < 0)
+        return -1;
+    if (grads->param->sharded && view.dtype != grads->storage->orig_kind)
+        ref_set(&grad, grads_cast_to_shard_dtype(grads, grad));
+    ref_set(&grads->saved_shard, Py_XNewRef(grad));
+    return grad ? torch_set_grad(grads->param->tensor, Py_None) : -1;
+}
+
+int grads_prepare(struct grads *grads) {
+    bool begins = !grads->in_backward;
+    grads->in_backward = true;
+    return begins ? take_flat_grad(grads) : 0;
+}
+
+/* ---- made of nothing ---- */
+
+PyObject *grads_zeros(struct grads *grads) {
+    PyObject *left, *zeros;
+    if (torch_leave_inference_mode(&left) < 0)
+        return NULL;
+    zeros = torch_zeros_like(grads->storage->local_shard);
+    if (zeros && torch_set_foreign_grad(grads->param->tensor, zeros) < 0)
+        Py_CLEAR(zeros);
+    if (torch_return_to_inference_mode(left) < 0)
+        Py_CLEAR(zeros);
+    return zeros;
+}
+
+PyObject *grads_flat_or_zeros(struct grads *grads) {
+    PyObject *grad = torch_get_grad(grads->param->tensor);
+    if (!grad || grad != Py_None)
+        return grad;
+    Py_DECREF(grad);
+    return grads_set_kind(grads, GRAD_SHARDED) < 0 ? NULL : grads_zeros(grads);
+}
+
+PyObject *grads_sharded(const struct grads *grads) {
+    if (grads->in_backward && grads->saved_shard && grads->param->sharded)
+        return Py_NewRef(grads->offloaded ? grads->offloaded : grads->saved_shard);
+    return grads->param->tensor ? torch_get_grad(grads->param->tensor) : Py_NewRef(Py_None);
+}
+
+/* ---- shown ---- */
+
+static int clear_grad(PyObject *param) {
+    OWNED *grad = torch_get_grad(param);
+    if (!grad || grad == Py_None)
+        return grad ? 0 : -1;
+    return torch_set_grad(param, Py_None);
+}
+
+/* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one
+ * comes (parity 42). 1, 0 or -1. */
+static int shows_grad(const struct grads *grads, int64_t index) {
+    PyObject *param = PyList_GetItem(grads->param->params, index);
+    int requires_grad = torch_requires_grad(param);
+    if (requires_grad)
+        return requires_grad;
+    if (grads->hidden)
+        return PyList_GetItem(grads->hidden, index) != Py_None;
+    OWNED *grad = torch_get_grad(param);
+    return grad ? grad != Py_None : -1;
+}
+
+/* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its
+ * gradient to look at. */
+static int shows_full_grad(const struct grads *grads, int64_t index, PyObject *view) {
+    if (!grads->param->sharded && !layout_param_numel(&grads->param->layout, index))
+        return 0; /* nor does torch show one, which would be empty */
+    int shows = shows_grad(grads, index);
+    if (shows || grads->hidden || !grads->param->sharded || grads->param->layout.shard_ranges[index].in_shard)
+        return shows;
+    int zero = grads_is_zero(view);
+    return zero < 0 ? -1 : !zero;
+}
+
+/* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
+static int show_unsharded_grads(struct grads *grads, PyObject *grad) {
+    OWNED *views = flat_param_views(grads->param, grad);
+    for (int64_t i = 0; views && i < grads->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(grads->param->params, i), *view = PyTuple_GetItem(views, i);
+        int shows = shows_full_grad(grads, i, view);
+        if (shows < 0 || (shows ? torch_set_foreign_grad(param, view) : clear_grad(param)) < 0)
+            return -1;
+    }
+    return views ? 0 : -1;
+}
+
+/* ---- handed over ---- */
+
+/* The original parameters show their parts of the sharded flat gradient; those outside the shard show
+ * None. */
+static int show_sharded_grads(struct grads *grads, PyObject *grad) {
+    OWNED *pieces =
+        PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, grad, grads->shard_sizes, NULL);
+    for (int64_t i = grads->param->num_params - 1; pieces && i >= 0; i--) {
+        PyObject *param = PyList_GetItem(grads->param->params, i);
+        int shows = grads->shard_pieces[i] < 0 ? 0 : shows_grad(grads, i);
+        OWNED *piece = shows > 0 ? PySequence_GetItem(pieces, grads->shard_pieces[i]) : NULL;
+        if (!piece && (shows || clear_grad(param) < 0))
+            return -1;
+        if (piece && (torch_set_grad(param, piece) < 0 || (!grads->shown && watch_part(grads, piece, i) < 0)))
+            return -1;
+    }
+    return pieces ? 0 : -1;
+}
+
+static int show_grads(struct grads *grads, PyObject *grad) {
+    if (!grads->param->use_orig_params)
+        return 0;
+    Py_CLEAR(grads->shown); /* nothing goes with the views of before */
+    if (grads->param->sharded && grads->kind == GRAD_SHARDED)
+        return show_sharded_grads(grads, grad);
+    int result = show_unsharded_grads(grads, grad);
+    return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_shown(grads, NOBODY);
+}
+
+/* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while
+ * the host waits. */
+static PyObject *take_saved_shard(struct grads *grads) {
+    PyObject *shard = grads->saved_shard, *offloaded = grads->offloaded;
+    grads->saved_shard = grads->offloaded = NULL;
+    if (!grads->storage->offload)
+        return shard;
+    if (!offloaded)
+        offloaded = PyObject_CallMethod(shard, "cpu", NULL);
+    Py_DECREF(shard);
+    if (offloaded && storage_put_attribute(grads->storage, "_cpu_grad", offloaded) < 0)
+        Py_CLEAR(offloaded);
+    return offloaded;
+}
+
+/* flat_param.grad = what no_sync left, without the right padding */
+static int show_flat_unsharded(struct grads *grads) {
+    OWNED *grad = torch_part(grads->unsharded, 0, grads->param->layout.numel); /* of version 0 */
+    return grad ? torch_set_foreign_grad(grads->param->tensor, grad) : -1;
+}
+
+static int show_no_sync(struct grads *grads) {
+    bool shown = grads->kind == GRAD_UNSHARDED && !grads->hides_some;
+    grads->hides_some = false;
+    if (shown)
+        return 0; /* accumulated in place */
+    if (grads->kind == GRAD_UNSHARDED)
+        return show_grads(grads, grads->unsharded);
+    if (grads_add_late(grads, &grads->saved_shard) < 0)
+        return -1;
+    int result = show_flat_unsharded(grads);
+    if (grads_set_kind(grads, GRAD_UNSHARDED) < 0 || result < 0)
+        return -1;
+    return show_grads(grads, grads->unsharded);
+}
+
+static int show_reduced(struct grads *grads) {
+    const struct flat_param *param = grads->param;
+    const struct storage *storage = grads->storage;
+    OWNED *shard = take_saved_shard(grads);
+    struct tensor_view view;
+    if (grads_set_kind(grads, GRAD_SHARDED) < 0 || !shard || grads_add_late(grads, &shard) < 0)
+        return -1;
+    /* NO_SHARD keeps the dtype of the reduction instead */
+    bool keeps_low = param->sharded && param->keep_low_precision_grads && storage->copy->low_precision;
+    OWNED *grad = keeps_low ? PyObject_CallMethod(shard, "to", "O", storage->copy->dtype) : Py_NewRef(shard);
+    if (!grad || tensor_view_of(grad, &view) < 0)
+        return -1;
+    /* in the usual step it has the shape and dtype of the shard */
+    bool fits =
+        view.dtype == storage->orig_kind && view.ndim == 1 && view.sizes[0] == param->layout.shard_numel;
+    int result = fits ? torch_set_grad(param->tensor, grad) : torch_set_foreign_grad(param->tensor, grad);
+    return result < 0 ? -1 : show_grads(grads, grad);
+}
+
+int grads_note_hidden(struct grads *grads, int64_t index) {
+    int requires_grad = torch_requires_grad(PyList_GetItem(grads->param->params, index));
+    grads->hides_some = grads->hides_some || requires_grad > 0;
+    return requires_grad < 0 ? -1 : 0;
+}
+
+int grads_hand_over(struct grads *grads) {
+    grads->in_backward = grads->hooked = false;
+    /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
+    Py_CLEAR(grads->pending);
+    Py_CLEAR(grads->sum);
+    int result = 0;
+    if (grads->unsharded)
+        result = show_no_sync(grads); /* what was reduced before stays aside until the next reduction */
+    else if (grads->saved_shard)
+        result = show_reduced(grads);
+    Py_CLEAR(grads->hidden);
+    return result;
+}
+
+int grads_show_full_grad(struct grads *grads, PyObject *grad) {
+    Py_CLEAR(grads->shown);
+    if (grad != Py_None)
+        return show_unsharded_grads(grads, grad);
+    for (int64_t i = 0; i < grads->param->num_params; i++)
+        if (clear_grad(PyList_GetItem(grads->param->params, i)) < 0)
+            return -1;
+    return 0;
+}
+
+int grads_show_flat_grad(struct grads *grads) {
+    if (!grads->param->use_orig_params)
+        return 0;
+    if (grads->kind == GRAD_UNSHARDED)
+        return show_unsharded_grads(grads, grads->unsharded);
+    OWNED *grad = torch_get_grad(grads->param->tensor);
+    if (!grad)
+        return -1;
+    return grad == Py_None ? grads_show_full_grad(grads, grad) : show_grads(grads, grad);
+}
+
+/* ---- moved ---- */
+
+/* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is
+ * none. */
+static int show_parts_anew(struct grads *grads, PyObject *grad) {
+    Py_CLEAR(grads->shown); /* nothing goes with the views of before */
+    for (int64_t i = 0; grads->param->use_orig_params && i < grads->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(grads->param->params, i);
+        OWNED *before = torch_get_grad(param);
+        if (!before)
+            return -1;
+        if (before == Py_None || grads_offset(grads, i) < 0)
+            continue;
+        OWNED *part = grads_part(grads, grad, i);
+        if (!part || torch_set_foreign_grad(param, part) < 0)
+            return -1;
+    }
+    return grads->kind == GRAD_SHARDED ? watch_shown(grads, NOBODY) : 0;
+}
+
+/* What no_sync left goes where the shard is, in its dtype unless mixed precision says another. */
+static int move_unsharded(struct grads *grads) {
+    const struct storage *storage = grads->storage;
+    PyObject *like = storage->may_offload ? grads->unsharded : storage->local_shard;
+    PyObject *dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
+    OWNED *device = PyObject_GetAttr(like, torch_names.device);
+    PyObject *moved = device ? PyObject_CallMethod(grads->unsharded, "to", "OO", device,
+                                                   dtype == Py_None ? storage->orig_dtype : dtype)
+                             : NULL;
+    if (!moved)
+        return -1;
+    ref_set(&grads->unsharded, moved);
+    return show_flat_unsharded(grads);
+}
+
+int grads_follow(struct grads *grads) {
+    if (grads->in_backward || grads->kind == GRAD_NONE)
+        return 0;
+    if (grads->kind == GRAD_UNSHARDED)
+        return move_unsharded(grads) < 0 ? -1 : show_parts_anew(grads, grads->unsharded);
+    OWNED *grad = torch_get_grad(grads->param->tensor);
+    return !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(grads, grad);
+}

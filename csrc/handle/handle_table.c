@@ -1,0 +1,76 @@
+/* The handles that are alive, by the ids that torch.ops.fsdp_c are called with. */
+#include "handle/handle.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct entry {
+    int64_t id;
+    struct handle *handle; /* borrowed; removes itself */
+};
+
+/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there
+ * because ops run without Python's. */
+static struct {
+    pthread_mutex_t lock;
+    struct entry *entries; /* owned */
+    int64_t count, capacity, last_id;
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static bool grow_table(void) {
+    int64_t capacity = table.capacity ? table.capacity * 2 : 64;
+    struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
+    if (!entries)
+        return false;
+    table.entries = entries;
+    table.capacity = capacity;
+    return true;
+}
+
+int64_t handle_table_add(struct handle *handle) {
+    int64_t id = -1;
+    pthread_mutex_lock(&table.lock);
+    if (table.count < table.capacity || grow_table()) {
+        id = ++table.last_id;
+        table.entries[table.count++] = (struct entry){id, handle};
+    }
+    pthread_mutex_unlock(&table.lock);
+    if (id < 0)
+        PyErr_NoMemory();
+    return id;
+}
+
+static int compare_ids(const void *id, const void *entry) {
+    int64_t wanted = *(const int64_t *)id, found = ((const struct entry *)entry)->id;
+    return (wanted > found) - (wanted < found);
+}
+
+/* Borrowed, while the lock is held; NULL where it is not there. */
+static struct entry *entry_of(int64_t id) {
+    return table.count ? bsearch(&id, table.entries, (size_t)table.count, sizeof(struct entry), compare_ids)
+                       : NULL;
+}
+
+void handle_table_remove(int64_t id) {
+    pthread_mutex_lock(&table.lock);
+    struct entry *entry = entry_of(id);
+    if (entry)
+        memmove(entry, entry + 1, (size_t)(&table.entries[--table.count] - entry) * sizeof *entry);
+    pthread_mutex_unlock(&table.lock);
+}
+
+struct handle *handle_table_find(int64_t id) {
+    pthread_mutex_lock(&table.lock);
+    const struct entry *entry = entry_of(id);
+    struct handle *handle = entry ? entry->handle : NULL;
+    pthread_mutex_unlock(&table.lock);
+    return handle;
+}
+
+int handle_table_refuse_freed_view(const PyObject *tensor) {
+    int result = 0; /* Python's lock is held, without which no entry comes or goes */
+    for (int64_t i = 0; !result && i < table.count; i++)
+        result = storage_refuse_freed_view(&table.entries[i].handle->storage, tensor);
+    return result;
+}

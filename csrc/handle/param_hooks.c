@@ -1,0 +1,255 @@
+/* The user's hooks on the flat parameter, which are called with the gradients of its unit.
+ *
+ * [Note: hooks of the flat parameter] Tensor.register_hook and register_post_accumulate_grad_hook: no
+ * gradient goes along the graph's edges to the flat parameter, so autograd would call its hooks with nothing.
+ * They are hidden from the unit's node to the end of the backward, and called here, between the last
+ * contribution to a unit's gradient and its reduction, as autograd would call them. The parameter shows its
+ * unsharded data in the compute dtype, the gradient is that of this rank's batch, without the right padding,
+ * and `.grad` what earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one
+ * `.grad`; what stands there in the end is what is reduced. With low-precision parameters every forward has
+ * its own turn. */
+#include "handle/grads.h"
+
+#include <string.h>
+
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* ---- which there are ---- */
+
+/* The dict of hooks, or None. New reference. */
+static PyObject *hooks_of(const struct grads *grads, PyObject *attribute) {
+    if (!grads->hidden_hooks)
+        return PyObject_GetAttr(grads->param->tensor, attribute);
+    return Py_NewRef(PyTuple_GetItem(grads->hidden_hooks, attribute != torch_names._backward_hooks));
+}
+
+/* The functions in a dict of hooks, which may change while they are called; an empty list where there are
+ * none. New reference. */
+static PyObject *functions_of(const struct grads *grads, PyObject *attribute) {
+    OWNED *hooks = hooks_of(grads, attribute);
+    if (!hooks)
+        return NULL;
+    return hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
+}
+
+static int has_any(const struct grads *grads, PyObject *attribute) {
+    OWNED *hooks = hooks_of(grads, attribute);
+    return !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
+}
+
+/* 1, 0 or -1. Hooks that were found are looked for again: they may have been removed. */
+static int has_hooks(struct grads *grads) {
+    int registered = torch_hooks_registered_since(&grads->hooks_seen);
+    if (registered < 0 || (!registered && !grads->has_param_hooks))
+        return registered;
+    int result = has_any(grads, torch_names._backward_hooks);
+    if (!result)
+        result = has_any(grads, torch_names._post_accumulate_grad_hooks);
+    grads->has_param_hooks = result != 0;
+    return result;
+}
+
+/* ---- hidden from autograd ---- */
+
+/* In the place of a dict of hooks stands an empty one: without any, autograd would go on with the one
+ * before. */
+static int set_hooks(const struct grads *grads, PyObject *attribute, PyObject *hooks, bool hidden) {
+    if (hooks == Py_None)
+        return 0;
+    OWNED *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
+    return shown ? PyObject_SetAttr(grads->param->tensor, attribute, shown) : -1;
+}
+
+static int set_all_hooks(const struct grads *grads, PyObject *both, bool hidden) {
+    if (set_hooks(grads, torch_names._backward_hooks, PyTuple_GetItem(both, 0), hidden) < 0)
+        return -1;
+    return set_hooks(grads, torch_names._post_accumulate_grad_hooks, PyTuple_GetItem(both, 1), hidden);
+}
+
+int grads_hide_param_hooks(struct grads *grads) {
+    int any = grads->param->use_orig_params || grads->hidden_hooks ? 0 : has_hooks(grads);
+    if (any <= 0)
+        return any;
+    OWNED *on_gradient = hooks_of(grads, torch_names._backward_hooks);
+    OWNED *on_accumulated = hooks_of(grads, torch_names._post_accumulate_grad_hooks);
+    if (on_gradient && on_accumulated)
+        grads->hidden_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
+    return grads->hidden_hooks ? set_all_hooks(grads, grads->hidden_hooks, true) : -1;
+}
+
+int grads_show_param_hooks(struct grads *grads) {
+    OWNED *hidden = grads->hidden_hooks;
+    if (!hidden)
+        return 0;
+    grads->hidden_hooks = NULL;
+    return set_all_hooks(grads, hidden, false);
+}
+
+/* ---- called ---- */
+
+/* What a hook returned must be able to stand for the gradient it was given. */
+static int check_replacement(const struct grads *grads, PyObject *function, PyObject *grad, PyObject *value) {
+    const struct flat_param *param = grads->param;
+    struct tensor_view old, new;
+    if (!torch_is_tensor(value))
+        return flat_param_error(
+            param, PyExc_TypeError,
+            "expected a Tensor or None from hook %R of its flat parameter, but hook returned %R", function,
+            (PyObject *)Py_TYPE(value));
+    if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
+        return -1;
+    bool same_type =
+        new.dtype == old.dtype && new.device == old.device && new.device_index == old.device_index;
+    bool same_size =
+        new.ndim == old.ndim && memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) == 0;
+    if (same_type && same_size)
+        return 0;
+    return flat_param_error(param, PyExc_RuntimeError,
+                            "hook %R of its flat parameter has changed the %s of value: a gradient is "
+                            "replaced by one of the same size, dtype and device, not by a %R",
+                            function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
+}
+
+/* The gradient after all hooks. Steals `grad`; new reference or NULL. */
+static PyObject *call_gradient_hooks(struct grads *grads, PyObject *grad) {
+    OWNED *functions = functions_of(grads, torch_names._backward_hooks);
+    int result = functions ? 0 : -1;
+    for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
+        PyObject *function = PyList_GetItem(functions, i);
+        OWNED *value = PyObject_CallFunctionObjArgs(function, grad, NULL);
+        result = !value ? -1 : value == Py_None ? 0 : check_replacement(grads, function, grad, value);
+        if (!result && value != Py_None)
+            ref_set(&grad, Py_NewRef(value));
+    }
+    if (result < 0)
+        Py_CLEAR(grad);
+    return grad;
+}
+
+static int call_accumulated_hooks(struct grads *grads) {
+    OWNED *functions = functions_of(grads, torch_names._post_accumulate_grad_hooks);
+    for (Py_ssize_t i = 0; functions && i < PyList_Size(functions); i++) {
+        OWNED *value = PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), grads->param->tensor, NULL);
+        if (!value)
+            return -1;
+        if (value != Py_None)
+            return flat_param_error(grads->param, PyExc_RuntimeError,
+                                    "Tensor post accumulate grad hooks should return None, not a %R",
+                                    (PyObject *)Py_TYPE(value));
+    }
+    return functions ? 0 : -1;
+}
+
+/* ---- .grad while they are called ---- */
+
+static PyObject *without_padding(const struct grads *grads, PyObject *padded) {
+    return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)grads->param->layout.numel);
+}
+
+static int show_grad(struct grads *grads, PyObject *padded) {
+    OWNED *grad = padded ? without_padding(grads, padded) : NULL;
+    if (padded && !grad)
+        return -1;
+    return grad ? torch_set_foreign_grad(grads->param->tensor, grad)
+                : torch_set_grad(grads->param->tensor, Py_None);
+}
+
+/* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
+ * seen it. */
+static int accumulate(struct grads *grads, PyObject *grad) {
+    OWNED *sum = torch_get_grad(grads->param->tensor);
+    int result = -1;
+    if (sum && sum != Py_None) {
+        result = ref_done(PyObject_CallMethod(sum, "add_", "O", grad));
+    } else if (sum) {
+        bool kept = Py_REFCNT(grad) > 1;
+        OWNED *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
+        result = own ? torch_set_foreign_grad(grads->param->tensor, own) : -1;
+    }
+    Py_DECREF(grad);
+    return result;
+}
+
+/* `grad` with the padding behind it; new reference. */
+static PyObject *padded_copy(struct grads *grads, PyObject *grad) {
+    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    PyObject *padded =
+        dtype ? torch_empty(grads->param->layout.padded_numel, dtype, grads->param->device) : NULL;
+    OWNED *part = padded && torch_zero(padded) == 0 ? without_padding(grads, padded) : NULL;
+    if (!part || torch_copy(part, grad) < 0)
+        Py_CLEAR(padded);
+    return padded;
+}
+
+/* Is `grad` the beginning of `padded`? */
+static bool lies_in(const struct grads *grads, PyObject *grad, PyObject *padded) {
+    struct tensor_view inner, outer;
+    if (tensor_view_of(grad, &inner) < 0 || tensor_view_of(padded, &outer) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    return inner.data == outer.data && inner.dtype == outer.dtype && tensor_view_is_contiguous(&inner) &&
+           tensor_view_numel(&inner) == grads->param->layout.numel;
+}
+
+/* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
+ * replaced. */
+static int take_grad(struct grads *grads, PyObject *padded) {
+    OWNED *grad = torch_get_grad(grads->param->tensor);
+    OWNED *taken = NULL;
+    if (!grad)
+        return -1;
+    if (grad != Py_None) {
+        taken = lies_in(grads, grad, padded) ? Py_NewRef(padded) : padded_copy(grads, grad);
+        if (!taken || torch_set_grad(grads->param->tensor, Py_None) < 0)
+            return -1;
+    }
+    grads->hooked = taken != NULL;
+    ref_set(grads_previous(grads), Py_XNewRef(taken));
+    return grads_set_kind(grads, GRAD_NONE); /* until it is handed over */
+}
+
+/* A hook has raised: `.grad` is what it was. The exception stays set. */
+static void show_grad_again(struct grads *grads) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *before = grads->kind == GRAD_UNSHARDED ? *grads_previous(grads) : NULL;
+    if (show_grad(grads, before) < 0)
+        PyErr_WriteUnraisable(grads->param->name);
+    PyErr_Restore(type, value, traceback);
+}
+
+static int call_hooks(struct grads *grads, PyObject *total) {
+    PyObject *previous = *grads_previous(grads);
+    if (show_grad(grads, previous) < 0)
+        return -1;
+    PyObject *grad = without_padding(grads, total);
+    if (grad)
+        grad = call_gradient_hooks(grads, grad);
+    if (!grad || accumulate(grads, grad) < 0 || call_accumulated_hooks(grads) < 0)
+        return -1;
+    return take_grad(grads, previous ? previous : total);
+}
+
+/* The flat parameter shows its unsharded data meanwhile. */
+int grads_call_param_hooks(struct grads *grads) {
+    int any = grads->pending ? has_hooks(grads) : 0;
+    if (any <= 0)
+        return any;
+    PyObject *param = grads->param->tensor;
+    OWNED *total = grads_take_received(grads);
+    if (!total)
+        return -1;
+    bool is_local = grads->storage->copy->is_local;
+    OWNED *data = is_local ? NULL : torch_data(param);
+    int result = is_local ? 0 : data ? torch_set_data(param, grads->storage->copy->full_data) : -1;
+    if (!result) {
+        result = call_hooks(grads, total);
+        if (data)
+            torch_restore_data(param, data);
+    }
+    if (result < 0)
+        show_grad_again(grads);
+    return result;
+}
