@@ -174,7 +174,7 @@ def modelled(model_name: str, machine_name: str) -> dict[str, float]:
     from benchmarks.model_shapes import MODELS
     from benchmarks.timeline_models import build
     from benchmarks.timeline_row import Row, machine_of, set_machine
-    from fsdp_c.state import whole_parameters
+    from fsdp_c.optim import whole_parameters
     from tests.simulated_gpu import timeline
 
     machine, shape = machine_of(machine_name), MODELS[model_name]

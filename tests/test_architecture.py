@@ -22,11 +22,11 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("tools",),
     ("training",),
     ("state",),
+    ("optim",),
     ("checkpoint",),
     (
         "api",
         "fully_sharded_data_parallel",
-        "optim",
         "sharded_grad_scaler",
         "wrap",
     ),

@@ -23,12 +23,12 @@ from fsdp_c.checkpoint.storage import put_at
 from fsdp_c.checkpoint.values import RangeTensor, mapped_tensors, whole_value
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
+from fsdp_c.optim import WholeParameters
 from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer, names_of_numbers
 from fsdp_c.state.optim_saving import holds_elements
 from fsdp_c.state.state_dict_saving import split_shard
-from fsdp_c.state.whole_parameters import WholeParameters
 from fsdp_c.state.whole_state import WholeState
 
 

@@ -23,7 +23,6 @@ from fsdp_c.state.optim_params import (
 )
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.state_dict import settings_of
-from fsdp_c.state.whole_parameters import WholeParameters
 from fsdp_c.tools import phases
 
 Group = dist.ProcessGroup | None
@@ -200,8 +199,8 @@ def _load_options(
     named_optim: Optimizer | None,
     group: Group,
 ) -> LoadOptions:
-    owned = optim.owned_names() if isinstance(optim, WholeParameters) else None
-    return LoadOptions(rank0_only, named_optim, group, owned)
+    owned_names = getattr(optim, "owned_names", None)  # WholeParameters'
+    return LoadOptions(rank0_only, named_optim, group, owned_names() if owned_names else None)
 
 
 # ----------------------------------------------------------------- keys of a plain model's state

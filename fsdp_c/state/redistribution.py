@@ -113,10 +113,9 @@ def redistribute(
     ValueError for a piece that is not what the source partition says.
     """
     first, space = 0, Space()
-    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, gathers=targets is None):
+    limit = batch_nbytes or BATCH_NBYTES
+    for batch, nbytes in _batches(pieces, sources, device, limit, gathers=targets is None):
         own = slice(first, first + len(batch))
-        _check(batch, sources[own], group.rank())
-        nbytes = sum(source.numel * one.itemsize for one, source in zip(batch, sources[own], strict=True))
         given = (batch, sources[own], targets and targets[own], group, shapes and shapes[own])
         if are_large(nbytes, len(batch), batch[0].device, group):
             yield from _exchange_large(*given)
@@ -225,20 +224,22 @@ def _batches(
     device: torch.device | None,
     limit_nbytes: int,
     gathers: bool,
-) -> Iterator[list[Tensor]]:
+) -> Iterator[tuple[list[Tensor], int]]:
+    """The pieces that move together, and what their tensors have over all ranks."""
     batch: list[Tensor] = []
-    nbytes = 0
-    for index, piece in enumerate(pieces):
-        source, last = sources[index], sources[index - 1]
+    nbytes, last = 0, Partition(0, 1, 0)
+    for piece, source in zip(pieces, sources, strict=True):
         # shards of a whole flat parameter are even, parts are not: an all-gather would be mostly padding
-        may_end = not gathers or source.step != last.step or source.offset <= last.offset
-        if nbytes >= limit_nbytes and may_end:
-            yield batch
+        if nbytes >= limit_nbytes and (
+            not gathers or source.step != last.step or source.offset <= last.offset
+        ):
+            yield batch, nbytes
             batch, nbytes = [], 0
         batch.append((piece if device is None or piece.device == device else piece.to(device)).contiguous())
-        nbytes += source.numel * piece.element_size()
+        nbytes += source.numel * piece.itemsize
+        last = source
     if batch:
-        yield batch
+        yield batch, nbytes
 
 
 # ----------------------------------------------------------------- one batch
@@ -310,14 +311,14 @@ def _exchange(
     space: Space,
 ) -> list[Tensor]:
     """The parts under ``targets``: one all-to-all of what changes ranks, or one all-gather of all."""
-    world_size, wire = group.size(), _wire_dtype(pieces)
+    rank, world_size, wire = group.rank(), group.size(), _wire_dtype(pieces)
     sizes = [piece.itemsize for piece in pieces]
-    if targets is None:  # every rank does as rank 0 does
-        wholes = [rank0_partition(source.numel) for source in sources]
-        plan = _C.exchange_plan(zip(sources, wholes, sizes, strict=True), 0, world_size, True)
-    else:
-        plan = _C.exchange_plan(zip(sources, targets, sizes, strict=True), group.rank(), world_size, False)
-    _, made_nbytes, sent_ranges, sent_nbytes, received_nbytes, parts, counts = plan
+    wanted = [rank_partition(source.numel, rank) for source in sources] if targets is None else targets
+    planned = zip(sources, wanted, sizes, strict=True)
+    plan = _C.exchange_plan(planned, rank, world_size, targets is None)
+    held_nbytes, made_nbytes, sent_ranges, sent_nbytes, received_nbytes, parts, counts = plan
+    if [piece.nbytes for piece in pieces] != held_nbytes or any(piece.dim() != 1 for piece in pieces):
+        _check(pieces, sources, rank)
     if shapes is None:
         shapes = [(nbytes // size,) for nbytes, size in zip(made_nbytes, sizes, strict=True)]
     if targets is None:
@@ -359,6 +360,7 @@ def _exchange_large(
 ) -> list[Tensor]:
     """The same, of every part from where it lies to its place in the result."""
     rank = group.rank()
+    _check(pieces, sources, rank)
     made: list[Tensor] = []
     works: list[dist.Work | None] = []
     for tag, (piece, source) in enumerate(zip(pieces, sources, strict=True)):

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_flatten
 
 from fsdp_c import CPUOffload, FullOptimStateDictConfig, ShardingStrategy, StateDictType, checkpoint, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.optim import WholeParameters
-from fsdp_c.state import whole_parameters
+from fsdp_c.optim import WholeParameters, whole_parameters
+from fsdp_c.optim.whole_parameters import BUCKET_NBYTES
 from fsdp_c.state.optim_params import OptimParams
-from fsdp_c.state.whole_parameters import BUCKET_NBYTES
 from tests.distributed.test_hybrid import groups
 from tests.ranks import both_views, device, on_ranks, pool
 

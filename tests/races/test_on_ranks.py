@@ -106,7 +106,7 @@ def test_whole_parameters_move_in_order(rank: int, offload: bool) -> None:
 def test_a_wait_of_whole_parameters_that_is_left_out_is_found(rank: int, missing: str) -> None:
     import torch
 
-    from fsdp_c.state.whole_parameters import _Beside
+    from fsdp_c.optim.whole_parameters import _Beside
 
     moving = _Beside.moving
     with on_gpu() as group, pytest.MonkeyPatch.context() as patched:

@@ -208,7 +208,7 @@ def test_a_run_of_shapes_alone_takes_the_time_of_one_that_computes() -> None:
 
 WHOLE_PARAMETERS = """
     import fsdp_c
-    from fsdp_c.state import whole_parameters
+    from fsdp_c.optim import whole_parameters
 
     class Squares(torch.optim.SGD):
         def step(self, closure=None):

@@ -1,5 +1,5 @@
 """Optimizers over shards that need whole parameters."""
 
-from fsdp_c.state.whole_parameters import WholeParameters
+from fsdp_c.optim.whole_parameters import WholeParameters
 
 __all__ = ["WholeParameters"]
