@@ -185,7 +185,7 @@ class WholeParameters(Optimizer):
             )
         self._bucket_nbytes = bucket_nbytes
         self._wholes = _wholes_of(model)
-        _choose_owners([whole for whole in self._wholes if whole.ranks is not None])
+        _choose_owners(self._wholes)
         self._inner = _made(factory, self._wholes, options)
         self._inner_of = {
             held: inner for inner in self._inner for group in inner.param_groups for held in group["params"]
@@ -216,7 +216,22 @@ class WholeParameters(Optimizer):
 
     def shares(self) -> tuple[str, ...]:
         """For each set of ranks, in words, what each of them owns: parameters, bytes and work."""
-        return tuple(_shares(self._wholes))
+        lines = []
+        for ranks, members in _by_ranks(self._wholes).items():
+            count, nbytes, cost = (dict.fromkeys(ranks.places, 0) for _ in range(3))
+            for whole in members:
+                count[whole.owner] += 1
+                nbytes[whole.owner] += whole.nbytes
+                cost[whole.owner] += whole.cost
+            own = ranks.own_place
+            share = max(cost.values()) * len(cost) / max(sum(cost.values()), 1)
+            lines.append(
+                f"{len(cost)} ranks own {len(members)} parameters of {sum(nbytes.values()) / 2**20:.2f} MiB: each "
+                f"{min(count.values())} to {max(count.values())}, {min(nbytes.values()) / 2**20:.2f} to "
+                f"{max(nbytes.values()) / 2**20:.2f} MiB, at most {share:.2f} of an equal share of the work; this "
+                f"one {count[own]}, {nbytes[own] / 2**20:.2f} MiB"
+            )
+        return tuple(lines)
 
     def _inner_groups(self) -> list[dict[str, Any]]:
         return [group for inner in self._inner for group in inner.param_groups]
@@ -320,8 +335,14 @@ class WholeParameters(Optimizer):
         """
         if _LOADED in _told(self._stepped, {_LOADED: {}} if len(self.state) else {}):
             self._take_state()
-        own_states = {whole: self._state_of(whole) for whole in self._stepped}
-        described = _told(self._stepped, self._described(own_states))
+        # the optimizer's own, as it is saved; empty on other ranks than the owner
+        own_states = {whole: self._inner_of[whole.held].state.get(whole.held, {}) for whole in self._stepped}
+        kinds = {
+            whole.name: _kinds(own_states[whole], whole.held.shape)
+            for whole in self._stepped
+            if whole.ranks is not None and whole.is_own and own_states[whole]
+        }
+        described = _told(self._stepped, kinds)
         state: dict[Tensor, ParamState] = {}
         moving: list[tuple[_Whole, str, torch.dtype]] = []
         for whole in self._stepped:
@@ -342,21 +363,14 @@ class WholeParameters(Optimizer):
         for (whole, key, _), part in zip(moving, parts, strict=True):
             state[whole.param][key] = part.to(whole.param.device)
         # single values of the others are told by the ranks that have elements
-        return {param: kept for param, own in state.items() if (kept := _kept(param, own))}
+        for param, own in state.items():
+            if not param.numel():
+                state[param] = {key: value for key, value in own.items() if isinstance(value, WholeState)}
+        return {param: own for param, own in state.items() if own}
 
     def owned_names(self) -> frozenset[str]:
         """The parameters that this rank steps for all."""
         return frozenset(whole.name for whole in self._wholes if whole.is_own)
-
-    def _described(self, own_states: dict[_Whole, ParamState]) -> dict[str, _Described]:
-        own = [whole for whole in self._stepped if whole.ranks is not None and whole.is_own]
-        kinds = {whole.name: _kinds(own_states[whole], whole.held.shape) for whole in own}
-        return {name: each for name, each in kinds.items() if each}
-
-    def _state_of(self, whole: _Whole) -> ParamState:
-        """The optimizer's own, as it is saved; empty on other ranks than the owner."""
-        inner = self._inner_of[whole.held]
-        return inner.state[whole.held] if whole.held in inner.state else {}
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""
@@ -432,47 +446,30 @@ def _wholes_of(model: nn.Module) -> list[_Whole]:
     return [_Whole(param, one) for param, one in OptimParams.of_originals(model).by_param.items()]
 
 
+def _by_ranks(wholes: Iterable[_Whole]) -> dict[_Ranks, list[_Whole]]:
+    """Those that units manage, by the ranks that have them."""
+    found: dict[_Ranks, list[_Whole]] = {}
+    for whole in wholes:
+        if whole.ranks is not None:
+            found.setdefault(whole.ranks, []).append(whole)
+    return found
+
+
 def _choose_owners(wholes: Sequence[_Whole]) -> None:
     """The costliest first, each to a rank that stays below an equal share, the one that holds most of it;
     else to the rank with the least to do."""
-    total: dict[_Ranks, int] = {}
-    load: dict[_Ranks, dict[tuple[int, int], int]] = {}
-    for whole in wholes:
-        assert whole.ranks is not None
-        total[whole.ranks] = total.get(whole.ranks, 0) + whole.cost
-        load.setdefault(whole.ranks, dict.fromkeys(whole.ranks.places, 0))
-    for whole in sorted(wholes, key=lambda whole: -whole.cost):
-        assert whole.ranks is not None
-        loads = load[whole.ranks]
-        share = total[whole.ranks] / len(loads)
-        room = [place for place, cost in loads.items() if cost + whole.cost <= share]
-        least = min(loads, key=lambda place: loads[place])
-        whole.owner = (
-            max(room, key=lambda place: (_held_numel(whole, place[0]), -loads[place])) if room else least
-        )
-        loads[whole.owner] += whole.cost
-
-
-def _shares(wholes: Iterable[_Whole]) -> Iterator[str]:
-    """A line for each set of ranks."""
-    by_ranks: dict[_Ranks, list[_Whole]] = {}
-    for whole in wholes:
-        if whole.ranks is not None:
-            by_ranks.setdefault(whole.ranks, []).append(whole)
-    for ranks, members in by_ranks.items():
-        count, nbytes, cost = (dict.fromkeys(ranks.places, 0) for _ in range(3))
-        for whole in members:
-            count[whole.owner] += 1
-            nbytes[whole.owner] += whole.nbytes
-            cost[whole.owner] += whole.cost
-        own = ranks.own_place
-        share = max(cost.values()) * len(cost) / max(sum(cost.values()), 1)
-        yield (
-            f"{len(cost)} ranks own {len(members)} parameters of {sum(nbytes.values()) / 2**20:.2f} MiB: each "
-            f"{min(count.values())} to {max(count.values())}, {min(nbytes.values()) / 2**20:.2f} to "
-            f"{max(nbytes.values()) / 2**20:.2f} MiB, at most {share:.2f} of an equal share of the work; this one "
-            f"{count[own]}, {nbytes[own] / 2**20:.2f} MiB"
-        )
+    for ranks, members in _by_ranks(wholes).items():
+        load = dict.fromkeys(ranks.places, 0)
+        share = sum(whole.cost for whole in members) / len(load)
+        for whole in sorted(members, key=lambda whole: -whole.cost):
+            room = [place for place, cost in load.items() if cost + whole.cost <= share]
+            held = {place: _held_numel(whole, place[0]) for place in room}
+            whole.owner = (
+                max(room, key=lambda place: (held[place], -load[place]))
+                if room
+                else min(load, key=load.__getitem__)
+            )
+            load[whole.owner] += whole.cost
 
 
 def _bucket_count(queues: Sequence[Sequence[_Whole]], bucket_nbytes: int | None) -> int:
@@ -592,21 +589,18 @@ def _agree_on_gradients(
 ) -> tuple[dict[_Whole, torch.dtype], bool]:
     """The parameters of which a rank has a gradient, with its dtype; and whether a rank has loaded state."""
     found: dict[_Whole, torch.dtype] = {}
-    # 0 for no gradient, else from 1 on its dtype, or that it is not reduced
-    by_ranks: dict[_Ranks, dict[_Whole, int]] = {}
     for whole in wholes:
-        grad = whole.param.grad
-        if whole.ranks is not None:
-            kind = 0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype)
+        if whole.ranks is None and whole.param.grad is not None:
+            found[whole] = whole.param.grad.dtype
+    for ranks, members in _by_ranks(wholes).items():
+        kinds = []  # 0 for no gradient, else from 1 on its dtype, or that it is not reduced
+        for whole in members:
+            grad = whole.param.grad
             if grad is not None and grad.shape != whole.param.shape:
-                kind = _UNREDUCED
-            by_ranks.setdefault(whole.ranks, {})[whole] = kind
-        elif grad is not None:
-            found[whole] = grad.dtype
-    for ranks, members in by_ranks.items():
-        flags = torch.tensor(
-            [int(state_is_loaded), *members.values()], dtype=torch.uint8, device=ranks.device
-        )
+                kinds.append(_UNREDUCED)
+            else:
+                kinds.append(0 if grad is None else 1 + _GRAD_DTYPES.index(grad.dtype))
+        flags = torch.tensor([int(state_is_loaded), *kinds], dtype=torch.uint8, device=ranks.device)
         for group in common.of_several(ranks.shards, ranks.replicas):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         is_loaded, *agreed = flags.tolist()
@@ -697,38 +691,30 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
         members = [(index, *value) for index, value in enumerate(values) if value[0].ranks == ranks]
         for replica in range(_size(ranks.replicas)):
             theirs = [member for member in members if member[1].owner[1] == replica]
-            if replica == ranks.own_place[1]:
-                made = _from_owners(theirs, ranks)
-            else:
-                made = [
-                    torch.empty(_held_numel(whole, ranks.own_place[0]), dtype=dtype, device=ranks.device)
-                    for _, whole, _, dtype in theirs
-                ]
+            own = replica == ranks.own_place[1]
+            made = [
+                torch.empty(
+                    0 if own else _held_numel(whole, ranks.own_place[0]), dtype=dtype, device=ranks.device
+                )
+                if value is None or not own
+                else whole.flat(value).to(ranks.device)
+                for _, whole, value, dtype in theirs
+            ]
+            if own and ranks.shards is not None:
+                moved = redistribute(
+                    made,
+                    [whole.on_owner for _, whole, _, _ in theirs],
+                    [whole.over_shards for _, whole, _, _ in theirs],
+                    ranks.shards,
+                    device=ranks.device,
+                    batch_nbytes=BATCH_NBYTES * ranks.shards.size(),
+                )
+                made = list(moved)
             if ranks.replicas is not None and ranks.replicas.size() > 1:
                 _broadcast(made, ranks.replicas, replica)
             for (index, whole, _, _), flat in zip(theirs, made, strict=True):
                 parts[index] = whole.shaped(flat, whole=False)
     return [parts[index] for index in range(len(values))]
-
-
-def _from_owners(
-    theirs: Sequence[tuple[int, _Whole, Tensor | None, torch.dtype]], ranks: _Ranks
-) -> list[Tensor]:
-    flats = [
-        torch.empty(0, dtype=dtype, device=ranks.device)
-        if value is None
-        else whole.flat(value).to(ranks.device)
-        for _, whole, value, dtype in theirs
-    ]
-    if ranks.shards is None or not theirs:
-        return flats
-    wholes = [whole for _, whole, _, _ in theirs]
-    sources, targets = [whole.on_owner for whole in wholes], [whole.over_shards for whole in wholes]
-    batch_nbytes = BATCH_NBYTES * ranks.shards.size()
-    moved = redistribute(
-        flats, sources, targets, ranks.shards, device=ranks.device, batch_nbytes=batch_nbytes
-    )
-    return list(moved)
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
@@ -779,7 +765,3 @@ def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _D
             for name, kinds in one.items():
                 found.setdefault(name, {}).update(kinds)
     return found
-
-
-def _kept(param: Tensor, state: ParamState) -> ParamState:
-    return state if param.numel() else {k: v for k, v in state.items() if isinstance(v, WholeState)}
