@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c.compat.aliases import ParamState, StateDict
 from fsdp_c.compat.errors import first_names
-from fsdp_c.compat.upstream import StateDictSettings, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
@@ -47,18 +46,6 @@ class SaveOptions(NamedTuple):
     cpu_offload: bool
     group: dist.ProcessGroup | None  # None: of the ranks that hold the model
 
-    @classmethod
-    def of(
-        cls, settings: StateDictSettings, config: object, *, offloads: bool, group: dist.ProcessGroup | None
-    ) -> SaveOptions:
-        """What ``config`` of ``settings`` asks for; ``offloads`` where it does not say."""
-        return cls(
-            rank0_only=getattr(config, "rank0_only", False),
-            shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
-            cpu_offload=getattr(config, "offload_to_cpu", offloads),
-            group=group,
-        )
-
     @property
     def returns_state(self) -> bool:
         """Whether this rank returns what all take part in making."""
@@ -83,7 +70,11 @@ def save_optim_state(
     """The state dict by original names. Collective. ``osd`` is not changed, and no tensor shared with it."""
     options = options._replace(group=options.group or group_of_model(params.model))
     key_of = {param: key for key, param in keys.items()}
-    local = _local_states(params, key_of, osd["state"])
+    local = {  # in the optimizer's order
+        params.by_param[param]: osd["state"][key]
+        for param, key in key_of.items()
+        if param in params.by_param and key in osd["state"]
+    }
     held = _agree(params, local, options.group)
     values: dict[tuple[str, str], Any] = {**_tensors(params, local, held, options)}
     values |= _whole_states(params, local, held, options)
@@ -98,17 +89,6 @@ def save_optim_state(
             for group in osd["param_groups"]
         ]
     return result
-
-
-def _local_states(
-    params: OptimParams, key_of: dict[nn.Parameter, Key], states: dict[Key, ParamState]
-) -> dict[OptimParam, ParamState]:
-    """By parameter, in the optimizer's order."""
-    return {
-        params.by_param[param]: states[key]
-        for param, key in key_of.items()
-        if param in params.by_param and key in states
-    }
 
 
 # ----------------------------------------------------------------- agreement
@@ -133,17 +113,22 @@ def _agree(
         for known, state in local.items()
         if known.module is not None and holds_elements(known)
     }
+    mine = _Told(
+        _described(managed, own),
+        frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
+        digest_of(repr(sorted(managed)).encode()),
+        _misfit(managed, own),
+    )
     with collective_errors.explained("gathering optimizer states"):
-        told = common.tell(_told(managed, own), group)
+        told = common.tell(mine, group)
     if errors := [one.error for one in told if one.error is not None]:
         raise ValueError(errors[0])
     held = [one.held for one in told]
     if not params.use_orig_params:
         _check_states_of_rank_0(held, managed)
-        mine = held[dist.get_rank(group)]
         for name in held[0]:
             _check_same_tensors(name, held)
-        return {managed[name]: mine[name] for name in held[0]}
+        return {managed[name]: mine.held[name] for name in held[0]}
     names = {name for one in held for name in one}
     if names and len({one.names for one in told}) > 1:
         raise RuntimeError(
@@ -157,15 +142,6 @@ def _agree(
                 f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do"
             )
     return {managed[name]: _merged(name, held) for name in sorted(names)}
-
-
-def _told(managed: dict[str, OptimParam], own: dict[str, ParamState]) -> _Told:
-    return _Told(
-        _described(managed, own),
-        frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
-        digest_of(repr(sorted(managed)).encode()),
-        _misfit(managed, own),
-    )
 
 
 def _own_numel(known: OptimParam) -> int:
@@ -312,21 +288,38 @@ def _tensors(
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
-    for module, members in _by_unit(held):
-        dtypes = [dict(held[known].tensors) for known in members]
+    for module, same_unit in _by_unit(held):
+        dtypes = [dict(held[known].tensors) for known in same_unit]
         for name in sorted({name for one in dtypes for name in one}):
             # of one name, they are a flat parameter evenly spread
-            for known, one in zip(members, dtypes, strict=True):
+            for known, one in zip(same_unit, dtypes, strict=True):
                 if name in one:
                     pieces[module] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
     values: dict[tuple[str, str], Tensor] = {}
-    for module in params.units:
-        if not handle_of(module).layout.sharded:
-            values.update(_own_copies(module, pieces[module], options))
     sharded = [module for module in params.units if handle_of(module).layout.sharded and pieces[module]]
+    for module in params.units:
+        for piece in pieces[module] if module not in sharded else ():
+            value = _with_mesh(module, piece.layout, piece.data, options)
+            values[piece.key] = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
     by_rows = [module for module in sharded if options.shard_state and module._fsdp_extension is None]
-    values.update(_rows(by_rows, pieces, options))
-    values.update(_wholes([module for module in sharded if module not in by_rows], pieces, options))
+    rows = rows_of_shards(
+        by_rows,
+        lambda module: [(piece.layout, piece.data) for piece in pieces[module]],
+        lambda _: options.cpu_offload,
+    )
+    for module in by_rows:
+        made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
+        values.update(zip([piece.key for piece in pieces[module]], made, strict=True))
+    for group, members in by_group([module for module in sharded if module not in by_rows]):
+        items = [(module, piece) for module in members for piece in pieces[module]]
+        given = [(module, piece.layout, piece.data) for module, piece in items]
+        for (module, piece), whole in zip(
+            items, wholes_of_shards(given, group, options.rank0_only), strict=True
+        ):
+            if whole is not None:
+                whole = _with_mesh(module, piece.layout, whole, options)
+                if options.returns_state:
+                    values[piece.key] = whole.cpu() if options.cpu_offload else whole
     return values
 
 
@@ -371,47 +364,6 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     ]
 
 
-def _own_copies(
-    module: ShardedModule, pieces: Sequence[_Piece], options: SaveOptions
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    for piece in pieces:
-        value = _with_mesh(module, piece.layout, piece.data, options)
-        copied = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
-        yield piece.key, copied
-
-
-def _rows(
-    modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
-) -> dict[tuple[str, str], Tensor]:
-    rows = rows_of_shards(
-        modules,
-        lambda module: [(piece.layout, piece.data) for piece in pieces[module]],
-        lambda _: options.cpu_offload,
-    )
-    values: dict[tuple[str, str], Tensor] = {}
-    for module in modules:
-        made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
-        values.update(zip([piece.key for piece in pieces[module]], made, strict=True))
-    return values
-
-
-def _wholes(
-    modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
-) -> dict[tuple[str, str], Tensor]:
-    values: dict[tuple[str, str], Tensor] = {}
-    for group, members in by_group(modules):
-        items = [(module, piece) for module in members for piece in pieces[module]]
-        given = [(module, piece.layout, piece.data) for module, piece in items]
-        for (module, piece), made in zip(
-            items, wholes_of_shards(given, group, options.rank0_only), strict=True
-        ):
-            if made is not None:
-                whole = _with_mesh(module, piece.layout, made, options)
-                if options.returns_state:
-                    values[piece.key] = whole.cpu() if options.cpu_offload else whole
-    return values
-
-
 def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, options: SaveOptions) -> Tensor:
     """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
 
@@ -436,7 +388,6 @@ def _assembled(
     options: SaveOptions,
 ) -> dict[str, ParamState]:
     state: dict[str, ParamState] = {}
-    unmanaged = {known.name: own for known, own in local.items() if known.module is None}
     scalars = _new_scalars(held)
     for known, one in held.items():
         for fqn in known.fqns:
@@ -448,8 +399,9 @@ def _assembled(
             }
             if params.use_orig_params:
                 state[fqn] = {name: state[fqn][name] for name in _order_of_orig(known, one, local)}
-    for name, own in unmanaged.items():
-        state[name] = {key: _copied(value, options) for key, value in own.items()}
+    for known, own in local.items():
+        if known.module is None:
+            state[known.name] = {key: _copied(value, options) for key, value in own.items()}
     return dict(sorted(state.items())) if params.use_orig_params else state
 
 
@@ -470,17 +422,12 @@ def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Te
         for _ in known.fqns:
             for _, value, dtype in one.scalars:
                 values.setdefault(dtype, []).append(value)
-    return {dtype: _scalars(given, dtype) for dtype, given in values.items()}
-
-
-def _scalars(values: Sequence[Number], dtype: torch.dtype) -> Iterator[Tensor]:
-    together = torch.tensor(values, dtype=dtype, device="cpu")
-    ranges = [
-        number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)
-    ]
-    return iter(
-        join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values))
-    )
+    scalars = {}
+    for dtype, given in values.items():
+        together, count = torch.tensor(given, dtype=dtype, device="cpu"), len(given)
+        ranges = [each for at in range(count) for each in (0, at * dtype.itemsize, dtype.itemsize)]
+        scalars[dtype] = iter(join_ranges([together], ranges, [1] * count, [together] * count, [()] * count))
+    return scalars
 
 
 def _copied(value: object, options: SaveOptions) -> object:

@@ -44,7 +44,13 @@ def optim_state_dict(
     params = OptimParams(model)
     check_optimizer(optim)
     settings = settings_of(params.all_units)
-    options = SaveOptions.of(settings, settings.optim_state_dict_config, offloads=True, group=group)
+    config = settings.optim_state_dict_config
+    options = SaveOptions(
+        rank0_only=getattr(config, "rank0_only", False),
+        shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
+        cpu_offload=getattr(config, "offload_to_cpu", True),
+        group=group,
+    )
     osd = optim.state_dict() if optim_state_dict is None else optim_state_dict
     return _save(params, optim, osd, None, options)
 
