@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -260,21 +261,21 @@ def _shards(
     targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """By FQN and state name, this rank's part of each tensor: 1-D, or in its shape if nothing is sharded."""
-    parallel = [target for target in targets if target.module._fsdp_extension is not None]
-    others = [target for target in targets if target.module._fsdp_extension is None]
-    sharded = [target for target in others if isinstance(target.value, (ShardedTensor, DTensor))]
-    yield from _shards_from_rank_0(
-        [target for target in others if isinstance(target.value, _OnRank0)], source, options
-    )
-    by_unit = _by_unit(sharded)
-    for group, modules in by_group(by_unit):
-        members = [target for module in modules for target in by_unit[module]]
-        for target, part in _parts_of_rows(members, group, modules[0].compute_device):
-            yield target.key, part
+    parallel, on_rank_0, sharded, whole = [], [], [], []
+    for target in targets:
+        if target.module._fsdp_extension is not None:
+            parallel.append(target)
+        elif isinstance(target.value, _OnRank0):
+            on_rank_0.append(target)
+        elif isinstance(target.value, (ShardedTensor, DTensor)):
+            sharded.append(target)
+        else:
+            whole.append(target)
+    yield from _shards_from_rank_0(on_rank_0, source, options)
+    for group, members in by_group(sharded):
+        yield from _parts_of_rows(members, group)
     yield from _shards_over_meshes(parallel, source, options)
-    yield from _own_parts(
-        target for target in others if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor))
-    )
+    yield from _own_parts(whole)
 
 
 def _shards_over_meshes(
@@ -286,41 +287,30 @@ def _shards_over_meshes(
     for target in targets:
         value = target.value
         if isinstance(value, _OnRank0):
-            value = _broadcast(value, _value_of(target, source), target.module.compute_device, options.group)
+            value = _broadcast_value(target, source, options)
         local = local_part(value.detach(), target.layout.parallel)
         yield target.key, _own_part(target, local)
 
 
-def _by_unit(targets: Iterable[_Target]) -> dict[ShardedModule, list[_Target]]:
-    found: dict[ShardedModule, list[_Target]] = {}
-    for target in targets:
-        found.setdefault(target.module, []).append(target)
-    return found
-
-
 def _parts_of_rows(
-    targets: Sequence[_Target], group: dist.ProcessGroup, device: torch.device
-) -> Iterator[tuple[_Target, Tensor]]:
-    """This rank's part of each sharded value, which every rank of the group has its rows of. Collective."""
-    held = list(zip(targets, _agreed_rows(targets, group), strict=True))
-    divided = [(target, rows) for target, rows in held if handle_of(target.module).layout.sharded]
-    shards = shards_of_rows([rows for _, rows in divided], group, device)
-    yield from zip([target for target, _ in divided], shards, strict=True)
-    undivided = [(target, rows) for target, rows in held if not handle_of(target.module).layout.sharded]
-    wholes = wholes_of_rows([rows for _, rows in undivided], group, device)
-    for (target, _), whole in zip(undivided, wholes, strict=True):
-        yield target, _own_part(target, whole)
-
-
-def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamLayout, Tensor]]:
-    """This rank's rows of sharded values. All ranks raise the error of any."""
+    targets: Sequence[_Target], group: dist.ProcessGroup
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Of sharded values, of which every rank of the group has its rows. All ranks raise the error of any."""
     error, rows = None, []
     try:
-        rows = [(t.layout, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]
+        rows = [(t, rows_of_value(t.value, t.key[0], t.module, t.layout).detach()) for t in targets]
     except AssertionError as found:
         error = found
     _agree_on(targets, group, error)
-    return rows
+    device = targets[0].module.compute_device
+    divided = [(target, own) for target, own in rows if handle_of(target.module).layout.sharded]
+    shards = shards_of_rows([(target.layout, own) for target, own in divided], group, device)
+    for (target, _), shard in zip(divided, shards, strict=True):
+        yield target.key, shard
+    undivided = [(target, own) for target, own in rows if not handle_of(target.module).layout.sharded]
+    wholes = wholes_of_rows([(target.layout, own) for target, own in undivided], group, device)
+    for (target, _), whole in zip(undivided, wholes, strict=True):
+        yield target.key, _own_part(target, whole)
 
 
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
@@ -348,11 +338,11 @@ def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
     )
 
 
-def _own_parts(targets: Iterable[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+def _own_parts(targets: Sequence[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """This rank's parts of values that it has whole, but of those that go into a flat tensor as they are."""
     sources: dict[tuple[str, str], Tensor] = {}  # one call for all costs less than two for each
     ranges, numels = [], []
-    for module, members in _by_unit(targets).items():
+    for module, members in itertools.groupby(targets, lambda target: target.module):
         is_sharded = handle_of(module).layout.sharded
         for target in members:
             value, key = target.value, target.key
@@ -393,28 +383,29 @@ def _shards_from_rank_0(
     """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by
     one."""
     world_size = dist.get_world_size(options.group)
-    by_unit = _by_unit(targets)
-    direct = [
-        module for module in by_unit if handle_of(module).layout.sharded and module.world_size == world_size
-    ]
-    for shard_group, modules in by_group(direct):
-        members = [target for module in modules for target in by_unit[module]]
+    direct: list[_Target] = []
+    others: list[_Target] = []
+    for target in targets:
+        is_direct = handle_of(target.module).layout.sharded and target.module.world_size == world_size
+        (direct if is_direct else others).append(target)
+    for group, members in by_group(direct):
+        values = ((target, _value_of(target, source)) for target in members)
         shards = redistribute(
-            (_flat_on_rank_0(target, source) for target in members),
+            (
+                torch.empty(0, dtype=target.value.dtype, device="cpu")
+                if value is None
+                else to_memory_order(value.detach(), target.layout.order)
+                for target, value in values
+            ),
             [rank0_partition(target.layout.shape.numel()) for target in members],
             [target.layout.shard for target in members],
-            shard_group,
-            device=modules[0].compute_device,
+            group,
+            device=members[0].module.compute_device,
         )
         for target, shard in zip(members, shards, strict=True):
             yield target.key, shard
-    for target in targets:
-        if target.module not in direct:
-            assert isinstance(target.value, _OnRank0)
-            whole = _broadcast(
-                target.value, _value_of(target, source), target.module.compute_device, options.group
-            )
-            yield target.key, _own_part(target, whole)
+    for target in others:
+        yield target.key, _own_part(target, _broadcast_value(target, source, options))
 
 
 def _value_of(target: _Target, source: StateDict | None) -> Tensor | None:
@@ -422,11 +413,10 @@ def _value_of(target: _Target, source: StateDict | None) -> Tensor | None:
     return None if source is None else source["state"][fqn][name]
 
 
-def _flat_on_rank_0(target: _Target, source: StateDict | None) -> Tensor:
-    value = _value_of(target, source)
-    if value is None:
-        return torch.empty(0, dtype=target.value.dtype, device="cpu")
-    return to_memory_order(value.detach(), target.layout.order)
+def _broadcast_value(target: _Target, source: StateDict | None, options: LoadOptions) -> Tensor:
+    assert isinstance(target.value, _OnRank0)
+    device = target.module.compute_device
+    return _broadcast(target.value, _value_of(target, source), device, options.group)
 
 
 def _broadcast(

@@ -310,8 +310,8 @@ def _tensors(
     for module in by_rows:
         made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
         values.update(zip([piece.key for piece in pieces[module]], made, strict=True))
-    for group, members in by_group([module for module in sharded if module not in by_rows]):
-        items = [(module, piece) for module in members for piece in pieces[module]]
+    gathered = [module for module in sharded if module not in by_rows]
+    for group, items in by_group((module, piece) for module in gathered for piece in pieces[module]):
         given = [(module, piece.layout, piece.data) for module, piece in items]
         for (module, piece), whole in zip(
             items, wholes_of_shards(given, group, options.rank0_only), strict=True

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,9 @@ from fsdp_c.state.redistribution import (
 from fsdp_c.tools import collective_errors
 
 FULL_BATCH_NBYTES = 8 * 2**20
+
+
+OfUnit = TypeVar("OfUnit", bound=tuple[Any, ...])  # begins with the unit
 
 
 class ParamLayout(NamedTuple):
@@ -154,12 +157,11 @@ def rows_of_shards(
     In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large transfers. See
     ``redistribution.redistribute``.
     """
-    result: dict[ShardedModule, list[Tensor]] = {}
-    for group, members in by_group(modules):
-        items = [(module, *item) for module in members for item in layouts_of(module)]
-        result.update((module, []) for module in members)
-        with collective_errors.gathering(*map(handle_of, members)):
-            made = _rows([(layout, piece) for _, layout, piece in items], group, members[0].compute_device)
+    result: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
+    for group, items in by_group((module, *item) for module in result for item in layouts_of(module)):
+        with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _, _ in items)):
+            device = items[0][0].compute_device
+            made = _rows([(layout, piece) for _, layout, piece in items], group, device)
             # what is offloaded goes before the next batch is made
             for (module, *_), rows in zip(items, made, strict=True):
                 result[module].append(rows.cpu() if offloads(module) else rows)
@@ -188,13 +190,13 @@ def wholes_of_shards(
             yield None if whole is None else dims_from_memory(whole, layout.order)
 
 
-def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGroup, list[ShardedModule]]]:
-    """The units that share a shard group, and a device, together: the same order on every rank."""
-    members: dict[tuple[dist.ProcessGroup, torch.device], list[ShardedModule]] = defaultdict(list)
-    for module in modules:
-        members[module.process_group, module.compute_device].append(module)
-    for (group, _), units_of_group in members.items():
-        yield group, units_of_group
+def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[OfUnit]]]:
+    """The items of units that share a shard group, and a device, together: the same order on every rank."""
+    members: dict[tuple[dist.ProcessGroup, torch.device], list[OfUnit]] = defaultdict(list)
+    for item in items:
+        members[item[0].process_group, item[0].compute_device].append(item)
+    for (group, _), same_group in members.items():
+        yield group, same_group
 
 
 def _rows(

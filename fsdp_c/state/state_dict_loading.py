@@ -171,12 +171,10 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
         handle_of(module).writeback()
     found = {module: _found(module, at, state_dict) for at, module in modules}
     by_rows = [module for module in found if not _takes_whole(module)]
-    for group, members in by_group(by_rows):
-        items = [item for module in members for item in found[module]]
-        shards = shards_of_rows(
-            [(layout, rows) for layout, rows, _ in items], group, members[0].compute_device
-        )
-        for (_, _, target), shard in zip(items, shards, strict=True):
+    for group, items in by_group((module, *item) for module in by_rows for item in found[module]):
+        rows = [(layout, own) for _, layout, own, _ in items]
+        shards = shards_of_rows(rows, group, items[0][0].compute_device)
+        for (*_, target), shard in zip(items, shards, strict=True):
             target.copy_(shard)
     for module in found:
         for layout, value, target in found[module] if _takes_whole(module) else ():

@@ -106,10 +106,9 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
                 _copy(module, from_memory_order(piece, layout.shape, layout.order))
                 for layout, piece in pieces
             ]
-    for group, members in by_group(sharded):
-        config = members[0]._state_dict_config
-        items = [(module, *item) for module in members for item in shard_pieces(module)]
-        values.update((module, []) for module in members)
+    values.update((module, []) for module in sharded)
+    for group, items in by_group((module, *item) for module in sharded for item in shard_pieces(module)):
+        config = items[0][0]._state_dict_config
         wholes = wholes_of_shards(items, group, getattr(config, "rank0_only", False))
         for (module, *_), whole in zip(items, wholes, strict=True):
             if whole is not None:
