@@ -389,9 +389,7 @@ def _pre_load_hook(
             for part in parts:
                 supplied |= supplied_names(part, prefix, load_local_value(part, state_dict, prefix))
         else:
-            assigns = local_metadata.get("assign_to_params_buffers", False)
-            marks, buffers = begin_load(fsdp_module, state_dict, prefix, assigns)
-            supplied |= buffers
+            marks = begin_load(fsdp_module, state_dict, prefix)
             for part, mark in zip(parts_of(fsdp_module), marks, strict=True):
                 if mark.is_loaded:
                     supplied |= supplied_names(part, prefix, mark)

@@ -77,27 +77,25 @@ def _is_local(module: ShardedModule) -> bool:
     return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
 
 
-def begin_load(
-    fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, assigns: bool
-) -> tuple[list[Mark], frozenset[str]]:
+def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
     """Check and load what can be before the modules do, for this unit and those inside it. Collective.
 
-    Returns a mark for each part of this unit, and the names of buffers that have been loaded.
+    Returns a mark for each part of this unit.
 
     RuntimeError for tensors of wrong shapes, AssertionError for other values; nothing is written then.
     """
     parts = parts_of(fsdp_module)
     marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]
     if all(isinstance(mark, Mark) for mark in marks):
-        return marks, frozenset()
+        return marks
     fsdp_modules = [
         (prefix + clean_name(f"{path}.") if path else prefix, inner)
         for path, inner in units_with_paths(fsdp_module)
         if not _is_local(inner)
     ]
-    transforming, buffers = check_entries(fsdp_module, state_dict, prefix)
+    transforms = check_entries(fsdp_module, state_dict, prefix)
     _warn_of_conversions(fsdp_modules, state_dict)
-    if transforming:
+    if transforms:
         fsdp_modules = fsdp_modules[: len(parts)]
         early = (
             []
@@ -114,23 +112,7 @@ def begin_load(
         _check_shown(inner)  # after all transfers: it may fail on some ranks only
     for at, inner in fsdp_modules[len(parts) :]:
         state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
-    names = frozenset() if transforming or assigns else _load_buffers(buffers, state_dict)
-    return [loaded.get(part, Mark(False, frozenset())) for part in parts], names
-
-
-def _load_buffers(buffers: Sequence[tuple[str, Tensor]], state_dict: StateDict) -> frozenset[str]:
-    """Copy what nn.Module would, which looks through all entries of a dict for each module. Returns names."""
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return frozenset()
-    loaded = set()
-    for key, buffer in buffers:
-        value = state_dict.get(key)
-        if type(value) is Tensor and value.shape == buffer.shape and not buffer.is_meta:
-            with contextlib.suppress(Exception):  # the module that has it tries again, and words the error
-                buffer.copy_(value)
-                loaded.add(clean_name(key))
-                del state_dict[key]
-    return frozenset(loaded)
+    return [loaded.get(part, Mark(False, frozenset())) for part in parts]
 
 
 def _waits(module: ShardedModule) -> bool:
@@ -313,21 +295,18 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
 _ABSENT = object()
 
 
-def check_entries(
-    fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
-) -> tuple[list[nn.Module], list[tuple[str, Tensor]]]:
+def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> bool:
     """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been
-    copied. Returns modules that transform what they load, and the buffers of those that only copy."""
+    copied. Returns whether there are modules that transform what they load, whose entries are not checked."""
     errors: list[str] = []
     transforming: list[nn.Module] = []
-    buffers: list[tuple[str, Tensor]] = []
     own = {
         id(param)
         for module in units_of(fsdp_module)
         if module._handle
         for param in module._handle.flat_param._params or ()
     }
-    for key, shape in _expected_shapes(fsdp_module, prefix, transforming, buffers):
+    for key, shape in _expected_shapes(fsdp_module, prefix, transforming):
         value = state_dict.get(key, _ABSENT)
         if value is _ABSENT or (type(value) is Tensor and value.shape == shape) or id(value) in own:
             continue
@@ -344,7 +323,7 @@ def check_entries(
             f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
         )
         raise RuntimeError("\n\t".join([header, *errors]))
-    return transforming, buffers
+    return bool(transforming)
 
 
 def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> None:
@@ -366,15 +345,10 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
 
 
 def _expected_shapes(
-    fsdp_module: ShardedModule,
-    prefix: str,
-    transforming: list[nn.Module],
-    buffers: list[tuple[str, Tensor]],
+    fsdp_module: ShardedModule, prefix: str, transforming: list[nn.Module]
 ) -> Iterator[tuple[str, torch.Size]]:
     """Names and full shapes below a unit, except of local values and below modules that transform what they
-    load, which come into ``transforming``. Into ``buffers`` come, in the order of modules, those of modules
-    that have nothing but nn.Module's own loading; none where a hook would see their names as missing."""
-    is_watched = False
+    load, which come into ``transforming``."""
     managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
@@ -390,23 +364,16 @@ def _expected_shapes(
             if shape is not None:
                 yield prefix + path + name, shape
         for name, shown in module._parameters.items():
-            if shown is not None and name not in of_unit and not is_flat_param_name(name):
-                if not is_lazy(shown):
-                    yield prefix + path + name, shown.shape
-        is_watched |= len(module._load_state_dict_post_hooks) > is_unit(module)
-        copies = getattr(module._load_from_state_dict, "__func__", None) is nn.Module._load_from_state_dict
+            is_own = name not in of_unit and not is_flat_param_name(name)
+            if shown is not None and is_own and not is_lazy(shown):
+                yield prefix + path + name, shown.shape
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                if not is_lazy(buffer):
-                    key = prefix + path + name
-                    if copies:
-                        buffers.append((key, buffer))
-                    yield key, buffer.shape
+            is_kept = name not in module._non_persistent_buffers_set
+            if buffer is not None and is_kept and not is_lazy(buffer):
+                yield prefix + path + name, buffer.shape
         for name, child in reversed(module._modules.items()):
             if child is not None:
                 pending.append((path + clean_name(name + "."), child))
-    if is_watched:
-        buffers.clear()
 
 
 def _transforms_on_load(module: nn.Module) -> bool:
