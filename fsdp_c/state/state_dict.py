@@ -137,9 +137,7 @@ def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
                 f"{found}."
             )
     for module in modules:
-        if module._device_mesh is not None:
-            _refuse_local_with_mesh(module)
-            _note_dtensors(module._optim_state_dict_config)
+        _note_mesh(module, module._optim_state_dict_config)
     return found
 
 
@@ -205,17 +203,16 @@ def _settings(module: ShardedModule) -> StateDictSettings:
     )
 
 
-def _note_dtensors(config: StateDictConfig | OptimStateDictConfig) -> None:
-    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it."""
-    vars(config)["_use_dtensor"] = True
-
-
-def _refuse_local_with_mesh(module: ShardedModule) -> None:
+def _note_mesh(module: ShardedModule, config: StateDictConfig | OptimStateDictConfig) -> None:
+    """Refuse local state dicts with a device mesh; tell those who look at ``config`` that it gives DTensors."""
+    if module._device_mesh is None:
+        return
     if module._state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT: "
             "set state_dict_type to SHARDED_STATE_DICT"
         )
+    vars(config)["_use_dtensor"] = True
 
 
 # ----------------------------------------------------------------- the four hooks
@@ -311,11 +308,8 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
         for module in modules:
             check_idle(module)
         warn_of_partial_units(fsdp_module, modules)
-        full, sharded = (
-            [module for module in modules if is_full(module)],
-            [module for module in modules if not is_full(module)],
-        )
-        values = {**full_values(full), **sharded_rows(sharded)}
+        values = full_values(module for module in modules if is_full(module))
+        values |= sharded_rows(module for module in modules if not is_full(module))
         if _saving.outermost is None:
             return values[fsdp_module]
         _saving.values.update(values)
@@ -425,9 +419,7 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
             stacklevel=4,
         )
         return StateDictType.FULL_STATE_DICT
-    if fsdp_module._device_mesh is not None:
-        _refuse_local_with_mesh(fsdp_module)
-        _note_dtensors(fsdp_module._state_dict_config)
+    _note_mesh(fsdp_module, fsdp_module._state_dict_config)
     return fsdp_module._state_dict_type
 
 

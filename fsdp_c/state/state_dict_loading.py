@@ -97,15 +97,14 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     _warn_of_conversions(fsdp_modules, state_dict)
     if transforms:
         fsdp_modules = fsdp_modules[: len(parts)]
-        early = (
-            []
-            if is_full(fsdp_module) or (fsdp_module._handle is not None and is_summoned(fsdp_module))
-            else fsdp_modules
-        )
-    else:
-        early = [(at, inner) for at, inner in fsdp_modules if inner._handle is None or not _waits(inner)]
-    loaded = _load([(at, inner) for at, inner in early if inner._handle is not None], state_dict)
-    waiting = [(at, inner) for at, inner in fsdp_modules if inner._handle is not None and inner not in loaded]
+    early: list[tuple[str, ShardedModule]] = []
+    waiting: list[tuple[str, ShardedModule]] = []
+    for at, inner in fsdp_modules:
+        if inner._handle is not None:
+            # modules copy full values in themselves into shown parameters, and into DTensors, which know how
+            copies = is_full(inner) and (transforms or handle_of(inner).is_parallel)
+            (waiting if copies or is_summoned(inner) else early).append((at, inner))
+    loaded = _load(early, state_dict)
     for at, inner in waiting:
         _make_whole(inner, state_dict, at)
     for _, inner in waiting:
@@ -113,11 +112,6 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     for at, inner in fsdp_modules[len(parts) :]:
         state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
     return [loaded.get(part, Mark(False, frozenset())) for part in parts]
-
-
-def _waits(module: ShardedModule) -> bool:
-    """Whether the modules themselves copy full values in: shown ones, and DTensors, which know how."""
-    return is_summoned(module) or (is_full(module) and handle_of(module).is_parallel)
 
 
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
