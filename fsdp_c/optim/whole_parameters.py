@@ -335,8 +335,7 @@ class WholeParameters(Optimizer):
         """
         if _LOADED in _told(self._stepped, {_LOADED: {}} if len(self.state) else {}):
             self._take_state()
-        # the optimizer's own, as it is saved; empty on other ranks than the owner
-        own_states = {whole: self._inner_of[whole.held].state.get(whole.held, {}) for whole in self._stepped}
+        own_states = {whole: self._state_of(whole) for whole in self._stepped}
         kinds = {
             whole.name: _kinds(own_states[whole], whole.held.shape)
             for whole in self._stepped
@@ -371,6 +370,11 @@ class WholeParameters(Optimizer):
     def owned_names(self) -> frozenset[str]:
         """The parameters that this rank steps for all."""
         return frozenset(whole.name for whole in self._wholes if whole.is_own)
+
+    def _state_of(self, whole: _Whole) -> ParamState:
+        """The optimizer's own, as it is saved; empty on other ranks than the owner."""
+        inner = self._inner_of[whole.held]
+        return inner.state[whole.held] if whole.held in inner.state else {}
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""
