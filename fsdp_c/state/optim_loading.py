@@ -140,7 +140,6 @@ def _with_vectors(params: OptimParams, states: dict[str, ParamState]) -> dict[st
     shard is. Single numbers, such as "step", stay as they are."""
     if all(shape for module in params.units for shape in handle_of(module).flat_param._shapes):
         return states
-    managed = [known for known in params.by_param.values() if known.module is not None]
     numbers = names_of_numbers(
         (
             layout.full_shape,
@@ -150,27 +149,14 @@ def _with_vectors(params: OptimParams, states: dict[str, ParamState]) -> dict[st
                 if isinstance(value, (Tensor, _OnRank0))
             },
         )
-        for known in managed
-        for fqn, layout in known.layouts.items()
+        for _, fqn, layout in params.originals()
     )
-    scalars = {
-        fqn
-        for known in managed
-        if not known.is_whole
-        for fqn, layout in known.layouts.items()
-        if not layout.shape
-    }
-    return {
-        fqn: {
-            name: value.reshape(1)
-            if isinstance(value, Tensor) and not _is_tensor(value) and name not in numbers
-            else value
-            for name, value in state.items()
-        }
-        if fqn in scalars
-        else state
-        for fqn, state in states.items()
-    }
+    result = dict(states)
+    for known, fqn, layout in params.originals():
+        for name, value in states.get(fqn, {}).items() if not layout.shape and not known.is_whole else ():
+            if isinstance(value, Tensor) and not _is_tensor(value) and name not in numbers:
+                result[fqn] = {**result[fqn], name: value.reshape(1)}
+    return result
 
 
 def _fits(shape: torch.Size, layout: ParamLayout) -> bool:
@@ -190,31 +176,24 @@ def _with_whole_states(
     """
     assert options.owned is not None
     found: dict[tuple[str, str], WholeState] = {}
-    for known in params.by_param.values():
-        if known.module is None:
-            continue
-        for fqn, layout in known.layouts.items():
-            for name, value in sorted(states.get(fqn, {}).items()):
-                is_tensor = _is_tensor(value)
-                if _fits(shape_of(value), layout) if is_tensor else not has_tensors(value, _OnRank0):
-                    continue
-                if not options.rank0_only:
-                    found[fqn, name] = loaded_state(value)
-                    continue
-                given = _on_meta(value) if source is None else source["state"][fqn][name]
-                found[fqn, name] = WholeState(given, _rank_0(options.group))
+    for _, fqn, layout in params.originals():
+        for name, value in sorted(states.get(fqn, {}).items()):
+            is_tensor = _is_tensor(value)
+            if _fits(shape_of(value), layout) if is_tensor else not has_tensors(value, _OnRank0):
+                continue
+            if not options.rank0_only:
+                found[fqn, name] = loaded_state(value)
+                continue
+            on_meta = pytree.tree_map_only(
+                _OnRank0, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"), value
+            )
+            given = on_meta if source is None else source["state"][fqn][name]
+            found[fqn, name] = WholeState(given, _rank_0(options.group))
     found |= moved_to_owners(found, options.owned, options.group, params.units[0].compute_device)
     merged = dict(states)
     for (fqn, name), state in found.items():
         merged[fqn] = {**merged[fqn], name: state}
     return merged
-
-
-def _on_meta(value: Any) -> Any:
-    """With meta tensors for those that are on rank 0."""
-    return pytree.tree_map_only(
-        _OnRank0, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"), value
-    )
 
 
 # ----------------------------------------------------------------- shards
@@ -232,29 +211,19 @@ def _is_tensor(value: object) -> bool:
 def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target]:
     """All tensors of managed parameters, in an order that ranks share. Raises ValueError for wrong shapes."""
     targets = []
-    layouts_of = {module: param_layouts(module) for module in params.units}
-    for known in params.by_param.values():
-        if known.module is None:
-            continue
-        layouts = layouts_of[known.module]
-        for fqn, index in zip(known.fqns, known.indices, strict=True):
-            for name, value in sorted(states.get(fqn, {}).items()):
-                if _is_tensor(value):
-                    _check_shape(known, layouts[index], fqn, name, value)
-                    targets.append(_Target(known.module, layouts[index], (fqn, name), value))
+    for known, fqn, layout in params.originals():
+        for name, value in sorted(states.get(fqn, {}).items()):
+            if not _is_tensor(value):
+                continue
+            shape = shape_of(value)
+            is_kept = known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
+            if not _fits(shape, layout) and not is_kept:
+                raise ValueError(
+                    f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has "
+                    f"shape {tuple(shape)}, the parameter {tuple(layout.full_shape)}"
+                )
+            targets.append(_Target(known.owner, layout, (fqn, name), value))
     return targets
-
-
-def _check_shape(
-    known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0
-) -> None:
-    shape = shape_of(value)
-    is_kept = known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
-    if not _fits(shape, layout) and not is_kept:
-        raise ValueError(
-            f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
-            f"{tuple(shape)}, the parameter {tuple(layout.full_shape)}"
-        )
 
 
 def _shards(
@@ -535,11 +504,10 @@ def _flat_state(
     result: ParamState = {}
     for name in first:
         values = {fqn: state[name] for fqn, state in given.items()}
-        _check_one_kind(name, values)
+        _check_alike(known, name, values)
         if _is_tensor(first[name]):
             result[name] = _flat_tensor(known, name, values, shards, dtype_of(first[name]))
         else:
-            _check_scalars(name, values, known)
             result[name] = _own_scalar(first[name])
     return result
 
@@ -550,30 +518,27 @@ def _kind(value: object) -> str:
     return "scalar tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _check_one_kind(name: str, values: dict[str, Any]) -> None:
-    first_fqn, first = next(iter(values.items()))
+def _check_alike(known: OptimParam, name: str, values: dict[str, Any]) -> None:
+    """ValueError for what cannot be one state of a flat parameter, which has one scalar for all."""
+    (first_fqn, first), *others = values.items()
     kind = _kind(first)
-    dtype = dtype_of(first) if kind == "tensor" else None
-    for fqn, value in values.items():
+    for fqn, value in others:
         if _kind(value) != kind:
             raise ValueError(
                 f"Differing optimizer state types for state {name}: {first_fqn} has a {kind}, {fqn} has a "
                 f"{_kind(value)}"
             )
-        if dtype is not None and dtype_of(value) != dtype:
+        if kind == "tensor" and dtype_of(value) != dtype_of(first):
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have positive-dimension "
-                f"tensor state with the same dtype: {first_fqn} has {name} in {dtype}, {fqn} in "
+                f"tensor state with the same dtype: {first_fqn} has {name} in {dtype_of(first)}, {fqn} in "
                 f"{dtype_of(value)}"
             )
-
-
-def _check_scalars(name: str, values: dict[str, Any], known: OptimParam) -> None:
-    """A flat parameter has one scalar for all: it must be every parameter's."""
+    if kind == "tensor":
+        return
     missing = [fqn for fqn in known.fqns if fqn not in values]
-    first_fqn, first = next(iter(values.items()))
     wanted = _scalar(first)
-    differing = [fqn for fqn, value in values.items() if _scalar(value) != wanted]
+    differing = [fqn for fqn, value in others if _scalar(value) != wanted]
     if missing or differing:
         raise ValueError(
             "All unflattened parameters comprising a single flat parameter must have scalar state with the "

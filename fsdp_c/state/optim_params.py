@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,14 @@ class OptimParams:
         """What an optimizer holds: between a forward and its backward modules may show views of gathered
         parameters."""
         return self._shown.get(param, param)
+
+    def originals(self) -> Iterator[tuple[OptimParam, str, ParamLayout]]:
+        """Of each original parameter that units manage what stands for it, its FQN and its layout."""
+        for known in self.by_param.values():
+            if known.module is not None:
+                layouts = param_layouts(known.module)
+                for fqn, index in zip(known.fqns, known.indices, strict=True):
+                    yield known, fqn, layouts[index]
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, tuple[nn.Parameter, OptimParam]]:
