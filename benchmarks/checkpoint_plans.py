@@ -24,11 +24,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import layout_file, metadata
-from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Footer, file_of, with_footer
+from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Footer, file_of, size_and_crc32, with_footer
 from fsdp_c.checkpoint.storage import Item, read_items
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
-from fsdp_c.checkpoint.writing import Counted, Writer
+from fsdp_c.checkpoint.writing import Writer
 
 H, F, E, D, X = 8192, 28672, 256, 7168, 2048
 DENSE = {
@@ -102,9 +102,9 @@ def state_of(model: str, ranks: int, rank: int) -> dict[str, Any]:
 def made_up(writer: Writer, plan: Any, rank: int) -> RankResult:
     """What a rank would tell of its file."""
     records = []
-    for number, part in enumerate(plan):
-        keys = writer.planned.kept[rank].get(number, part.paths)
-        count = len(keys) * (len(part.held.boxes()) if part.held else 1)
+    for number, positions in writer.planned.shares[rank]:
+        held = plan[number].held
+        count = len(positions) * (len(held.boxes()) if held else 1)
         records.append(
             b"".join(RECORD.pack(at * 1000, 400, at * 2654435761 % 2**32, rank) for at in range(count))
         )
@@ -135,19 +135,20 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     files = {rank: f"{DATA}/{file_of(rank)}" for rank in results}
     listed = {file_of(rank): (2**40, 0) for rank in results}
     top = 0.0
-    layout = Counted(layout_file.layout_content(table, order))
-    pickled = Counted(metadata_content(table, order, folder, files))
     (folder / DATA).mkdir()
-    for name, content in ((f"{DATA}/{LAYOUT}", layout), ("pickled", pickled)):
+    contents = {
+        "pickled": metadata_content(table, order, folder, files),
+        f"{DATA}/{LAYOUT}": layout_file.layout_content(table, order),
+    }
+    for name, content in contents.items():
         start = time.process_time()
         with (folder / name).open("wb") as file:
             for part in content:
                 file.write(part)
                 top = max(top, resident_mb())
         times.append(time.process_time() - start)
-    times = [*times[:2], *reversed(times[2:])]
-    sizes = [content.size / 1e6 for content in (pickled, layout)]
-    listed[LAYOUT] = layout.size, layout.crc32
+    sizes = [(folder / name).stat().st_size / 1e6 for name in contents]
+    listed[LAYOUT] = size_and_crc32(folder / DATA / LAYOUT)
     whole = with_footer([(folder / "pickled").read_bytes()], Footer(DATA, listed, []))
     (folder / METADATA).write_bytes(b"".join(whole))
     grown += top - before

@@ -73,7 +73,7 @@ def export(
             where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
             total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
             index = {"metadata": {"total_size": total}, "weight_map": where}
-            write_file(temporary / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+            write_file(temporary / "model.safetensors.index.json", [json.dumps(index, indent=2).encode()])
     return sum(map(len, files.values())), len(files)
 
 

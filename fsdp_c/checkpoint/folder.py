@@ -279,13 +279,19 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
+def write_file(path: Path, content: Iterable[bytes | memoryview]) -> None:
     """Write a file and flush it to the disk."""
     with path.open("wb", buffering=2**20) as file:
-        for part in (content,) if isinstance(content, bytes) else content:
-            file.write(part)
+        file.writelines(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def size_and_crc32(path: Path) -> tuple[int, int]:
+    """Of a whole file, which need not fit into memory."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, crc32_of(file, 0, size)
 
 
 def publish(data: Path, pickled: Iterable[bytes], files: dict[str, tuple[int, int]]) -> None:

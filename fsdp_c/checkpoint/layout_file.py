@@ -1,21 +1,22 @@
-"""``fsdp_c.layout``: what ``.metadata`` says, in a form of which a load reads only what it needs.
+"""``fsdp_c.layout``: the contents of ``.metadata`` in a form of which a load reads only the part that it needs.
 
 [Note: The layout of a checkpoint]
 ``.metadata`` has an object for each box of each tensor, and DCP's readers make them all. The layout has a
-header (JSON) with the keys and, for tensors that are divided in the same way, shape, dtype and boxes; an
-index with the starts of the ranges in which each box was written, and how many pieces came before; and one
-record of 24 bytes for each piece, by range first: so what a rank reads of all layers lies together. It is not
-mapped, as a file that is cut while it is read would end the process.
+header (JSON) with the keys and, for tensors that are divided in the same way, shape, dtype, boxes, the starts of
+the ranges in which each box was written, and how many pieces came before; and one record of 24 bytes for each
+piece, by range first: so the records that a rank reads of all layers lie together. It is not mapped, as a file
+that is cut while it is read would end the process.
 
 The end of ``.metadata`` has a checksum of the whole file, and of ``.metadata``: before a load one rank compares
 both, so that a load without ``.metadata`` does not pass over its damage; a layout that does not fit is not used.
-Damage to the parts that each rank reads shows by itself: the header and the index have a checksum, the records
-lead to data that have one. As all of it may come from a stranger, no size in it is believed.
+Damage to the parts that each rank reads shows by itself: the header has a checksum, the records lead to data that
+have one. As all of it may come from a stranger, no size in it is believed.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -29,8 +30,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_c.checkpoint import pieces
-from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Footer, file_of, locate, read_footer, refusing, require
+from fsdp_c.checkpoint import pieces, planning
+from fsdp_c.checkpoint.folder import (
+    LAYOUT,
+    METADATA,
+    Footer,
+    file_of,
+    locate,
+    read_footer,
+    refusing,
+    require,
+    size_and_crc32,
+)
 from fsdp_c.checkpoint.metadata import (
     Box,
     BytesEntry,
@@ -48,12 +59,12 @@ from fsdp_c.checkpoint.metadata import (
     read_checkpoint,
 )
 from fsdp_c.checkpoint.pickles import dtype_named
-from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place, crc32_of
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
 from fsdp_c.checkpoint.planning import Held, HeldBox, boxes_of_pieces, key_of
 from fsdp_c.checkpoint.table import RECORD, Stored
 
 MAGIC = b"fsdp_c.layout 1\n"
-_HEAD = struct.Struct("<16sQQI4x")  # behind it are the header, the index and the records
+_HEAD = struct.Struct("<16sQI4x")  # the length and the checksum of the header; behind it are the records
 _BLOCK = 1024  # records that are read at once
 
 
@@ -62,31 +73,24 @@ def layout_content(table: list[Stored], order: list[str]) -> Iterator[bytes]:
     found = {key_of(path): path for each in table for path in each.group.paths}
     paths: list[PathInDict] = [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
     numbers = {path: number for number, path in enumerate(paths)}
-    groups, index, records = [], [], []
+    groups = []
     for each in table:
         group: dict[str, Any] = {"keys": [numbers[path] for path in each.group.paths], "boxes": None}
         if each.group.boxes:
             held = each.group.boxes[0].held
-            group |= {"dtype": str(held.dtype).removeprefix("torch."), "shape": held.shape, "boxes": []}
-        else:
-            records.append(each.objects)
-        for box, content in zip(each.group.boxes, each.boxes, strict=True):
-            firsts = [0]
-            for held in box.ranges():
-                firsts.append(firsts[-1] + len(held.boxes()))
-            index.append(struct.pack(f"<{2 * len(box.starts)}Q", *box.starts, *firsts[:-1]))
-            about = {"order": box.held.order, "offsets": box.held.offsets, "sizes": box.held.sizes}
-            counts = {"ranges": len(box.starts), "pieces": firsts[-1], "is_one_piece": box.held.is_one_piece}
-            group["boxes"].append(about | counts)
-            records.append(content)
+            boxes = [*map(_box_content, each.group.boxes)]
+            group |= {"dtype": str(held.dtype).removeprefix("torch."), "shape": held.shape, "boxes": boxes}
         groups.append(group)
     text = json.dumps({"piece_nbytes": pieces.MAX_NBYTES, "paths": paths, "groups": groups}).encode()
-    text += b" " * (-len(text) % 8)
-    packed = b"".join(index)
-    yield _HEAD.pack(MAGIC, len(text), len(packed), zlib.crc32(packed, zlib.crc32(text)))
-    yield text
-    yield packed
-    yield from records
+    yield _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
+    for each in table:
+        yield from each.boxes or (each.objects,)
+
+
+def _box_content(box: planning.Box) -> dict[str, Any]:
+    counts = [len(held.boxes()) for held in box.ranges()]
+    held = {name: getattr(box.held, name) for name in ("order", "offsets", "sizes", "is_one_piece")}
+    return held | {"starts": box.starts, "pieces": [*itertools.accumulate(counts, initial=0)]}
 
 
 # ----------------------------------------------------------------- reading
@@ -104,8 +108,7 @@ def checked_layout(folder: Path) -> tuple[int, int] | None:
         return None
     with path.open("rb") as file:
         is_known = file.read(len(MAGIC)) == MAGIC
-        nbytes = os.fstat(file.fileno()).st_size
-        fits = (nbytes, crc32_of(file, 0, nbytes)) == footer.files.get(LAYOUT)
+    fits = size_and_crc32(path) == footer.files.get(LAYOUT)
     if not fits:
         warnings.warn(
             f"{path}: damaged, or of another checkpoint: its checksum is not the one in {METADATA}. All ranks read "
@@ -142,16 +145,15 @@ class _Layout:
         weakref.finalize(self, os.close, self.descriptor)
         self.nbytes = os.fstat(self.descriptor).st_size
         self.blocks: dict[int, bytes] = {}
-        self.index_at = self.records_at = 0  # the next number of the index, and the next record
+        self.records_at = 0  # the next record
 
     def checkpoint(self) -> Checkpoint:
-        magic, text_nbytes, index_nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
-        self.begin = _HEAD.size + text_nbytes + index_nbytes
+        magic, nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
+        self.begin = _HEAD.size + nbytes
         require(magic == MAGIC and self.begin <= self.nbytes, "it is torn, or no layout")
         self.records = (self.nbytes - self.begin) // RECORD.size
-        text, index = self._read(_HEAD.size, text_nbytes), self._read(self.begin - index_nbytes, index_nbytes)
-        require(zlib.crc32(index, zlib.crc32(text)) == crc32, "its checksum is another")
-        self.index = memoryview(index).cast("Q")
+        text = self._read(_HEAD.size, nbytes)
+        require(zlib.crc32(text) == crc32, "its checksum is another")
         header = json.loads(text)
         self.piece_nbytes = header["piece_nbytes"]
         paths = {key_of(path): tuple(path) for path in header["paths"]}
@@ -190,11 +192,9 @@ class _Layout:
             order is None or sorted(order) == [*range(len(sizes))], f"dimensions of {keys[0]} are in no order"
         )
         held = held._replace(order=order, offsets=offsets, sizes=sizes, numel=math.prod(sizes))
-        ranges, count = ints([box["ranges"], box["pieces"]], keys[0])
-        starts, firsts = (self.index[at : at + ranges] for at in (self.index_at, self.index_at + ranges))
-        self.index_at += 2 * ranges
-        require(len(firsts) == ranges > 0, f"the index of {keys[0]} is torn")
-        return _StoredBox(held, starts, firsts, count, self._take(count * len(keys)), self.piece_nbytes)
+        starts, before = (ints(box[name], keys[0]) for name in ("starts", "pieces"))
+        require(len(before) == len(starts) + 1, f"the ranges of {keys[0]} are torn")
+        return _StoredBox(held, starts, before, self._take(before[-1] * len(keys)), self.piece_nbytes)
 
     def _take(self, count: int) -> int:
         """The number of the next record, of ``count``."""
@@ -246,9 +246,8 @@ class _StoredBox(NamedTuple):
     """A box of the tensors of a group, and the ranges in which it lies in files."""
 
     held: Held  # all of it
-    starts: Any  # of the ranges, each up to the next
-    firsts: Any  # how many pieces are before each range
-    pieces: int
+    starts: tuple[int, ...]  # of the ranges, each up to the next
+    before: tuple[int, ...]  # how many pieces are before each range, and in all
     at: int  # the first of its records
     piece_nbytes: int
 
@@ -272,11 +271,10 @@ class _StoredBox(NamedTuple):
 
     def _range(self, number: int) -> tuple[int, Sequence[HeldBox]]:
         start, end = [*self.starts[number : number + 2], self.held.numel][:2]
-        first, following = [*self.firsts[number : number + 2], self.pieces][:2]
-        numel, count = end - start, following - first
+        numel, count = end - start, self.before[number + 1] - self.before[number]
         # no more boxes are computed than there are records
         fits = self.held.is_one_piece or numel * self.held.dtype.itemsize <= 2 * count * self.piece_nbytes
         require(0 <= numel <= self.held.numel - start and fits, "its ranges overlap, or pieces are missing")
         boxes = boxes_of_pieces(self.held._replace(start=start, numel=numel), self.piece_nbytes)
         require(len(boxes) == count, f"{count} pieces where there are {len(boxes)} boxes")
-        return first, boxes
+        return self.before[number], boxes

@@ -113,13 +113,13 @@ class Files:
         checkpoint need none."""
         self.folder = folder
         self.sizes: dict[str, int] = {}
-        self.framing: dict[
-            str, int
-        ] = {}  # CRC-32 of all bytes but the data of pieces; empty for torch's checkpoints
+        # CRC-32 of all bytes but the data of pieces; empty for torch's checkpoints
+        self.framing: dict[str, int] = {}
         if footer is None:
             return
-        if not (folder / footer.data).is_symlink():
-            with os.scandir(folder / footer.data) as found:  # many sizes at once; those of links one by one
+        data = folder / footer.data
+        if data.is_dir() and not data.is_symlink():
+            with os.scandir(data) as found:  # many sizes at once; those of links one by one
                 self.sizes = {
                     f"{footer.data}/{each.name}": each.stat().st_size
                     for each in found
@@ -152,10 +152,8 @@ class Files:
 
     def check_end(self, name: str, end: int, key: str) -> None:
         """CheckpointError where a file ends before the end of ``key`` in it."""
-        if end > self.size(name):
-            raise CheckpointError(
-                f"{self.folder / name}: {self.size(name)} bytes, but {key} ends at {end}: torn"
-            )
+        if end > (size := self.size(name)):
+            raise CheckpointError(f"{self.folder / name}: {size} bytes, but {key} ends at {end}: torn")
 
     @functools.cached_property
     def nbytes(self) -> int:

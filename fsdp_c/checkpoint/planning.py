@@ -140,16 +140,14 @@ class RankPart(NamedTuple):
 
 
 RankPlan = list[RankPart]  # what one rank holds
-# for parts of a rank's plan that it does not write in full, the keys that it writes
-Kept = dict[int, list[int]]
+Share = tuple[int, Positions]  # a part of a rank's plan, and the keys of it that the rank writes
 
 
 class Source(NamedTuple):
-    """Who writes keys of a group: ``positions`` in its part's list are ``slots`` in the group's."""
+    """Who writes keys of a group: those of the rank's share are ``slots`` in the group's list."""
 
     rank: int
-    part: int
-    positions: Positions
+    share: int  # its number
     slots: Positions
 
 
@@ -179,7 +177,7 @@ class Planned(NamedTuple):
     """What all ranks write together."""
 
     groups: list[Group]
-    kept: list[Kept]  # by rank
+    shares: list[list[Share]]  # by rank
 
 
 def key_of(path: PathInDict) -> str:
@@ -207,9 +205,9 @@ def merged(plans: Sequence[RankPlan]) -> Planned:
     for part in (part for plan in plans for part in plan):
         if part.packed not in lists:
             lists[part.packed] = part.paths
-    loads = [0] * len(plans)
-    groups = [_group(paths, rows, loads) for paths, rows in _rows_by_group(plans, lists)]
-    return Planned(groups, _kept(plans, groups, lists))
+    writers = _Writers(len(plans))
+    groups = [_group(paths, rows, writers) for paths, rows in _rows_by_group(plans, lists)]
+    return Planned(groups, writers.shares)
 
 
 def _rows_by_group(
@@ -226,8 +224,10 @@ def _rows_by_group(
     groups: list[tuple[list[PathInDict], list[_Row]]] = [(paths, []) for paths in together.values()]
     of_list: list[list[tuple[list[_Row], Positions]]] = [[] for _ in lists]
     for paths, rows in groups:
-        for nth, (index, _) in enumerate(found_in[paths[0]]):
-            of_list[index].append((rows, [found_in[path][nth][1] for path in paths]))
+        for nth, (index, first) in enumerate(found_in[paths[0]]):
+            positions: Positions = [found_in[path][nth][1] for path in paths]
+            run = range(first, first + len(positions))  # a few bytes, as most are
+            of_list[index].append((rows, run if positions == [*run] else positions))
     places_of = dict(zip(lists, of_list, strict=True))
     for rank, plan in enumerate(plans):
         for number, part in enumerate(plan):
@@ -236,19 +236,19 @@ def _rows_by_group(
     return groups
 
 
-def _group(paths: list[PathInDict], rows: list[_Row], loads: list[int]) -> Group:
+def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Group:
     key, first = key_of(paths[0]), rows[0].held
     if any((row.held is None) != (first is None) for row in rows):
         raise ValueError(f"{key} is a tensor on some ranks and another value on others")
     if first is None:
-        return Group(paths, [], _shared_out(rows, len(paths), loads))
+        return Group(paths, [], writers.share_out(rows, len(paths)))
     _refuse_different(key, rows)
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
     for row in rows:
         # of replicas that differ it is the first rank's
         if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):
             by_box.setdefault((row.held.offsets, row.held.sizes), []).append((row.held, row))
-    boxes = [_box(key, each, len(paths), loads) for each in by_box.values()]
+    boxes = [_box(key, each, len(paths), writers) for each in by_box.values()]
     if not do_tile(list(by_box), first.shape):
         numel = sum(box.held.numel for box in boxes)
         raise ValueError(
@@ -275,7 +275,7 @@ def _refuse_different(key: str, rows: list[_Row]) -> None:
             )
 
 
-def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) -> Box:
+def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers) -> Box:
     by_start: dict[int, list[tuple[Held, _Row]]] = {}
     for each in held:
         by_start.setdefault(each[0].start, []).append(each)
@@ -291,36 +291,26 @@ def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) 
             raise ValueError(f"{key}: ranks have its dimensions in different orders in memory")
         end = start + own.numel
         box.starts.append(start)
-        box.sources.append(_shared_out([row for other, row in rows if other == own], count, loads))
+        box.sources.append(writers.share_out([row for other, row in rows if other == own], count))
     if end != box.held.numel:
         raise ValueError(f"{key}: ranks hold {end} of {box.held.numel} elements of a part of it")
     return box
 
 
-def _shared_out(rows: list[_Row], count: int, loads: list[int]) -> list[Source]:
-    """Of ranks that have the same, each writes a share of the keys, those with less to write the first."""
-    rows = sorted(rows, key=lambda row: loads[row.rank])[:count]
-    sources = []
-    for nth, row in enumerate(rows):
-        slots = range(nth, count, len(rows))
-        loads[row.rank] += len(slots) * (row.held.nbytes if row.held else 1)
-        sources.append(Source(row.rank, row.part, row.positions[nth :: len(rows)], slots))
-    return sources
+class _Writers:
+    """The shares of all ranks."""
 
+    def __init__(self, world_size: int) -> None:
+        self.shares: list[list[Share]] = [[] for _ in range(world_size)]
+        self.loads = [0] * world_size
 
-def _kept(plans: Sequence[RankPlan], groups: list[Group], lists: dict[bytes, list[PathInDict]]) -> list[Kept]:
-    written: list[list[list[int]]] = [[[] for _ in plan] for plan in plans]
-    for group in groups:
-        for source in (
-            *group.sources,
-            *(source for box in group.boxes for each in box.sources for source in each),
-        ):
-            written[source.rank][source.part] += source.positions
-    return [
-        {
-            number: sorted(positions)
-            for number, (part, positions) in enumerate(zip(plan, parts, strict=True))
-            if len(positions) != len(lists[part.packed])
-        }
-        for plan, parts in zip(plans, written, strict=True)
-    ]
+    def share_out(self, rows: list[_Row], count: int) -> list[Source]:
+        """Of ranks that have the same, each writes a share of the keys, those with less to write the first."""
+        rows = sorted(rows, key=lambda row: self.loads[row.rank])[:count]
+        sources = []
+        for nth, row in enumerate(rows):
+            slots = range(nth, count, len(rows))
+            sources.append(Source(row.rank, len(self.shares[row.rank]), slots))
+            self.shares[row.rank].append((row.part, row.positions[nth :: len(rows)]))
+            self.loads[row.rank] += len(slots) * (row.held.nbytes if row.held else 1)
+        return sources

@@ -28,7 +28,7 @@ class RankResult(NamedTuple):
 
     size: int  # of its file
     framing_crc32: int
-    records: list[bytes]  # by part of its plan, by key that it keeps of the part, by box
+    records: list[bytes]  # by its shares, by key, by box
 
 
 class Stored(NamedTuple):
@@ -41,48 +41,25 @@ class Stored(NamedTuple):
 
 def stored(planned: Planned, results: dict[int, RankResult]) -> list[Stored]:
     """``results`` by rank."""
-    records, table = _Records(planned, results), []
-    for group in planned.groups:
-        keys = len(group.paths)
-        boxes = [
-            b"".join(
-                records.of(sources, len(held.boxes()), keys)
-                for held, sources in zip(box.ranges(), box.sources, strict=True)
-            )
-            for box in group.boxes
-        ]
-        table.append(Stored(group, boxes, records.of(group.sources, 1, keys) if group.sources else b""))
-    return table
 
-
-class _Records:
-    def __init__(self, planned: Planned, results: dict[int, RankResult]) -> None:
-        self.planned, self.results = planned, results
-        self._index: dict[tuple[int, int], dict[int, int]] = {}
-
-    def of(self, sources: list[Source], count: int, keys: int) -> bytes:
-        """The records of all keys of a group, where each has ``count``."""
-        nbytes = count * RECORD.size
+    def records(sources: list[Source], keys: int) -> bytes:
+        """Of all keys of a group."""
         parts = [b""] * keys
-        for source in sources:
-            content = self.results[source.rank].records[source.part]
-            index = self._kept(source.rank, source.part)
-            if len(sources) == 1 and index is None and len(content) == keys * nbytes:
-                if list(source.positions) == list(range(keys)):
-                    return content
-            for slot, position in zip(source.slots, source.positions, strict=True):
-                at = nbytes * (position if index is None else index[position])
-                parts[slot] = content[at : at + nbytes]
+        for rank, share, slots in sources:
+            content = results[rank].records[share]
+            if len(slots) == keys:
+                return content
+            nbytes = len(content) // len(slots)
+            for nth, slot in enumerate(slots):
+                parts[slot] = content[nth * nbytes : (nth + 1) * nbytes]
         return b"".join(parts)
 
-    def _kept(self, rank: int, part: int) -> dict[int, int] | None:
-        """Which of the records of a part is that of a key; None where all of them are there."""
-        kept = self.planned.kept[rank].get(part)
-        if kept is None:
-            return None
-        if (rank, part) not in self._index:
-            self._index[rank, part] = {position: at for at, position in enumerate(kept)}
-        return self._index[rank, part]
+    table = []
+    for group in planned.groups:
+        keys = len(group.paths)
+        boxes = [b"".join(records(sources, keys) for sources in box.sources) for box in group.boxes]
+        table.append(Stored(group, boxes, records(group.sources, keys)))
+    return table
 
 
 # ----------------------------------------------------------------- .metadata

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +12,12 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, write_file
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, size_and_crc32, write_file
 from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
-from fsdp_c.checkpoint.planning import Held, Kept, Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.planning import Held, Planned, RankPart, RankPlan, Share, merged
 from fsdp_c.checkpoint.replicas import HeldUnit, with_content
 from fsdp_c.checkpoint.storage import Report
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
@@ -27,25 +26,12 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
 
-class Counted:
-    """What passes, with its size and its CRC-32."""
-
-    def __init__(self, parts: Iterable[bytes]) -> None:
-        self.parts, self.size, self.crc32 = parts, 0, 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self.parts:
-            self.size += len(part)
-            self.crc32 = zlib.crc32(part, self.crc32)
-            yield part
-
-
 class _Write(NamedTuple):
     """A key of a part of this rank's plan."""
 
-    key: str
     part: int
     position: int
+    key: str
     held: Held | None  # None for an object
     fetch: Callable[[], Any]
 
@@ -78,7 +64,6 @@ class Writer:
         self.data, self.report, self.set_total = data, report, set_total
         self.planned = Planned([], [])  # on the first rank
         self.writes: list[_Write] = []
-        self.parts = 0
 
     def plan(self) -> RankPlan:
         """What this rank holds."""
@@ -91,9 +76,8 @@ class Writer:
                     held = with_content(held, fetch(), self.contested[min(names)])
                 number = numbers.setdefault(held, len(numbers))
                 own = paths.setdefault(held, [])
-                self.writes.append(_Write(key, number, len(own), held, fetch))
+                self.writes.append(_Write(number, len(own), key, held, fetch))
                 own.append(self.paths.get(key, (key,)))
-        self.parts = len(numbers)
         return [RankPart.of(*each) for each in paths.items()]
 
     def _held(self, key: str, value: Any) -> Iterable[tuple[Held | None, Callable[[], Any]]]:
@@ -113,51 +97,54 @@ class Writer:
         where = tuple(size), order, tuple(chunk.offsets), tuple(chunk.sizes), 0, chunk.sizes.numel(), True
         return Held(value.dtype, *where), lambda: [_in_order(value, order)]
 
-    def divided(self, plans: list[RankPlan]) -> list[tuple[int, Kept]]:
+    def divided(self, plans: list[RankPlan]) -> list[tuple[int, list[Share]]]:
         """On one rank: what each is to write."""
         self.planned = merged(plans)
-        return [*enumerate(self.planned.kept)]
+        return [*enumerate(self.planned.shares)]
 
-    def write(self, own: tuple[int, Kept]) -> RankResult | None:
+    def write(self, own: tuple[int, list[Share]]) -> RankResult | None:
         """Write this rank's file, if it has anything to write."""
-        rank, kept = own
-        some = {part: set(positions) for part, positions in kept.items()}
-        self.writes = [one for one in self.writes if one.part not in some or one.position in some[one.part]]
-        self.writes.sort(key=lambda one: one.held is not None)  # what is pickled stands first
-        self.set_total(sum(one.held.nbytes for one in self.writes if one.held is not None))
-        if not self.writes:
+        rank, shares = own
+        if not shares:
             return None
         # exclusively: an existing file is another rank's
         with (self.data / file_of(rank)).open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
-            return self._write(rank, FileWriter(file))
+            return self._write(rank, shares, FileWriter(file))
 
-    def _write(self, rank: int, writer: FileWriter) -> RankResult:
-        records = [bytearray() for _ in range(self.parts)]
+    def _write(self, rank: int, shares: list[Share], writer: FileWriter) -> RankResult:
+        records = [[b""] * len(positions) for _, positions in shares]
+        places = {
+            (part, position): (share, nth)
+            for share, (part, positions) in enumerate(shares)
+            for nth, position in enumerate(positions)
+        }
+        writes = [(*places[one[:2]], one) for one in self.writes if one[:2] in places]
+        writes.sort(key=lambda write: write[2].held is not None)  # what is pickled stands first
+        self.set_total(sum(one.held.nbytes for *_, one in writes if one.held is not None))
         known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
-        for one in self.writes:
+        for share, nth, one in writes:
             try:
                 if one.held is None:
                     place = writer.write_bytes(one.fetch().getbuffer())
-                    records[one.part] += RECORD.pack(place.offset, place.nbytes, place.crc32, rank)
+                    records[share][nth] = RECORD.pack(place.offset, place.nbytes, place.crc32, rank)
                 else:
-                    for box in one.fetch():
-                        records[one.part] += _write_box(box, rank, writer, known)
+                    written = [_write_box(box, rank, writer, known) for box in one.fetch()]
+                    records[share][nth] = b"".join(written)
                     self.report(one.held.nbytes)
             except OSError:
                 raise
             except Exception as error:
                 raise CheckpointError(f"{one.key}: {error}") from error
         writer.finish()
-        return RankResult(writer.size, writer.framing_crc32, [bytes(each) for each in records])
+        return RankResult(writer.size, writer.framing_crc32, [*map(b"".join, records)])
 
     def finish(self, results: list[RankResult | None]) -> None:
         """On one rank, once all have written: write where everything lies, in both forms, with the checksums, and
         publish it. See [Note: The layout of a checkpoint]."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         table = stored(self.planned, by_rank)
-        layout = Counted(layout_content(table, [*self.state]))
-        write_file(self.data / LAYOUT, layout)
-        files = {LAYOUT: (layout.size, layout.crc32)}
+        write_file(self.data / LAYOUT, layout_content(table, [*self.state]))
+        files = {LAYOUT: size_and_crc32(self.data / LAYOUT)}
         for rank, each in by_rank.items():
             self._check_is_there(self.data / file_of(rank), each.size)
             files[file_of(rank)] = each.size, each.framing_crc32

@@ -194,8 +194,8 @@ def fails_on(bad: int, error: BaseException) -> Any:
     """The writer fails on one rank, having written something."""
     write = writing.Writer._write
 
-    def half(self: Any, rank: int, name: str, file: Any) -> Any:
-        result = write(self, rank, name, file)
+    def half(self: Any, rank: int, *given: Any) -> Any:
+        result = write(self, rank, *given)
         if rank == bad:
             raise error
         return result

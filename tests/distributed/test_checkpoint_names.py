@@ -229,7 +229,7 @@ def test_a_name_that_would_stand_twice_is_left_alone():
     class Entry:
         pass
 
-    from fsdp_c.checkpoint.metadata import Checkpoint
+    from fsdp_c.checkpoint.metadata import Checkpoint, Files
 
     keys = [
         "model.a._orig_mod.w",
@@ -239,7 +239,7 @@ def test_a_name_that_would_stand_twice_is_left_alone():
         "extra._orig_mod.z",
     ]
     paths = {key: tuple(key.split(".", 1)) for key in keys}
-    renamed = Checkpoint(Path(), {key: Entry() for key in keys}, paths, {}, (0, 0))
+    renamed = Checkpoint(Files(Path(), None), {key: Entry() for key in keys}, paths, (0, 0))
     saving._rename_uncompiled(renamed, ["a.w", "b"])
     assert set(renamed.entries) == {*keys} - {"model._orig_mod.b"} | {"model.b"} == set(renamed.paths)
     assert renamed.paths["model.b"] == ("model", "b")

@@ -230,9 +230,9 @@ class Layouts(Headers):
         if rng.random() < 0.3:
             content = mutated(content, rng)
         else:
-            text, index = (int.from_bytes(content[at : at + 8], "little") for at in (16, 24))
-            header = json.loads(content[40 : 40 + text])
-            rest = content[40 + text :]
+            text = int.from_bytes(content[16:24], "little")
+            header = json.loads(content[32 : 32 + text])
+            rest = content[32 + text :]
             if rng.random() < 0.6:
                 owner = rng.choice(nodes(header))
                 key = rng.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
@@ -243,9 +243,7 @@ class Layouts(Headers):
             else:
                 rest = mutated(rest, rng)
             packed = json.dumps(header).encode()
-            index = index if len(rest) == len(content) - 40 - text else rng.choice([index, index + 8])
-            crc32 = zlib.crc32(rest[:index], zlib.crc32(packed))
-            content = content[:16] + struct.pack("<QQI4x", len(packed), index, crc32) + packed + rest
+            content = content[:16] + struct.pack("<QI4x", len(packed), zlib.crc32(packed)) + packed + rest
         with_right_checksums(self.folder, layout=content)
         return self.layout
 

@@ -372,7 +372,7 @@ def test_a_writer_that_lost_its_lock_publishes_nothing(
         save(path, 2)
 
     with folder.new_data(path) as data:
-        folder.write_file(data / "__0_0.distcp", b"1")
+        (data / "__0_0.distcp").write_bytes(b"1")
         lose() if not is_written else None
         syncing = once(lose, folder.sync_folder) if is_written else folder.sync_folder
         with pytest.raises(FileNotFoundError), mock.patch.object(folder, "sync_folder", syncing):
@@ -391,7 +391,7 @@ def test_without_locks_only_what_was_replaced_is_removed(exists: bool, tmp_path:
         save(path, 1)
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOTSUP, "Operation not supported")):
         with folder.new_data(path) as temporary:
-            folder.write_file(temporary / "__0_0.distcp", b"1")
+            (temporary / "__0_0.distcp").write_bytes(b"1")
             save(path, 2)
             save(path, 3)
             assert loaded(path) == 3

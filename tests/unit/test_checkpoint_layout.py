@@ -133,13 +133,12 @@ def rewrite(
     """With another header, or other bytes behind it, and right checksums."""
     (layout,) = path.rglob(LAYOUT)
     content = layout.read_bytes()
-    text, index = struct.unpack_from("<QQ", content, 16)
-    header = json.loads(content[40 : 40 + text])
+    (text,) = struct.unpack_from("<Q", content, 16)
+    header = json.loads(content[32 : 32 + text])
     change(header)
-    packed, behind = json.dumps(header).encode(), rest(content[40 + text :])
-    crc32 = zlib.crc32(behind[:index], zlib.crc32(packed))
-    head = magic + struct.pack("<QQI4x", len(packed), index, crc32)
-    with_right_checksums(path, layout=head + packed + behind)
+    packed = json.dumps(header).encode()
+    head = magic + struct.pack("<QI4x", len(packed), zlib.crc32(packed))
+    with_right_checksums(path, layout=head + packed + rest(content[32 + text :]))
 
 
 def weight(header: dict[str, Any]) -> dict[str, Any]:
@@ -172,9 +171,9 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (put_box(sizes=[1, 5]), "have 5 elements"),
         (put_box(offsets=[1, 0]), "outside"),
         (put_box(order=[0, 0]), "are in no order"),
-        (put_box(ranges=2**40), "index of .* is torn"),
-        (put_box(pieces=2**40), "its records are torn"),
-        (put_box(pieces=1), "pieces"),
+        (put_box(starts=[0, 2**40]), "ranges of .* are torn"),
+        (put_box(pieces=[0, 2**40]), "its records are torn|ranges of"),
+        (put_box(pieces=[0, 1]), "pieces|ranges of"),
         (put_box(is_one_piece=True), "pieces where"),
         (lambda header: header.update(piece_nbytes=2**40), "pieces where"),
         (lambda header: header.update(piece_nbytes=-1), "pieces are missing"),

@@ -237,7 +237,7 @@ def test_a_scalar_of_numpy_is_saved_as_the_number(kind, tmp_path):
 def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(named, tmp_path):
     own, optimizer = model("old")
     checkpoint.save(own, optimizer, tmp_path / "a", extra={"old": 1})
-    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").rglob("*.*") if file.is_file()}
     for where in ("extra", "own", "group"):
         own, optimizer = model(REFUSED[named] if where == "own" else None)
         extra = {"deep": {"key": REFUSED[named]}} if where == "extra" else None
@@ -250,7 +250,9 @@ def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(
             checkpoint.save(own, optimizer, tmp_path / "a", extra=extra)
         assert key in str(failed.value), (where, str(failed.value))
         assert [file.name for file in tmp_path.iterdir()] == ["a"]
-        assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+        assert {
+            file.name: file.read_bytes() for file in (tmp_path / "a").rglob("*.*") if file.is_file()
+        } == before
 
 
 def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):

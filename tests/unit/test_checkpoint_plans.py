@@ -57,10 +57,10 @@ def written(plans: list[RankPlan]) -> tuple[Planned, list[Stored]]:
     results = {}
     for rank, plan in enumerate(plans):
         records = []
-        for number, part in enumerate(plan):
-            kept = planned.kept[rank].get(number, range(len(part.paths)))
-            boxes = len(part.held.boxes()) if part.held else 1
-            places = ((number * 1000 + key, box) for key in kept for box in range(boxes))
+        for number, positions in planned.shares[rank]:
+            held = plan[number].held
+            boxes = len(held.boxes()) if held else 1
+            places = ((number * 1000 + key, box) for key in positions for box in range(boxes))
             records.append(b"".join(RECORD.pack(key * 64, 64 + box, 7, rank) for key, box in places))
         results[rank] = RankResult(1, 0, records)
     return planned, stored(planned, results)
@@ -102,12 +102,8 @@ def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int,
 
 def nbytes_by_rank(plans: list[RankPlan], planned: Planned) -> list[int]:
     return [
-        sum(
-            part.held.nbytes * len(planned.kept[rank].get(number, part.paths))
-            for number, part in enumerate(plan)
-            if part.held
-        )
-        for rank, plan in enumerate(plans)
+        sum(part.nbytes * len(positions) for number, positions in shares if (part := plan[number].held))
+        for plan, shares in zip(plans, planned.shares, strict=True)
     ]
 
 
