@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -203,38 +204,43 @@ def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank):
 
 
 @pytest.mark.parametrize(
-    "key", ["extra.note", "model.1._extra_state", "optim.param_groups.0.lr", "optim.state.0.bias.step"]
+    "what",
+    [
+        METADATA,
+        "a file of rank 1",
+        "extra.note",
+        "model.1._extra_state",
+        "optim.param_groups.0.lr",
+        "optim.state.0.bias.step",
+    ],
 )
 @on_ranks(2)
-def test_damage_to_what_is_read_first_leaves_everything(rank, key):
+def test_damage_that_is_found_first_leaves_everything_on_all_ranks(rank, what):
     path = saved(*made(1)[:2], extra={"note": "text"})
-    entry = read_checkpoint(path).entries[key]
-    part = entry.chunks[0] if hasattr(entry, "chunks") else entry
+    file, at, error = path / METADATA, (path / METADATA).stat().st_size // 2, "are damaged"
+    failing = mock.patch("fsdp_c.checkpoint.saving.read_nested", side_effect=OSError(5, "Input/output error"))
+    if what == METADATA:
+        error = rf"failed on rank 0: {re.escape(str(path / METADATA))}: damaged"
+    elif what == "a file of rank 1":
+        error = "failed on rank 1: OSError: .*Input/output error"
+    else:
+        entry = read_checkpoint(path).entries[what]
+        part = entry.chunks[0] if hasattr(entry, "chunks") else entry
+        file, at = path / part.file, part.place.offset
     dist.barrier()
-    if rank == 0:
-        flipped(path / part.file, part.place.offset)
+    if rank == 0 and what != "a file of rank 1":
+        flipped(file, at)
     dist.barrier()
     model, optimizer, _ = made(2)
     before = snapshot(model, optimizer)
-    with pytest.raises(CheckpointError, match="are damaged"):
+    with (
+        failing if (what, rank) == ("a file of rank 1", 1) else nullcontext(),
+        mock.patch.object(folder, "crc32_of", wraps=folder.crc32_of) as compared,
+        pytest.raises(CheckpointError, match=error),
+    ):
         checkpoint.load(model, optimizer, path)
-    assert changed(before, model, optimizer) == []
-
-
-@on_ranks(2)
-def test_damaged_metadata_are_an_error_on_all_ranks_of_which_one_has_read_them(rank):
-    path = saved(*made(1)[:2])
-    if rank == 0:
-        flipped(path / METADATA, (path / METADATA).stat().st_size // 2)
-    dist.barrier()
-    model, optimizer, _ = made(2)
-    before = snapshot(model, optimizer)
-    with mock.patch.object(folder, "crc32_of", wraps=folder.crc32_of) as read:
-        with pytest.raises(
-            CheckpointError, match=rf"failed on rank 0: {re.escape(str(path / METADATA))}: damaged"
-        ):
-            checkpoint.load(model, optimizer, path)
-    assert read.call_count == (rank == 0)
+    # one rank compares .metadata and the layout with their checksums
+    assert compared.call_count == (rank == 0) * (1 if what == METADATA else 2)
     assert changed(before, model, optimizer) == []
 
 
@@ -255,18 +261,6 @@ def test_all_ranks_read_metadata_where_one_finds_that_the_layout_is_damaged(rank
         checkpoint.load(model, optimizer, path)
     assert [f"{LAYOUT}: damaged" in str(each.message) for each in said] == [True] * (rank == 0)
     assert changed(snapshot(saved_model, saved_optimizer), model, optimizer) == []
-
-
-@on_ranks(2)
-def test_a_rank_that_cannot_read_keeps_all_ranks_from_changing_anything(rank):
-    path = saved(*made(1)[:2])
-    model, optimizer, _ = made(2)
-    before = snapshot(model, optimizer)
-    failing = mock.patch("fsdp_c.checkpoint.saving.read_nested", side_effect=OSError(5, "Input/output error"))
-    with failing if rank == 1 else mock.MagicMock():
-        with pytest.raises(CheckpointError, match="failed on rank 1: OSError: .*Input/output error"):
-            checkpoint.load(model, optimizer, path)
-    assert changed(before, model, optimizer) == []
 
 
 @on_ranks(2)

@@ -92,36 +92,22 @@ def from_metadata(path: Path, warning: bool) -> float:
     return value
 
 
-def test_metadata_are_read_in_place_of_one_that_is_damaged(tmp_path: Path, capsys: Any) -> None:
-    path = saved(tmp_path / "ckpt")
-    (layout,) = path.rglob(LAYOUT)
+def test_metadata_are_read_in_place_of_one_that_is_damaged_or_missing(tmp_path: Path, capsys: Any) -> None:
+    path, other = saved(tmp_path / "ckpt"), saved(tmp_path / "other", 4.0)
+    (layout,), (of_other,) = path.rglob(LAYOUT), other.rglob(LAYOUT)
     sound = layout.read_bytes()
-    for at in (0, 20, 60, len(sound) - 30, len(sound) - 1):
-        layout.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
-        assert from_metadata(path, True) == 3
-        assert cli.main(["verify", str(path)]) == 1
-        assert f"{layout}: damaged: loads read {METADATA}" in capsys.readouterr().out
-    for content in (b"", sound[:-1], sound[: len(sound) // 2], sound + b"x"):
+    flips = (0, 20, 60, len(sound) - 30, len(sound) - 1)
+    damaged = [sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :] for at in flips]
+    for content in (*damaged, b"", sound[:-1], sound + b"x", of_other.read_bytes()):
         layout.write_bytes(content)
         assert from_metadata(path, True) == 3
         assert cli.main(["verify", str(path)]) == 1
-
-
-def test_metadata_are_read_in_place_of_one_of_another_checkpoint_or_version(tmp_path: Path) -> None:
-    path, other = saved(tmp_path / "ckpt"), saved(tmp_path / "other", 4.0)
-    (layout,) = path.rglob(LAYOUT)
-    shutil.copy(next(other.rglob(LAYOUT)), layout)
-    assert from_metadata(path, True) == 3
-    rewrite(other, lambda header: None, magic=b"fsdp_c.layout 0\n")
-    assert from_metadata(other, False) == 4
-
-
-def test_metadata_are_read_in_place_of_one_that_is_missing(tmp_path: Path) -> None:
-    path = saved(tmp_path / "ckpt")
-    (layout,) = path.rglob(LAYOUT)
+        assert f"{layout}: damaged: loads read {METADATA}" in capsys.readouterr().out
     layout.unlink()
-    assert from_metadata(path, False) == 3
-    assert cli.main(["verify", str(path)]) == 0
+    rewrite(other, lambda header: None, magic=b"fsdp_c.layout 0\n")  # another version
+    for each, version in ((path, 3), (other, 4)):
+        assert from_metadata(each, False) == version
+        assert cli.main(["verify", str(each)]) == 0
 
 
 def rewrite(
