@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ def damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
 
 def _torch_load_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: BinaryIO) -> Tensor:
     what, dtype = f"{checkpoint.folder / chunk.file}: {key}", checkpoint.tensor(key).dtype
-    loaded = _torch_load(what, _blob(what, file, chunk.start, chunk.length))
+    loaded = _torch_load(what, _content(file, chunk))
     if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
         raise CheckpointError(
             f"{what} is not a tensor of shape {chunk.sizes} and {dtype}, as the metadata say"
@@ -73,12 +73,9 @@ def _torch_load_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: Bina
     return loaded
 
 
-def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
-    file.seek(start)
-    content = file.read(length)
-    if len(content) != length:
-        raise CheckpointError(f"{what} is torn")
-    return content
+def _content(file: BinaryIO, part: Chunk | BytesEntry) -> bytes:
+    file.seek(part.start)
+    return file.read(part.length)
 
 
 def _torch_load(what: str, content: bytes) -> Any:
@@ -90,14 +87,11 @@ def read_object(checkpoint: Checkpoint, key: str) -> Any:
     """Read an object, without running code: see [Note: Names in a pickle]."""
     entry = checkpoint.entries[key]
     assert isinstance(entry, BytesEntry)
-    what = f"{checkpoint.folder / entry.file}: {key}"
     with checkpoint.open(entry.file) as file:
-        if entry.place is None:
-            return _torch_load(what, _blob(what, file, entry.start, entry.length))
-        content = bytearray(entry.place.nbytes)
-        if not read_data(file, entry.place, memoryview(content)):
-            raise damaged(checkpoint, entry.file, key)
-    return _torch_load(what, bytes(content))
+        content = _content(file, entry)
+    if entry.place is not None and zlib.crc32(content) != entry.place.crc32:
+        raise damaged(checkpoint, entry.file, key)
+    return _torch_load(f"{checkpoint.folder / entry.file}: {key}", content)
 
 
 def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
@@ -170,13 +164,11 @@ class _Part(NamedTuple):
     data: Tensor | None  # into which it is read: a target, or of its own; None for what torch wrote
 
 
-@dataclass
-class _Job:
+class _Job(NamedTuple):
     """Parts of one file that one thread reads."""
 
-    file: str
-    parts: list[_Part] = field(default_factory=list)
-    nbytes: int = 0
+    parts: list[_Part]
+    nbytes: int
 
 
 class Reader:
@@ -197,11 +189,11 @@ class Reader:
         by_chunk: dict[tuple[str, Chunk], list[Item]] = {}
         for item in items:
             by_chunk.setdefault((item.key, item.chunk), []).append(item)
-        by_file: dict[str, list[list[Item]]] = {}
-        for wanted in sorted(by_chunk.values(), key=lambda wanted: wanted[0].chunk.start):
-            by_file.setdefault(wanted[0].chunk.file, []).append(wanted)
+        of_chunks = sorted(
+            by_chunk.values(), key=lambda wanted: wanted[0].chunk[2:4]
+        )  # by file, and place in it
         seen: set[int] = set()  # where targets begin
-        parts = (self._part(wanted, seen) for of_file in by_file.values() for wanted in of_file)
+        parts = (self._part(wanted, seen) for wanted in of_chunks)
         underway: deque[tuple[_Job, Future[None]]] = deque()
         with ThreadPoolExecutor(reading_threads()) as pool:
             for job in _jobs(parts):
@@ -225,7 +217,7 @@ class Reader:
         return _Part(key, chunk, wanted, data)
 
     def _fill(self, job: _Job) -> None:
-        with self.checkpoint.open(job.file) as file:
+        with self.checkpoint.open(job.parts[0].chunk.file) as file:
             for part in job.parts:
                 if part.data is not None:
                     _read_into(self.checkpoint, part.key, part.chunk, part.data, file)
@@ -250,16 +242,17 @@ def reading_threads() -> int:
 
 
 def _jobs(parts: Iterable[_Part]) -> Iterator[_Job]:
-    for file, of_file in itertools.groupby(parts, lambda part: part.chunk.file):
-        job = _Job(file)
+    for _, of_file in itertools.groupby(parts, lambda part: part.chunk.file):
+        job: list[_Part] = []
+        nbytes = 0
         for part in of_file:
-            job.parts.append(part)
-            job.nbytes += part.chunk.length
-            if job.nbytes >= _JOB_NBYTES:
-                yield job
-                job = _Job(file)
-        if job.parts:
-            yield job
+            job.append(part)
+            nbytes += part.chunk.length
+            if nbytes >= _JOB_NBYTES:
+                yield _Job(job, nbytes)
+                job, nbytes = [], 0
+        if job:
+            yield _Job(job, nbytes)
 
 
 def _can_read_into(chunk: Chunk, dtype: torch.dtype, target: Tensor) -> bool:

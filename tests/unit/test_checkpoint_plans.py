@@ -19,7 +19,7 @@ from fsdp_c import _C
 from fsdp_c.checkpoint.planning import Held, Planned, RankPart, RankPlan, merged
 from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
 
-SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 20, 7), "norm": (40,)}
+SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 40, 30), "norm": (40,)}
 
 
 ORDERS = {"experts": (1, 2, 0)}  # of dimensions in memory
