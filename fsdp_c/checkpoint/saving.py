@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -35,7 +35,7 @@ from fsdp_c.checkpoint.folder import (
 )
 from fsdp_c.checkpoint.host_copies import EXTRA, HostCopies
 from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
-from fsdp_c.checkpoint.metadata import Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import (
     EXTRA_STATE,
     _model_state,
@@ -438,7 +438,17 @@ class _Loading:
         entries = self.checkpoint.entries
         own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
         takers = {prefix + name for name in extra_state_takers(model)}
-        missing, errors = self._add_tensors(expected)
+        missing, errors = [], []
+        for key, value in expected.items():
+            entry, shape = entries.get(key), tuple(value.shape)
+            if entry is None:
+                missing.append(key)
+            elif not isinstance(entry, TensorEntry):
+                errors.append(f"{key} is no tensor in the checkpoint")
+            elif entry.shape != shape:
+                errors.append(f"{key} has shape {entry.shape} in the checkpoint, {shape} in the model")
+            else:
+                self.targets[key] = value
         for key in dict.fromkeys([*own, *takers]):
             if any(each == key or each.startswith(f"{key}.") for each in entries):
                 if key in takers:
@@ -456,21 +466,6 @@ class _Loading:
                 for key in entries
                 if key.startswith(prefix) and key not in known and not key.startswith(below)
             ]
-        self._refuse(errors)
-
-    def _add_tensors(self, expected: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Read into these what has their keys. Returns the keys that are missing, and what does not fit."""
-        missing, errors = [], []
-        for key, value in expected.items():
-            if key not in self.checkpoint.entries:
-                missing.append(key)
-            elif error := _misfit(key, self.checkpoint.entries[key], value):
-                errors.append(error)
-            else:
-                self.targets[key] = value
-        return missing, errors
-
-    def _refuse(self, errors: list[str]) -> None:
         if errors:
             shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
             raise CheckpointError("\n\t".join([f"{self.checkpoint.folder} does not fit the model:", *shown]))
@@ -543,11 +538,3 @@ def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:
         checkpoint.paths = {
             renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()
         }
-
-
-def _misfit(key: str, entry: Entry, value: Tensor) -> str | None:
-    if not isinstance(entry, TensorEntry):
-        return f"{key} is no tensor in the checkpoint"
-    if entry.shape != tuple(value.shape):
-        return f"{key} has shape {entry.shape} in the checkpoint, {tuple(value.shape)} in the model"
-    return None

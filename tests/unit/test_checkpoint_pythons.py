@@ -5,11 +5,8 @@ from __future__ import annotations
 import base64
 import enum
 import json
-import os
 import pickle
 import pickletools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +22,6 @@ from fsdp_c.checkpoint import cli
 from fsdp_c.checkpoint.folder import METADATA
 from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry, read_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 # by record_metadata.py, which says how; the Pythons but 3.11 had no torch, only classes of the same names
 RECORDED = json.loads(Path(__file__).with_name("recorded_metadata.json").read_text())
 
@@ -74,67 +70,3 @@ def test_members_of_enums_are_written_by_value_on_every_python(tmp_path: Path) -
     for name in ("ours", "torchs"):
         checkpoint.load(nn.Linear(3, 2), None, tmp_path / name)
         assert cli.main(["verify", str(tmp_path / name)]) == 0
-
-
-CYCLE = """
-import pickletools, sys
-from pathlib import Path
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from fsdp_c import checkpoint
-from fsdp_c.checkpoint import cli
-
-folder, other = Path(sys.argv[1]), Path(sys.argv[2])
-model = nn.Linear(3, 2)
-torch.nn.init.ones_(model.weight)
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.ones(1, 3)).sum().backward()
-optimizer.step()
-checkpoint.save(model, optimizer, folder / "ours", extra={"step": 3})
-dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "torchs", no_dist=True)
-for path in (folder / "ours", folder / "torchs", other / "ours", other / "torchs"):
-    if path.exists():
-        found = nn.Linear(3, 2)
-        checkpoint.load(found, None, path)
-        assert torch.equal(found.weight, model.weight), path
-        assert cli.main(["verify", str(path)]) == 0, path
-state = {"model": nn.Linear(3, 2).state_dict()}
-dcp.load(state, checkpoint_id=folder / "ours", no_dist=True)
-assert torch.equal(state["model"]["weight"], model.weight)
-print(sys.version_info[:3])
-"""
-
-
-def early_3_11() -> dict[str, str]:
-    """The environment in which a CPython 3.11.0 to 3.11.3 runs this torch, where there is one; else skips."""
-    if sys.version_info[:2] != (3, 11):
-        pytest.skip("this torch is of another Python than 3.11")
-    paths = os.pathsep.join([str(ROOT), str(Path(torch.__file__).parents[1])])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [
-        "/usr/bin/python3",
-        "-c",
-        "import sys, torch, fsdp_c; sys.exit(not (3, 11) <= sys.version_info < (3, 11, 4))",
-    ]
-    if (
-        not Path(command[0]).exists()
-        or subprocess.run(command, env=environment, capture_output=True, timeout=600).returncode
-    ):
-        pytest.skip("/usr/bin/python3 is no CPython 3.11.0 to 3.11.3 that can import torch")
-    return environment
-
-
-@pytest.mark.timeout(2500)
-def test_checkpoints_go_to_and_from_a_python_that_pickles_members_by_getattr(tmp_path: Path) -> None:
-    environment = early_3_11()
-    for interpreter, own, other in (
-        (sys.executable, "a", "b"),
-        ("/usr/bin/python3", "b", "a"),
-        (sys.executable, "a", "b"),
-    ):
-        command = [interpreter, "-W", "ignore", "-c", CYCLE, str(tmp_path / own), str(tmp_path / other)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-    assert "getattr" in names((tmp_path / "b" / "torchs" / METADATA).read_bytes())
-    assert "getattr" not in names((tmp_path / "b" / "ours" / METADATA).read_bytes())
