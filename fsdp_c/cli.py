@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_c import interop
 from fsdp_c.tools import environment
 
+SPLIT_FROZEN = "--split-frozen"
 EPILOG = """\
 commands:
   run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp as it is
@@ -20,7 +21,8 @@ commands:
   torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
   torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
 
-A SCRIPT in the place of the command is run. What follows SCRIPT or MODULE is passed on to it.
+A SCRIPT in the place of the command is run. What follows SCRIPT or MODULE is passed on to it. Before either,
+--split-frozen keeps frozen parameters apart from trained ones, as fsdp_c.wrap.split_frozen() does.
 `python -m fsdp_c COMMAND --help` says more; for checkpoints there is `python -m fsdp_c.checkpoint`."""
 
 
@@ -29,11 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
-    if argv and Path(argv[0]).is_file():
+    if argv and (argv[0] == SPLIT_FROZEN or Path(argv[0]).is_file()):
         return run(argv)
-    parser = _parser(
-        "", description=__doc__, epilog=EPILOG, usage="%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]"
-    )
+    parser = _parser("", __doc__, EPILOG, "%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]")
     if argv and not argv[0].startswith("-"):
         parser.error(f"{argv[0]!r} is neither a command ({', '.join(COMMANDS)}) nor a file that can be run")
     parser.parse_args(argv)
@@ -43,30 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(
     command: str, description: str | None, epilog: str | None = None, usage: str | None = None
 ) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        f"python -m fsdp_c {command}".strip(),
-        usage=usage,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    name, kind = f"python -m fsdp_c {command}".strip(), argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(name, usage, description, epilog, formatter_class=kind)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run a script or a module. Its exceptions propagate."""
-    parser = _parser("run", description="Run a script unmodified, with fsdp_c in the place of torch's FSDP1.")
-    parser.usage = "%(prog)s SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
+    parser = _parser("run", "Run a script unmodified, with fsdp_c in the place of torch's FSDP1.")
+    parser.usage = "%(prog)s [--split-frozen] SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
+    parser.add_argument(SPLIT_FROZEN, action="store_true", help="keep frozen parameters apart")
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a file")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as python -m takes it")
-    own = 2 if argv and argv[0] == "-m" else 1
+    flags = int(argv[:1] == [SPLIT_FROZEN])
+    own = flags + (2 if argv[flags : flags + 1] == ["-m"] else 1)
     args = parser.parse_args(argv[:own])
     if args.script is None and args.module is None:
         parser.error("name a SCRIPT, or -m MODULE")
-    start, name = (
-        (interop.run_script, args.script) if args.module is None else (interop.run_module, args.module)
-    )
+    start = interop.run_script if args.module is None else interop.run_module
     try:
-        start(name, list(argv[own:]))
+        start(args.module or args.script, list(argv[own:]), args.split_frozen)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         if interop.is_installed():  # the script has started: the error is its own
             raise
@@ -76,20 +71,16 @@ def run(argv: Sequence[str]) -> int:
 
 def env(argv: Sequence[str]) -> int:
     """Print the versions and devices that fsdp_c finds."""
-    _parser(
-        "env", description="Show versions, what was found, and which kernels are used: for reports."
-    ).parse_args(argv)
+    _parser("env", "Show versions, what was found, and which kernels are used: for reports.").parse_args(argv)
     print(environment.report())
     return 0
 
 
 def selftest(argv: Sequence[str]) -> int:
     """Try fsdp_c on this rank of torchrun or on ranks started here. 1 if anything failed."""
-    parser = _parser("selftest", description="Try fsdp_c on this machine, beside torch's FSDP1.")
+    parser = _parser("selftest", "Try fsdp_c on this machine, beside torch's FSDP1.")
     parser.add_argument("--device", metavar="TYPE", help="cuda or cpu (default: the accelerator, if any)")
-    parser.add_argument(
-        "--width", type=int, default=512, metavar="N", help="of the model (default: %(default)s)"
-    )
+    parser.add_argument("--width", type=int, default=512, metavar="N", help="of the model (%(default)s)")
     args = parser.parse_args(argv)
     from fsdp_c import selftest  # imports optimizers and checkpoints
 

@@ -11,27 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_c.interop.installation import install, is_installed
+from fsdp_c.sharding import grouping
 
 
-def run_script(path: str, args: list[str]) -> None:
+def run_script(path: str, args: list[str], split_frozen: bool = False) -> None:
     """Install, then run the script at ``path`` as ``python path *args`` would, also in processes it spawns.
 
-    Raises FileNotFoundError without one.
+    With ``split_frozen`` all of it as under ``fsdp_c.wrap.split_frozen``. Raises FileNotFoundError without one.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no script {path!r} to run")
-    _start(path, args, str(Path(path).resolve().parent))
+    _start(path, args, split_frozen, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
 
 
-def run_module(name: str, args: list[str]) -> None:
+def run_module(name: str, args: list[str], split_frozen: bool = False) -> None:
     """Install, then run the module ``name`` as ``python -m name *args`` would, also in processes it spawns.
 
-    Raises ModuleNotFoundError without one.
+    With ``split_frozen`` all of it as under ``fsdp_c.wrap.split_frozen``. Raises ModuleNotFoundError without one.
     """
     if not module_exists(name):
         raise ModuleNotFoundError(f"no module {name!r} to run", name=name)
-    _start(name, args, str(Path.cwd()))
+    _start(name, args, split_frozen, str(Path.cwd()))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
@@ -48,8 +49,13 @@ def module_exists(name: str) -> bool:
         return False
 
 
-def _start(name: str, args: list[str], folder: str) -> None:
+def _install(split_frozen: bool) -> None:
+    grouping.splits_by_default = split_frozen
     install()
+
+
+def _start(name: str, args: list[str], split_frozen: bool, folder: str) -> None:
+    _install(split_frozen)
     _install_in_spawned_processes()
     sys.argv = [name, *args]
     if not getattr(sys.flags, "safe_path", False):  # in safe-path mode, ``-m`` has put no folder there
@@ -60,8 +66,8 @@ class _Installation:
     """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the
     script anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return install, ()
+    def __reduce__(self) -> tuple[Callable[[bool], None], tuple[bool]]:
+        return _install, (grouping.splits_by_default,)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from fsdp_c.compat.upstream import MixedPrecision
 
+splits_by_default = False  # set by ``python -m fsdp_c --split-frozen``
 _splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
 
 
@@ -21,8 +21,8 @@ def split_frozen() -> Iterator[None]:
 
     Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. State
     dicts have the same names and shapes. Values are the same bits on two ranks without clipping: norms, and
-    sums over more ranks, are added up in another order. FSDP_C_SPLIT_FROZEN=1 in the environment does the
-    same for unmodified scripts. All ranks build alike.
+    sums over more ranks, are added up in another order. ``python -m fsdp_c --split-frozen`` does the same for
+    unmodified scripts. All ranks build alike.
     """
     token = _splits_frozen.set(True)
     try:
@@ -32,11 +32,8 @@ def split_frozen() -> Iterator[None]:
 
 
 def splits_frozen() -> bool:
-    """Whether ``split_frozen`` or FSDP_C_SPLIT_FROZEN is in force."""
-    text = os.environ.get("FSDP_C_SPLIT_FROZEN", "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"FSDP_C_SPLIT_FROZEN is {text!r}: set it to 1, or leave it out")
-    return _splits_frozen.get() or text == "1"
+    """Whether ``split_frozen`` is in force."""
+    return _splits_frozen.get() or splits_by_default
 
 
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:

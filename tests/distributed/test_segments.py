@@ -285,14 +285,6 @@ def test_frozen_parts_apart_give_torchs_bits(rank: int) -> None:
         assert torch.equal(found[name.replace("_fsdp_wrapped_module.", "")], value), name
 
 
-@on_ranks(2)
-def test_the_environment_sets_frozen_parts_apart() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_C_SPLIT_FROZEN", "1")
-        model = wrapped("lora", True, split=False)
-    assert len(model.blocks[0].params) == 2
-
-
 @both_views
 @on_ranks(2)
 def test_integers_are_never_cast(rank: int, use_orig_params: bool) -> None:

@@ -380,13 +380,6 @@ def test_the_scaler_takes_a_device_for_its_type() -> None:
     assert ShardedGradScaler(torch.device("cpu"), enabled=True)._device == "cpu"  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("fake_ranks")
-def test_a_setting_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP_C_SPLIT_FROZEN", "yes")
-    with pytest.raises(ValueError, match="FSDP_C_SPLIT_FROZEN is 'yes': set it to 1, or leave it out"):
-        FSDP(layer())
-
-
 @both_views
 @pytest.mark.usefixtures("fake_ranks")
 def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 import fsdp_c
 from fsdp_c import cli, interop
 from fsdp_c.compat import upstream
+from fsdp_c.sharding import grouping
 from fsdp_c.tools import environment
 from tests.processes import ROOT, run_python
 
@@ -34,6 +35,8 @@ BAD = {
     "run with an unknown flag": (["run", "--fast", "train.py"], "unrecognized arguments: --fast"),
     "run of no file": (["run", "nowhere.py"], "no script 'nowhere.py' to run"),
     "run of no module": (["run", "-m", "nowhere.at_all"], "no module 'nowhere.at_all' to run"),
+    "a flag without a script": (["--split-frozen"], "name a SCRIPT, or -m MODULE"),
+    "a flag before a command": (["--split-frozen", "selftest"], "no script 'selftest' to run"),
     "run of a module without a name": (["run", "-m"], "expected one argument"),
 }
 
@@ -80,6 +83,39 @@ def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_wit
     assert done.stdout.splitlines() == [f"['script.py', '--help', '-m', 'x'] {ours}", f"child {ours}"]
 
 
+SPLITTING = """\
+import sys
+import torch, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import init_process_group
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+def flat_params():
+    init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    return len(FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu")).params)
+
+def child(index):
+    print("child", flat_params(), flush=True)
+
+if __name__ == "__main__":
+    print(sys.argv, flat_params(), flush=True)
+    mp.spawn(child, nprocs=1)
+"""
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_split_frozen_before_a_script_keeps_frozen_parameters_apart(tmp_path: Path, split: bool) -> None:
+    """Also in processes that it spawns; after it the flag is the script's."""
+    (tmp_path / "script.py").write_text(SPLITTING)
+    flag = "--split-frozen"
+    done = call(*([flag, "script.py", "x"] if split else ["script.py", flag]), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = ["['script.py', 'x'] 2", "child 2"] if split else [f"['script.py', '{flag}'] 1", "child 1"]
+    assert done.stdout.splitlines() == expected
+
+
 FAILING = "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"
 
 
@@ -92,11 +128,12 @@ def test_module_is_run_as_python_runs_it(
     (tmp_path / "package" / "train.py").write_text(FAILING)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(grouping, "splits_by_default", False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     try:
         with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
-            cli.main(["run", "-m", "package.train", "--lr", "1"])
-        assert interop.is_installed()
+            cli.main(["run", "--split-frozen", "-m", "package.train", "--lr", "1"])
+        assert interop.is_installed() and grouping.splits_frozen()
     finally:
         interop.uninstall()
         sys.modules.pop("package", None)
