@@ -593,6 +593,8 @@ class FullyShardedDataParallel(ShardedModule):
                 raise
             if name == "_zero_scalar":  # of torch's clip_grad_norm_
                 refuse_torchs_functions(unit_name(wrapped))
+            if name == "_fqn_modifiers":  # of torch.distributed.checkpoint
+                refuse_torchs_checkpoint(unit_name(wrapped), FullyShardedDataParallel)
             try:
                 found = getattr(wrapped, name)
             except AttributeError:
@@ -630,8 +632,6 @@ class FullyShardedDataParallel(ShardedModule):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
-        if kwargs.get("recurse") is False:  # what torch.distributed.checkpoint asks first
-            refuse_torchs_checkpoint(unit_name(self.module), FullyShardedDataParallel)
         if self._unit.runtime is not None:
             self._unit.runtime.begin_walk()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import _C
-from fsdp_c.compat.mixed_use import refuse_torchs_functions, refuse_torchs_methods, refuse_torchs_runtime
+from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import (
     BackwardPrefetch,
     CPUOffload,
@@ -152,10 +152,18 @@ class ShardedModule(nn.Module, _FSDPState):
             else TrainingState.FORWARD_BACKWARD
         )
 
+    @training_state.setter
+    def training_state(self, state: TrainingState) -> None:
+        refuse_torchs_functions(unit_name(self.module))
+
     @property
     def _all_fsdp_states(self) -> list[ShardedModule]:
         """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
         return whole_units_of(self)
+
+    @_all_fsdp_states.setter
+    def _all_fsdp_states(self, states: object) -> None:
+        refuse_torchs_functions(unit_name(self.module))
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
@@ -180,7 +188,6 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
-        refuse_torchs_runtime(unit_name(self.module))
         vars(self).pop("_was_summoned", None)
         if value is None and self.training_state == TrainingState.IDLE:
             self._reset_lazy_init()
@@ -230,7 +237,6 @@ class ShardedModule(nn.Module, _FSDPState):
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """ValueError unless the unit is in the given state, or in one of them."""
-        refuse_torchs_methods(unit_name(self.module))
         if self._unit.runtime is not None:
             self._unit.runtime.recover()
         expected = [state] if isinstance(state, TrainingState) else state

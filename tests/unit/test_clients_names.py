@@ -25,6 +25,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, bf16_compress_hook
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
 
 from fsdp_c import _C, MixedPrecision, ShardingStrategy
@@ -34,12 +36,14 @@ from fsdp_c._common_utils import (
     _get_module_fsdp_state_if_fully_sharded_module,
     _get_param_to_fqns,
     _has_fsdp_params,
+    _is_fsdp_flattened,
     _module_handle,
     clean_tensor_name,
 )
 from fsdp_c._fsdp_extensions import FSDPExtensions, _ext_post_unflatten_transform, _ext_pre_flatten_transform
 from fsdp_c._traversal_utils import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
 from fsdp_c._wrap_utils import _construct_wrap_fn, _or_policy, _post_order_apply, _recursive_wrap
+from fsdp_c.api import TrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle, HandleShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from tests.collectives import fake_ranks
@@ -171,6 +175,42 @@ def test_names_are_cleaned_of_all_wrappers() -> None:
     assert isinstance(model._fsdp_wrapped_module, CheckpointWrapper) and isinstance(model.module, nn.Linear)
 
 
+@both_views
+def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
+    """H-010: Lightning looks at the optimizer's parameters."""
+    optimizer = torch.optim.SGD(nested(use_orig_params=use_orig_params).parameters(), lr=1.0)
+    assert all(_is_fsdp_flattened(param) for group in optimizer.param_groups for param in group["params"])
+
+
+TORCHS: dict[str, Any] = {
+    "summon_full_params": lambda model: TorchFSDP.summon_full_params(model).__enter__(),
+    "clip_grad_norm_": lambda model: TorchFSDP.clip_grad_norm_(model, 1.0),
+    "apply": lambda model: TorchFSDP.apply(model, lambda module: None),
+    "a unit around": lambda model: TorchFSDP(nn.Sequential(model), use_orig_params=True, device_id=CPU),
+    "checkpoint": dcp.get_model_state_dict,
+    "checkpoint of an optimizer": lambda model: dcp.get_optimizer_state_dict(
+        model, torch.optim.SGD(model.parameters(), lr=1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", TORCHS)
+@pytest.mark.parametrize("has_run", [False, True])
+@both_views
+def test_what_torchs_own_functions_would_do_wrong_is_refused(
+    use_orig_params: bool, has_run: bool, call: str
+) -> None:
+    """Where fsdp_c is not installed; the unit stays usable."""
+    model = FSDP(nn.Linear(4, 4), use_orig_params=use_orig_params, device_id=CPU)
+    if has_run:
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"unit Linear: torch's FullyShardedDataParallel, .*fsdp_c.install\(\)"
+    ):
+        TORCHS[call](model)
+    model(torch.ones(2, 4)).sum().backward()
+
+
 # ------------------------------------------------------------------ wrapping helpers
 
 
@@ -202,6 +242,27 @@ def test_wrap_helpers_build_units_and_checkpoints() -> None:
 # ------------------------------------------------------------------ attributes of a unit
 
 
+def test_unit_has_the_attributes_that_libraries_read() -> None:  # A-011, D-004, D-009
+    """H-011, H-024."""
+    model = nested(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True)
+    assert (model.rank, model.world_size, model.compute_device) == (1, 4, CPU)
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD and model.process_group.size() == 4
+    assert model._state_dict_type.name == "FULL_STATE_DICT" and model._device_mesh is None
+    assert model.training_state is TrainingState.IDLE and model._is_root is None and model.check_is_root()
+    assert (
+        model._use_orig_params and model._has_params and model.mixed_precision.buffer_dtype is torch.bfloat16
+    )
+    assert model._all_fsdp_states == [model, model.second]
+    assert model._all_handles == [model._handle, model.second._handle]
+    assert model._handle._sharding_strategy is HandleShardingStrategy.FULL_SHARD
+    assert all(
+        module._is_fsdp_managed_module and module._fsdp_use_orig_params for module in model.module.modules()
+    )
+    model._assert_state(TrainingState.IDLE)
+    with pytest.raises(ValueError, match="expected to be in states"):
+        model._assert_state(TrainingState.FORWARD_BACKWARD)
+
+
 def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     """H-016: ColossalAI replaces it."""
     with (
@@ -213,6 +274,17 @@ def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsR
         FlatParamHandle._all_gather_flat_param = len
     del FlatParamHandle._all_gather_flat_param
     assert FlatParamHandle._all_gather_flat_param is _C.Handle._all_gather_flat_param
+
+
+def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> None:
+    """H-016: composer writes them."""
+    model = nested(use_orig_params=True)
+    for _ in range(2):
+        model._exec_order_data._forward_prefetch_limit = 3
+        model._exec_order_data._backward_prefetch_limit = 2
+        limits = model._exec_order_data
+        assert (limits._forward_prefetch_limit, limits._backward_prefetch_limit) == (3, 2)
+        model(torch.ones(2, 3))
 
 
 @both_views
@@ -366,3 +438,10 @@ def test_any_extension_object_is_used() -> None:
     assert handle.flat_param._shapes == [torch.Size([2, 3]), torch.Size([4])]
     assert _ext_pre_flatten_transform(half, None)[0] is half
     assert torch.equal(_ext_post_unflatten_transform(half, 4, extension), torch.cat([half, half]))
+
+
+def test_extension_without_its_hooks_is_refused() -> None:
+    """H-022: six abstract hooks."""
+    assert len(FSDPExtensions.__abstractmethods__) == 6
+    with pytest.raises(TypeError, match="abstract"):
+        FSDPExtensions()

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp_c
 from fsdp_c import FlatParameter
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.sharding import flat_param
 from tests.collectives import fake_ranks
 from tests.models import WIDTH, Block, Conv
 from tests.ranks import both_views
@@ -59,6 +60,12 @@ def test_package_says_its_version_and_shows_what_users_use() -> None:
     assert all(hasattr(fsdp_c, name) for name in dir(fsdp_c))
 
 
+def test_flat_param_exports_the_names_of_torchs() -> None:  # A-004
+    from torch.distributed.fsdp import _flat_param as theirs
+
+    assert set(theirs.__all__) == set(flat_param.__all__)
+
+
 def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:  # A-066, A-067
     for use_orig_params in (True, False):
         theirs, ours = (units[0] for units in both(use_orig_params=use_orig_params))
@@ -77,6 +84,23 @@ def test_indexing_is_forwarded_and_len_is_not() -> None:  # A-063
         len(model)
 
 
+def test_mixed_precision_and_offload_default_to_nothing() -> None:  # A-037, A-039
+    model = build(FSDP)
+    assert model.mixed_precision == MixedPrecision() and not model.cpu_offload.offload_params
+
+
+def test_prefetch_limits_are_one() -> None:  # A-049
+    data = build(FSDP)._exec_order_data
+    assert (data._backward_prefetch_limit, data._forward_prefetch_limit) == (1, 1)
+
+
+def test_default_state_dict_settings() -> None:  # A-134
+    model = build(FSDP)
+    assert model._state_dict_type is fsdp_c.StateDictType.FULL_STATE_DICT
+    assert model._state_dict_config == fsdp_c.FullStateDictConfig()
+    assert model._optim_state_dict_config == fsdp_c.FullOptimStateDictConfig()
+
+
 # ----------------------------------------------------------------- the flat parameter
 
 
@@ -87,6 +111,10 @@ def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:  # B-001, B
     marked = torch.ones(3)
     marked._is_flat_param = True
     assert isinstance(marked, FlatParameter)
+
+
+def test_flat_parameter_of_a_meta_tensor() -> None:  # B-005
+    assert FlatParameter(torch.ones(3, device="meta")).is_meta
 
 
 @both_views
@@ -158,6 +186,23 @@ def test_flat_parameter_stands_in_the_inner_module() -> None:  # B-035
     model = build(FSDP)
     assert model.module._parameters["_flat_param"] is model._flat_param
     assert "_flat_param" not in model._parameters
+
+
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        (None, (torch.float32, torch.float32)),
+        (MixedPrecision(param_dtype=torch.bfloat16), (torch.bfloat16, torch.bfloat16)),
+        (MixedPrecision(reduce_dtype=torch.bfloat16), (torch.float32, torch.bfloat16)),
+        (MixedPrecision(torch.float16, torch.float32), (torch.float16, torch.float32)),
+    ],
+    ids=["none", "param", "reduce", "both"],
+)
+def test_dtypes_follow_the_mixed_precision(precision: Any, names: tuple[torch.dtype, torch.dtype]) -> None:
+    """A-018, C-018."""
+    handle = build(FSDP, mixed_precision=precision)._handle
+    assert (handle._fwd_bwd_param_dtype, handle._reduce_dtype) == names
+    assert handle._orig_param_dtype is torch.float32
 
 
 def test_lazy_initialisation_is_done_once() -> None:  # D-001, D-003
