@@ -194,11 +194,6 @@ class Handle:
         """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at
         construction, and after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound.
         Gradients follow."""
-    def set_call_guards(self, calls: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
-        """Have layers, each given by its ``__dict__``, make these calls while they would compute with sharded
-        parameters. A layer that the user has compiled is left alone. TypeError when called twice."""
-    def call_layers_directly(self) -> None:
-        """Until the parameters are sharded the next time layers are called as they would without a unit."""
     def writeback(self) -> None:
         """Take over parameters and data that the user replaced. RuntimeError for one that does not fit the
         shard, NotImplementedError for an untied shared parameter."""
@@ -352,10 +347,8 @@ def bind_callbacks(
     tensors_of: Callable[[object], list[Tensor]],
     cast_buffers_for_mode: Callable[[Any], None],
     step_in_backward: Callable[[Any], None],
-    is_in_reentrant_checkpoint: Callable[[], bool],
     log_post_backward: Callable[[Any], None],
-    warn_of_units_cut_off: Callable[[Any, list[str]], None],
-    warn_of_units_left_out: Callable[[Any, list[str]], None],
+    warn_of_units_without_gradient: Callable[[Any, list[str]], None],
     check_backward: Callable[[Any], None],
     explain_error: Callable[[BaseException, Any], None],
     explain_failed_collective: Callable[[BaseException, int, int, Any, bool], None],
@@ -367,14 +360,12 @@ def bind_callbacks(
     ``convert_inputs`` where inputs are not on the device or not of the dtype, and leaves be what is None;
     ``hook_inputs`` for a frozen unit: the hook is called once all inputs that require a gradient have theirs;
     ``tensors_of`` for outputs that are no tensor, list, tuple or dict; ``cast_buffers_for_mode`` with
-    full_precision_in_eval, before a forward of the root; ``is_in_reentrant_checkpoint`` after one that ran
-    without gradients; ``explain_error`` with what one has raised.
+    full_precision_in_eval, before a forward of the root; ``warn_of_units_without_gradient`` once for each root,
+    with the names of units to which the backward before has not come; ``explain_error`` with what one has raised.
 
     Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where
     ``optimizer_in_backward`` is set, on the stream that has reduced them; ``log_post_backward`` when they have
-    come, where the handle is ``verbose``. The names of units that no gradient can reach, or to which none has
-    come, are told once.
-    ``check_backward`` at its end, where the Runtime is unchecked.
+    come, where the handle is ``verbose``; ``check_backward`` at its end, where the Runtime is unchecked.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has
     raised, after or while being enqueued, or what it reads and writes has found no memory; ``phase`` is an

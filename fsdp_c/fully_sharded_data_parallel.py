@@ -245,7 +245,6 @@ class FullyShardedDataParallel(ShardedModule):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
-        sharded_errors.explain_layers(self)
         if self._handle is not None:
             self._fully_sharded_module_to_handle[module] = self._handle
         if not use_orig_params:
@@ -404,7 +403,6 @@ class FullyShardedDataParallel(ShardedModule):
         elif error is not None:
             raise error
         members = [module for _, module in modules]
-        misuse_checks.warn_of_lowered_frequencies(self, modules)
         buffers.cast_for_computation(members, self.compute_device)
         for path, module in modules:  # inner units may be bound to another tree
             module._reset_lazy_init()
@@ -895,10 +893,8 @@ _C.bind_callbacks(
     tensors_of=tree.tensors_of,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
     step_in_backward=FlatParamHandle.step_in_backward,
-    is_in_reentrant_checkpoint=misuse_checks.is_in_reentrant_checkpoint,
     log_post_backward=FullyShardedDataParallel._log_post_backward,
-    warn_of_units_cut_off=misuse_checks.warn_of_units_cut_off,
-    warn_of_units_left_out=misuse_checks.warn_of_units_left_out,
+    warn_of_units_without_gradient=misuse_checks.warn_of_units_without_gradient,
     check_backward=misuse_checks.check_backward,
     explain_error=sharded_errors.explain_in_forward,
     explain_failed_collective=collective_errors.explain,

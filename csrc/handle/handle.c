@@ -248,13 +248,8 @@ int handle_show_views(struct handle *handle) {
 }
 
 int handle_show_sharded(struct handle *handle) {
-    bool is_trained = (handle->training_state == USE_FORWARD && torch_grad_enabled()) ||
-                      handle->training_state == USE_BACKWARD_PRE ||
-                      handle->training_state == USE_BACKWARD_POST;
-    if (param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
-                                 handle->storage.copy->views) < 0)
-        return -1;
-    return param_views_place_guards(&handle->param_views, is_trained);
+    return param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
+                                    handle->storage.copy->views);
 }
 
 int handle_note_assigned(struct handle *handle) {

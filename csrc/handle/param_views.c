@@ -32,10 +32,6 @@ void param_views_check(const struct param_views *param_views) {
     INVARIANT(param_views->count >= param_views->param->num_params);
     INVARIANT(param_views->shown != SHOWN_SHARDED || param_views->param->use_orig_params);
     INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
-    for (int64_t i = 0; param_views->guards_placed && i < param_views->num_guards; i++)
-        INVARIANT(
-            param_views->guards[i].compiled ||
-            PyDict_GetItemWithError(param_views->guards[i].attributes, torch_names._compiled_call_impl));
 }
 
 /* ---- life ---- */
@@ -81,12 +77,6 @@ void param_views_fini(struct param_views *param_views) {
     Py_CLEAR(param_views->wrapped_views);
     Py_CLEAR(param_views->wrap_views);
     Py_CLEAR(param_views->empty_param);
-    for (int64_t i = 0; i < param_views->num_guards; i++) {
-        Py_CLEAR(param_views->guards[i].attributes);
-        Py_CLEAR(param_views->guards[i].call);
-    }
-    PyMem_Free(param_views->guards);
-    param_views->num_guards = 0;
 }
 
 int param_views_visit(const struct param_views *param_views, visitproc visit, void *arg) {
@@ -97,10 +87,6 @@ int param_views_visit(const struct param_views *param_views, visitproc visit, vo
     }
     Py_VISIT(param_views->wrapped_views);
     Py_VISIT(param_views->wrap_views);
-    for (int64_t i = 0; i < param_views->num_guards; i++) {
-        Py_VISIT(param_views->guards[i].attributes);
-        Py_VISIT(param_views->guards[i].call);
-    }
     return 0;
 }
 
@@ -373,56 +359,4 @@ int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *fu
         result = requires_grad > 0 && is_wrapped ? torch_set_grad(param, value) : requires_grad < 0 ? -1 : 0;
     }
     return result;
-}
-
-/* ---- call guards ---- */
-
-enum { TRAINED_ENOUGH = 3 };
-
-int param_views_init_guards(struct param_views *param_views, PyObject *calls) {
-    Py_ssize_t count = PyList_Size(calls);
-    param_views->guards = PyMem_Calloc((size_t)count + 1, sizeof *param_views->guards);
-    if (!param_views->guards)
-        return tensor_check(STATUS_NO_MEMORY, "call guards of a unit");
-    for (; param_views->num_guards < count; param_views->num_guards++) {
-        PyObject *attributes, *call;
-        if (!PyArg_ParseTuple(PyList_GetItem(calls, param_views->num_guards), "O!O", &PyDict_Type,
-                              &attributes, &call))
-            return -1;
-        param_views->guards[param_views->num_guards] =
-            (struct call_guard){.attributes = Py_NewRef(attributes), .call = Py_NewRef(call)};
-    }
-    return 0;
-}
-
-/* The user may have compiled the layer since `expected` was put there. Else it is replaced. 0 or -1. */
-static int replace_call(struct call_guard *guard, PyObject *expected, PyObject *call) {
-    PyObject *found = PyDict_GetItemWithError(guard->attributes, torch_names._compiled_call_impl);
-    if (!found && PyErr_Occurred())
-        return -1;
-    guard->compiled = found && found != expected;
-    return guard->compiled ? 0 : PyDict_SetItem(guard->attributes, torch_names._compiled_call_impl, call);
-}
-
-int param_views_place_guards(struct param_views *param_views, bool training) {
-    if (!param_views->num_guards || param_views->guards_placed ||
-        (training && param_views->guards_trained == TRAINED_ENOUGH))
-        return 0;
-    for (int64_t i = 0; i < param_views->num_guards; i++)
-        if (replace_call(&param_views->guards[i], Py_None, param_views->guards[i].call) < 0)
-            return -1;
-    param_views->guards_trained += training;
-    param_views->guards_placed = true;
-    CHECKED(param_views_check(param_views));
-    return 0;
-}
-
-int param_views_remove_guards(struct param_views *param_views) {
-    for (int64_t i = 0; param_views->guards_placed && i < param_views->num_guards; i++) {
-        struct call_guard *guard = &param_views->guards[i];
-        if (!guard->compiled && replace_call(guard, guard->call, Py_None) < 0)
-            return -1;
-    }
-    param_views->guards_placed = false;
-    return 0;
 }

@@ -1,15 +1,9 @@
-/* What the modules of a unit show as their parameters, and what its layers say when they are called past it.
+/* What the modules of a unit show as their parameters.
  *
  * Invariant: while `shown` is not SHOWN_NOTHING, all param_views show the same kind of tensor. A change of
  * kind passes SHOWN_NOTHING, where it also ends when it fails half-way. Without original parameters there is
- * nothing sharded to show: the views stay. While `guards_placed`, each layer has its guard in its __dict__,
- * unless the user has compiled the layer.
- *
- * [Note: call guards] Layers that are called past their unit, while it keeps their parameters sharded, say
- * what to do. nn.Module.__call__ prefers what stands in `_compiled_call_impl`. There each layer has a call of
- * ours, which explains the error that comes of the sharded parameters; a forward of the unit takes the calls
- * away, so that its layers run as they would without. They come back after it: in a training loop the first
- * few times, as a call that its steps make is found by then, and the steps after cost nothing. */
+ * nothing sharded to show: the views stay.
+ */
 #ifndef FSDP_HANDLE_PARAM_VIEWS_H
 #define FSDP_HANDLE_PARAM_VIEWS_H
 
@@ -42,12 +36,6 @@ struct param_view {
     enum setting setting;
 };
 
-struct call_guard {
-    PyObject *attributes; /* owned; the layer's __dict__ */
-    PyObject *call;       /* owned */
-    bool compiled;        /* the user's own call is there, and stays */
-};
-
 struct param_views {
     const struct flat_param *param; /* borrowed */
     enum shown shown;               /* written by param_views_set_shown */
@@ -64,11 +52,6 @@ struct param_views {
     bool assigned; /* without original parameters: a Parameter was, to a module, since they were all found */
     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
     PyObject *empty_param;
-
-    struct call_guard *guards; /* owned; see [Note: call guards] */
-    int64_t num_guards;
-    bool guards_placed;
-    int guards_trained; /* how often they were placed in a training step */
 };
 
 /* 0 or -1; fini follows in any case */
@@ -109,10 +92,5 @@ int param_views_put_back(const struct param_views *param_views,
 PyObject *param_views_local_value(const struct param_views *param_views, PyObject *value);
 /* inside summon: on the Parameters shown there */
 int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *full);
-
-/* `calls`: a list of pairs (__dict__, call), one per layer; once. 0 or -1. */
-int param_views_init_guards(struct param_views *param_views, PyObject *calls);
-int param_views_place_guards(struct param_views *param_views, bool training); /* 0 or -1 */
-int param_views_remove_guards(struct param_views *param_views);               /* 0 or -1 */
 
 #endif

@@ -130,25 +130,6 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
     return grads;
 }
 
-static PyObject *set_call_guards(PyObject *self, PyObject *calls) {
-    struct handle *handle = made(self);
-    if (!handle)
-        return NULL;
-    if (!PyList_Check(calls) || handle->param_views.num_guards) {
-        PyErr_SetString(PyExc_TypeError, "set_call_guards takes a list, once");
-        return NULL;
-    }
-    int result = param_views_init_guards(&handle->param_views, calls);
-    if (!result && handle_shows_sharded(handle))
-        result = param_views_place_guards(&handle->param_views, false);
-    return none_or_error(result);
-}
-
-static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
-    struct handle *handle = made(self);
-    return none_or_error(handle ? param_views_remove_guards(&handle->param_views) : -1);
-}
-
 static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = ready(self);
     return none_or_error(handle ? handle_flat_param_to(handle, args, kwargs) : -1);
@@ -249,8 +230,6 @@ static PyMethodDef methods[] = {
     {"sharded_grads", sharded_grads, METH_NOARGS, NULL},
     {"leave_shard", leave_shard, METH_NOARGS, NULL},
     {"show_sharded", show_sharded, METH_NOARGS, NULL},
-    {"set_call_guards", set_call_guards, METH_O, NULL},
-    {"call_layers_directly", call_layers_directly, METH_NOARGS, NULL},
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},
     {"publish", publish, METH_NOARGS, NULL},

@@ -270,6 +270,7 @@ int unit_post_backward(void *target) {
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
     if (unit->handle && has_new(unit)) {
+        no_gradient_note_reached(unit);
         bool enabled = torch_grad_enabled();
         TRACE(TRACED_POST_BACKWARD, unit->name_index);
         torch_set_grad_enabled(false);
@@ -397,12 +398,9 @@ static int end_backward(struct runtime *runtime) {
 int runtime_final_callback(void *target) {
     struct runtime *runtime = target;
     bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
-    bool tells = ends_step && !runtime->no_gradient.told;
-    OWNED *cut_off = tells ? no_gradient_take_unreachable(runtime) : Py_NewRef(Py_None);
-    /* told when all is in order again: a warning may be made an error */
-    if (!cut_off || end_backward(runtime) < 0 ||
-        (cut_off != Py_None && no_gradient_warn_unreachable(runtime, cut_off) < 0))
+    if (end_backward(runtime) < 0)
         return -1;
+    runtime->no_gradient.ended_backward = true;
     if (!ends_step || !runtime->unchecked)
         return 0;
     PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);

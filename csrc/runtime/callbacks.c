@@ -21,9 +21,8 @@ int callbacks_bind(PyObject *args, PyObject *kwargs) {
             NULL,
     };
     PyObject *new[NUM_FUNCTIONS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOOOOO", names, &new[0], &new[1], &new[2],
-                                     &new[3], &new[4], &new[5], &new[6], &new[7], &new[8], &new[9], &new[10],
-                                     &new[11], &new[12]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOOO", names, &new[0], &new[1], &new[2], &new[3],
+                                     &new[4], &new[5], &new[6], &new[7], &new[8], &new[9], &new[10]))
         return -1;
     for (int i = 0; i < NUM_FUNCTIONS; i++)
         ref_set(functions[i], Py_NewRef(new[i]));

@@ -10,19 +10,17 @@
 
 /* `module` is the FullyShardedDataParallel, `handle` the FlatParamHandle. */
 #define CALLBACKS(X)                                                                                         \
-    X(lazy_init)                  /* (module): the unit is bound to a runtime */                             \
-    X(convert_inputs)             /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */      \
-    X(hook_inputs)                /* (args, kwargs, hook) -> what removes it, or None */                     \
-    X(tensors_of)                 /* (output) -> list of the tensors in it that require a gradient */        \
-    X(cast_buffers_for_mode)      /* (module) */                                                             \
-    X(step_in_backward)           /* (handle): its optimizers step */                                        \
-    X(is_in_reentrant_checkpoint) /* () -> bool */                                                           \
-    X(log_post_backward)          /* (module) */                                                             \
-    X(warn_of_units_cut_off)      /* (module, names) */                                                      \
-    X(warn_of_units_left_out)     /* (module, names) */                                                      \
-    X(check_backward)             /* (module) */                                                             \
-    X(explain_error)              /* (error, module): said in the exception itself */                        \
-    X(explain_failed_collective)  /* (error, phase, iteration, handle, enqueued): the same */
+    X(lazy_init)                      /* (module): the unit is bound to a runtime */                         \
+    X(convert_inputs)                 /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */  \
+    X(hook_inputs)                    /* (args, kwargs, hook) -> what removes it, or None */                 \
+    X(tensors_of)                     /* (output) -> list of the tensors in it that require a gradient */    \
+    X(cast_buffers_for_mode)          /* (module) */                                                         \
+    X(step_in_backward)               /* (handle): its optimizers step */                                    \
+    X(log_post_backward)              /* (module) */                                                         \
+    X(warn_of_units_without_gradient) /* (module, names) */                                                  \
+    X(check_backward)                 /* (module) */                                                         \
+    X(explain_error)                  /* (error, module): said in the exception itself */                    \
+    X(explain_failed_collective)      /* (error, phase, iteration, handle, enqueued): the same */
 
 struct callbacks { /* owned for ever, all of them */
 #define DECLARE(name) PyObject *name;

@@ -185,9 +185,10 @@ static int graph_dropped(void *target, const void *hook) {
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     int64_t hooked = 0;
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    no_gradient_forget(unit);
     if (!torch_grad_enabled())
-        return no_gradient_note_checkpointed(unit);
+        return 0;
+    if (no_gradient_expect(unit) < 0)
+        return -1;
     PyObject *hook = hook_new(unit_pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(*output, hook, &hooked) : -1;
     unit->backward_hook = hook;
@@ -195,7 +196,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
         hook_on_drop(hook, graph_dropped);
     Py_XDECREF(hook);
     if (!result && !hooked)
-        return no_gradient_note_unreachable(unit);
+        return 0;
     unit_expect_backward(unit, hooked > 0);
     if (unit->needs_pre_backward_unshard)
         unit_note_precision(unit);
@@ -258,7 +259,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
         if (param_views_wrap_views(&handle->param_views, handle->storage.copy->views) < 0 ||
-            handle_show_views(handle) < 0 || param_views_remove_guards(&handle->param_views) < 0)
+            handle_show_views(handle) < 0)
             return -1;
     }
     int trainable = is_trainable(unit);

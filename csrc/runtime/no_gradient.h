@@ -1,10 +1,11 @@
-/* Units with trainable parameters to which a backward brings no gradient, which is told once: [Note: units without
- * a gradient] in no_gradient.c. */
+/* Units with trainable parameters to which no backward brings a gradient: one warning for each root.
+ *
+ * A unit is named when it has run in training mode, a backward has ended, and the root begins its next forward without
+ * a gradient for the unit. Until then another backward may reach it, as in a GAN. A unit that has had a gradient before
+ * is assumed to be skipped on purpose, as alternating heads are. */
 #ifndef FSDP_RUNTIME_NO_GRADIENT_H
 #define FSDP_RUNTIME_NO_GRADIENT_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <stdbool.h>
 
 struct runtime;
@@ -12,27 +13,18 @@ struct unit;
 
 /* Of a unit. */
 struct no_gradient {
-    bool had_gradient; /* one has come to the outputs in some backward */
-    bool unreachable;  /* no output of the last forward requires one */
-    bool skipped;      /* the last backward did not pass through the unit */
+    bool had_gradient; /* a backward has reached the outputs or parameters */
+    bool expected;     /* true if the unit ran in training mode since the root's forward began */
 };
 
 /* Of all units of a root. */
 struct no_gradient_told {
-    bool any_unreachable, any_skipped; /* some unit is */
-    bool told;                         /* a warning was given */
+    bool ended_backward; /* true if a backward has ended since the root's forward began */
+    bool warned;
 };
 
 void no_gradient_note_reached(struct unit *unit); /* by a backward */
-void no_gradient_forget(struct unit *unit);       /* its forward may have been unreachable */
-/* No output of the unit's forward requires a gradient. 0 or -1 */
-int no_gradient_note_unreachable(struct unit *unit);
-/* A forward without gradients has ended; perhaps a checkpoint's. 0 or -1 */
-int no_gradient_note_checkpointed(struct unit *unit);
-/* New list of the names of the units that the backward could not reach, None where there is none, or NULL.
- * Those that it skipped are noted. */
-PyObject *no_gradient_take_unreachable(struct runtime *runtime);
-int no_gradient_warn_unreachable(struct runtime *runtime, PyObject *names); /* 0 or -1 */
-int no_gradient_warn_skipped(struct runtime *runtime);                      /* 0 or -1 */
+int no_gradient_expect(struct unit *unit);        /* a forward with gradients enabled has ended. 0 or -1 */
+int no_gradient_warn(struct runtime *runtime);    /* the root begins a forward. 0 or -1 */
 
 #endif

@@ -16,10 +16,9 @@ void unit_abandon_forward(struct unit *unit) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    /* where a layer of another unit, called past that unit, has failed on a parameter that is sharded, the
-     * exception says so itself */
+    /* An error of a kernel on parameters that another unit keeps sharded names that unit. */
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (module && value && traceback && PyException_SetTraceback(value, traceback) == 0)
+    if (module && value)
         callbacks_tell(callbacks.explain_error, value, module);
     PyErr_Clear(); /* nothing of Python's is called with an exception set */
     unit_set_phase(unit, PHASE_IDLE);

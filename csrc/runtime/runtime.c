@@ -164,7 +164,7 @@ int runtime_pre_forward(struct runtime *runtime) {
     if (runtime_check_holder(runtime) < 0)
         return -1;
     runtime->trains = torch_grad_enabled();
-    if (note_ddp(runtime) < 0 || no_gradient_warn_skipped(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+    if (note_ddp(runtime) < 0 || no_gradient_warn(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
         runtime_reshard_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
@@ -229,45 +229,35 @@ int runtime_begin_walk(struct runtime *runtime) {
  * that begins while another thread is amid a state dict: each before it changes anything. Both are asked once
  * per step, so that a forward of an inner unit alone is not. */
 
-static bool is_in_backward(void) {
-    return torch_graph_task() >= 0;
-}
-
-static int refuse(const struct runtime *runtime, const char *what, const char *remedy) {
+static int refuse(const struct runtime *runtime, const char *doing) {
     if (!runtime->num_units)
         return 0;
-    return unit_error(PyExc_RuntimeError, unit_rank(runtime->units[0]), runtime->units[0]->name,
-                      "another thread is amid %s of this model, and %s. The other thread goes "
-                      "on.",
-                      what, remedy);
+    return unit_error(
+        PyExc_RuntimeError, unit_rank(runtime->units[0]), runtime->units[0]->name,
+        "another thread is amid %s of this model, and nothing else can use its parameters until "
+        "that is done. The other thread goes on: wait for it, as by a lock, or give each thread "
+        "a model.",
+        doing);
 }
 
 /* On a GPU autograd's own thread runs the backward of the thread of the forward. */
+static bool is_stepped_elsewhere(const struct runtime *runtime) {
+    return runtime->forward_thread != PyThread_get_thread_ident() && torch_graph_task() < 0;
+}
+
 int runtime_check_thread(const struct runtime *runtime) {
-    unsigned long thread = PyThread_get_thread_ident();
     bool is_stepped = runtime->num_in_forward || runtime->callback_queued;
-    if (is_stepped && runtime->forward_thread != thread && !is_in_backward())
-        return refuse(
-            runtime, "a forward or backward",
-            "whoever looks at its parameters meanwhile, as state_dict() does, must be the thread that "
-            "trains: call it there, or after the step");
-    return runtime_check_holder(runtime);
+    return is_stepped && is_stepped_elsewhere(runtime) ? refuse(runtime, "a forward or backward")
+                                                       : runtime_check_holder(runtime);
 }
 
 int runtime_check_forward_thread(const struct runtime *runtime) {
-    if (!runtime->num_in_forward || runtime->forward_thread == PyThread_get_thread_ident() ||
-        is_in_backward())
-        return 0;
-    return refuse(runtime, "a forward",
-                  "two of them cannot run it at once: let threads take turns, by a lock, or give each a "
-                  "model");
+    return runtime->num_in_forward && is_stepped_elsewhere(runtime) ? refuse(runtime, "a forward") : 0;
 }
 
 int runtime_check_holder(const struct runtime *runtime) {
-    if (!runtime->holder || runtime->holder == PyThread_get_thread_ident())
-        return 0;
-    return refuse(runtime, "a state dict",
-                  "nothing else can use its parameters until that is done: wait for that thread");
+    bool is_free = !runtime->holder || runtime->holder == PyThread_get_thread_ident();
+    return is_free ? 0 : refuse(runtime, "a state dict");
 }
 
 int runtime_hold(struct runtime *runtime) {

@@ -193,7 +193,6 @@ int unit_unwatch_inputs(struct unit *unit) {
 
 int unit_end_step(struct unit *unit) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->inputs_only = false;
-    no_gradient_forget(unit);
     unit->unsharded.prefetched = false;
     order_place_end_step(&unit->place);
     return unit_set_phase(unit, PHASE_IDLE);

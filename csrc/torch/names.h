@@ -32,7 +32,6 @@
     X(view)                                                                                                  \
     X(detach)                                                                                                \
     X(_version)                                                                                              \
-    X(_compiled_call_impl)                                                                                   \
     X(_active_ddp_module)                                                                                    \
     X(_module_parameters)                                                                                    \
     X(_is_profiler_enabled)                                                                                  \

@@ -11,38 +11,28 @@ calling it makes our units, and its static methods are ours. A torch without FSD
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import importlib
 import inspect
-import multiprocessing
-import os
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
+from torch import nn
 
-from fsdp_c.compat import misuse
 from fsdp_c.compat.standins.finder import FSDP as _FSDP
 from fsdp_c.compat.standins.finder import put_public_names
 from fsdp_c.compat.upstream import HAS_FSDP1
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.interop import _runtime_utils
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
-from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
-from fsdp_c.sharding.sharded_module import was_any_unit_made
 from fsdp_c.sharding.traversal import is_unit
-from fsdp_c.training import rank_local
+from fsdp_c.training import rank_local, replacements
 from fsdp_c.training.forward_methods import register_forward_method
-from fsdp_c.training.grad_clipping import clip_params_
-from fsdp_c.training.sharded_errors import explain_unused
 
 # ----------------------------------------------------------------- what replaces torch's names
 
@@ -57,80 +47,20 @@ def _register_fsdp_forward_method(
         original(module, method_name)
 
 
-@functools.wraps(torchs_clip_grad_norm_)
-def _clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """torch's takes the norm of this rank's shards alone; ours that of all ranks, which all call it."""
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(map(is_flattened, params)):
-        total_norm = clip_params_(params, float(max_norm), float(norm_type), error_if_nonfinite)
-        if total_norm is not None:
-            return total_norm
-    return torchs_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-
-
-def _explaining(grad: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.autograd.grad``, whose error on parameters of units says what to pass instead."""
-
-    @functools.wraps(grad)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return grad(*args, **kwargs)
-        except RuntimeError as error:
-            explain_unused(error)
-            raise
-
-    return explained
-
-
-def _telling(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
+def _warning(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
     """FSDP2's ``fully_shard``, which says that it is torch's."""
 
     @functools.wraps(fully_shard)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        if _rank() == 0 or misuse.mode() == "error":
-            said = f"fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. {_HOW}"
-            misuse.tell(said, is_certain=False)
+    def warned(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            "fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose FSDP1: `--fsdp_version 1` of "
+            'accelerate launch, `fsdp_config={"version": 1}` of transformers\' TrainingArguments, or '
+            "torch.distributed.fsdp.FullyShardedDataParallel.",
+            stacklevel=2,
+        )
         return fully_shard(*args, **kwargs)
 
-    return told
-
-
-_HOW = (
-    'Choose FSDP1: `--fsdp_version 1` of accelerate launch, `fsdp_config={"version": 1}` of transformers\' '
-    "TrainingArguments, or torch.distributed.fsdp.FullyShardedDataParallel."
-)
-
-
-def _rank() -> int | None:
-    """Of the process; None where it is not one of several, or a helper of one as workers of a loader are."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    is_main = multiprocessing.parent_process() is None
-    return int(os.environ["RANK"]) if is_main and os.environ.get("RANK", "").isdecimal() else None
-
-
-@functools.cache
-def _watch_exit() -> None:
-    atexit.register(_tell_of_no_unit)
-
-
-def _tell_of_no_unit() -> None:
-    """A line when the process ends well, and no model was sharded by what is installed."""
-    ended_well = not hasattr(sys, "last_type")
-    if (
-        _installed is not None
-        and ended_well
-        and _rank() == 0
-        and not was_any_unit_made()
-        and misuse.is_looked_for()
-    ):
-        print(f"fsdp_c was installed, but no model was wrapped by FSDP1. {_HOW}", file=sys.stderr)
+    return warned
 
 
 _OURS: dict[tuple[str, str], object] = {
@@ -158,10 +88,9 @@ def _replacements() -> dict[int, tuple[object, object]]:
         pairs.append((forward_method, functools.partial(_register_fsdp_forward_method, forward_method)))
     fully_shard = getattr(importlib.import_module(_FSDP), "fully_shard", None)
     if fully_shard is not None:
-        pairs.append((fully_shard, _telling(fully_shard)))
-    pairs.append((torchs_clip_grad_norm_, _clip_grad_norm_))
-    pairs.append((rank_local.torchs_get_total_norm, rank_local.get_total_norm))
-    pairs.append((torch.autograd.grad, _explaining(torch.autograd.grad)))
+        pairs.append((fully_shard, _warning(fully_shard)))
+    pairs.append((replacements.torchs_clip_grad_norm_, replacements.clip_grad_norm_))
+    pairs.append((rank_local.torchs_get_total_norm, replacements.get_total_norm))
     return {id(theirs): (theirs, ours) for theirs, ours in pairs}
 
 
@@ -200,22 +129,21 @@ def install() -> None:
     global _installed
     if _installed is not None:
         return
-    replacements = _replacements()
+    pairs = _replacements()
     if HAS_FSDP1:
         _refuse_live_units()
-    _watch_exit()
     installed = _Installed()
     for module, name, value in _names_of_modules():
-        if id(value) in replacements:
+        if id(value) in pairs:
             installed.written.append((module, name, value))
-            setattr(module, name, replacements[id(value)][1])
+            setattr(module, name, pairs[id(value)][1])
     if HAS_FSDP1:
         installed.handed_on = _hand_on(_torchs_class())
         # what is put in the place of the runtime's functions there from now on is called (H-025)
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     else:
         installed.added = put_public_names(importlib.import_module(_FSDP))
-    rank_local.wrap()
+    replacements.put()
     rank_local.reduces_over_ranks = True
     installed.seen.update(sys.modules)
     _installed = installed
@@ -239,7 +167,7 @@ def uninstall() -> None:
     # a replacement that is left in torch's module then affects torch alone
     for name in _runtime_utils.ORIGINALS:
         _runtime_utils.put(name, getattr(_runtime_utils, name))
-    rank_local.unwrap()
+    replacements.take_away()
     rank_local.reduces_over_ranks = False
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:

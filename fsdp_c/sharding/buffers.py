@@ -50,28 +50,6 @@ def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModu
         inner.add(module)
 
 
-LOWERED = (
-    "which buffer_dtype rounds: positions far apart turn into one another. Leave buffer_dtype out (its "
-    "default, None, keeps buffers as they are), or name the modules' class in "
-    "MixedPrecision(_module_classes_to_ignore=[...])"
-)
-
-
-def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[str]:
-    """The frequencies of rotary embeddings, known by the name ``inv_freq``, that are used in fewer bytes.
-
-    Their rounding is multiplied by a position: in bfloat16 the angle is off by more than one from position
-    512 on. Other buffers are rounded as activations are. ``modules`` with their paths, in traversal order.
-    """
-    paths = {module: clean_path(path) for path, module in reversed(list(modules))}
-    found = []
-    for module, name, _ in _own_buffers(reversed(paths)):
-        dtype, original = module.mixed_precision.buffer_dtype, module._buffer_name_to_orig_dtype.get(name)
-        if name.endswith("inv_freq") and dtype is not None and original is not None:
-            found += [joined(paths[module], name)] if dtype.itemsize < original.itemsize else []
-    return found
-
-
 def cast_back(modules: Iterable[ShardedModule]) -> None:
     """Give buffers their original dtypes; values rounded by an earlier cast stay so. See
     ``cast_for_computation``."""

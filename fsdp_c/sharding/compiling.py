@@ -6,6 +6,7 @@ torch._dynamo takes a second and 25 MB to import, which only those pay who compi
 import functools
 import importlib
 import importlib.abc
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
@@ -19,7 +20,7 @@ from fsdp_c.sharding.traversal import Subtree
 
 T = TypeVar("T")
 _RULES = "torch._dynamo.trace_rules"  # the module that says which frames are compiled
-_OURS = "fsdp_c"
+_TRACED = ("fsdp_c.training", "fsdp_c.training.replacements")
 
 
 class _WhenRulesCome(importlib.abc.MetaPathFinder):
@@ -37,18 +38,26 @@ class _WhenRulesCome(importlib.abc.MetaPathFinder):
 
             def execute_and_add(module: ModuleType) -> None:
                 execute(module)
-                module.add(_OURS)
+                _skip_frames(module)
                 sys.meta_path.remove(self)
 
             spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]  # of this spec's loader alone
         return spec
 
 
+def _skip_frames(rules: Any) -> None:
+    """Of all modules of fsdp_c but ``fsdp_c.training.replacements``."""
+    for package in ("fsdp_c", "fsdp_c.training"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            if module.name not in _TRACED:
+                rules.add(module.name)
+
+
 @functools.cache
 def _skip_our_frames() -> None:
     """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
     if _RULES in sys.modules:
-        importlib.import_module(_RULES).add(_OURS)
+        _skip_frames(importlib.import_module(_RULES))
     else:
         sys.meta_path.insert(0, _WhenRulesCome())
 

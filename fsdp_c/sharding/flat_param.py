@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_c import _C
-from fsdp_c.compat import left_out, misuse
+from fsdp_c.compat import left_out
 from fsdp_c.compat.errors import IGNORED_AND_TRAINED, first_names
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import (
@@ -262,11 +263,11 @@ class _Watched(type):
     def __setattr__(cls, name: str, value: object) -> None:
         is_step = not name.startswith("__") and name != "unshard" and callable(getattr(_C.Handle, name, None))
         if is_step and value is not getattr(_C.Handle, name):
-            misuse.tell(
+            warnings.warn(
                 f"what was put in the place of FlatParamHandle.{name} is not called in a step: the runtime does in C "
                 "what that does. It calls what stands for FlatParamHandle.unshard, and for the collectives of "
                 "torch.distributed",
-                is_certain=False,
+                stacklevel=2,
             )
         super().__setattr__(name, value)
         cls._note(name)

@@ -5,7 +5,6 @@ Without ``use_orig_params`` modules show them as their attributes, and a forward
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -31,7 +30,7 @@ _ALLOWED = frozenset(
     + [getattr(Tensor, name).__set__ for name in ("grad", "_grad", "_backward_hooks")]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
-    + [inspect.unwrap(torch.autograd.grad)]  # finds its inputs in the graph
+    + [torch.autograd.grad]  # finds its inputs in the graph
 )
 
 
@@ -49,7 +48,7 @@ class FreedView(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _ALLOWED or inspect.unwrap(func) in _ALLOWED:
+        if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         _refuse((args, kwargs))

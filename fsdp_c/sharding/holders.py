@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names, ranks_text
 from fsdp_c.sharding.common import of_several, tell
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of, units_with_paths
@@ -99,15 +99,15 @@ _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def warn_of_partial_units(model: nn.Module, units: Sequence[ShardedModule]) -> None:
     """Warn once of ``units`` of ``model`` that fewer ranks hold than others: a state dict has this rank's values."""
     counts = [holder_count(module.process_group, module._replicate_group) for module in units]
-    if len(set(counts)) < 2 or model in _warned or not misuse.is_looked_for():
+    if len(set(counts)) < 2 or model in _warned:
         return
     _warned.add(model)
     few = [module for module, count in zip(units, counts, strict=True) if count < max(counts)]
     paths = [clean_path(path) for path, module in units_with_paths(model) if module in few]
-    misuse.tell(
+    warnings.warn(
         f"rank {dist.get_rank()}: {ranks_text(ranks_of(few[0].process_group))} hold unit {paths[0]!r}, and more "
         f"ranks the model around it (such units: {first_names(paths)}). A state dict has what its own rank holds "
         "of them. If other ranks hold other parameters, as of experts: save the full state dict of a rank of each "
         "group, and before torch.distributed.checkpoint saves sharded ones, give the modules different names.",
-        is_certain=False,
+        stacklevel=2,
     )

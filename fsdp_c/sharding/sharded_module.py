@@ -365,19 +365,9 @@ def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]
 _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 
 
-_was_any_made = False
-
-
 def claim_module(module: nn.Module, fsdp_module: ShardedModule) -> None:
     """Remember which unit wraps ``module``."""
-    global _was_any_made
-    _was_any_made = True
     _units[module] = weakref.ref(fsdp_module)
-
-
-def was_any_unit_made() -> bool:
-    """Whether this process has made one, which need not be alive."""
-    return _was_any_made
 
 
 def unit_around(module: nn.Module) -> ShardedModule | None:

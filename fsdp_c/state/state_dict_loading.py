@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fsdp_c.compat import misuse
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
@@ -330,11 +330,11 @@ def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dic
         if key in state_dict and not dtype_of(state_dict[key]).is_floating_point
     ]
     if converted:
-        misuse.tell(
+        warnings.warn(
             f"rank {modules[0][1].rank}: the state dict holds integers or complex numbers for "
             f"{first_names(converted)}, which become real floating-point numbers, as nn.Module has it. "
             "Convert them before loading, if that is meant",
-            is_certain=False,
+            stacklevel=2,
         )
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may stand under that name
 
 from fsdp_c import _C
-from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import FlatParamHandle
@@ -69,24 +68,21 @@ def total_norm_of(
     tensors: Sequence[Tensor],
     norm_type: float,
     error_if_nonfinite: bool,
-) -> Tensor | None:
+) -> Tensor:
     """The norm over all ranks of the gradients ``tensors``, whose ``owners`` are those of ``owners_of()``.
 
-    Collective. Raises RuntimeError where another rank may have none of ``tensors``, and so may not call this;
-    where FSDP_C_MISUSE makes a warning of that, returns None.
+    Collective. Raises RuntimeError where another rank may have none of ``tensors``, and so may not call this.
     """
     for root, own in owners.items():
         if partial := _partial_unit(root, own):
             handle, names = partial
-            misuse.tell(
+            raise RuntimeError(
                 f"rank {root.rank}, unit {handle.name}: torch.nn.utils.get_total_norm() was called with "
                 f"gradients of {first_names(names)} without the rest of the unit. Other ranks may hold no "
                 "element of these, and not call it, so that this rank would wait for them. Pass the gradients of "
                 "whole units; or call torch.nn.utils.clip_grad_norm_(parameters, math.inf) on all ranks, which "
-                "takes parameters and returns their norm.",
-                is_certain=True,
+                "takes parameters and returns their norm."
             )
-            return None
     wanted = set().union(*owners.values())
     known = {_memory(param.grad) for root in owners for param in root.parameters() if id(param) in wanted}
     plain = [tensor for tensor in tensors if tensor.numel() and _memory(tensor) not in known]

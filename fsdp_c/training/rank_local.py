@@ -1,23 +1,25 @@
-"""torch's functions that see this rank's gradients alone: total norms, and the overflow check of GradScaler.
+"""Functions of torch that see this rank's part alone: fsdp_c/training/replacements.py puts these in their places.
 
-``wrap()`` puts these wrappers in torch's places. Once ``reduces_over_ranks`` is True, which install() sets, they
-give the results of the whole model; before that each warns once of what it is called with.
+Total norms and the overflow check of GradScaler see this rank's gradients. Once ``reduces_over_ranks`` is True, which
+install() sets, they give the results of the whole model; before that each warns once of what it is called with.
+Errors of ``torch.autograd.grad`` on parameters that no graph has say what to pass instead.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import utils
-from torch.nn.utils import clip_grad
 
-from fsdp_c.compat import misuse
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.common import of_several
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
@@ -27,58 +29,53 @@ from fsdp_c.training import grad_clipping
 
 torchs_get_total_norm = utils.get_total_norm
 torchs_unscale_grads_ = GradScaler._unscale_grads_
+torchs_run_backward = torch.autograd._engine_run_backward
 reduces_over_ranks = False
 _warned: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and roots
 
 
-def wrap() -> None:
-    _put(get_total_norm, unscale_grads_)
-
-
-def unwrap() -> None:
-    _put(torchs_get_total_norm, torchs_unscale_grads_)
-
-
-def _put(total_norm: Callable[..., Tensor], unscale_grads: Callable[..., dict[torch.device, Tensor]]) -> None:
-    for module in (utils, clip_grad):
-        for name in ("get_total_norm", "_get_total_norm"):
-            if vars(module).get(name) in (torchs_get_total_norm, get_total_norm):
-                setattr(module, name, total_norm)
-    GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
-
-
-def _warn_once(key: object, unit: ShardedModule, message: str) -> None:
-    if key not in _warned and misuse.is_looked_for():
-        misuse.tell(f"rank {unit.rank}, unit {unit_name(unit.module)}: {message}", is_certain=False)
+def _warn_once(key: object, unit: ShardedModule, message: str, stacklevel: int) -> None:
+    if key not in _warned:
         _warned.add(key)
+        warnings.warn(f"rank {unit.rank}, unit {unit_name(unit.module)}: {message}", stacklevel=stacklevel)
 
 
 # ----------------------------------------------------------------- total norms
 
 
-@functools.wraps(torchs_get_total_norm)
-def get_total_norm(
-    tensors: Tensor | Iterable[Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+def total_norm(
+    tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
-    """The norm of ``tensors``, over all ranks where they are sharded gradients. torch's clip_grad_norm_ calls it."""
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    """The norm of ``tensors``, over all ranks where they are sharded gradients."""
     owners = grad_clipping.owners_of(tensors)
     if owners and reduces_over_ranks:
-        total_norm = grad_clipping.total_norm_of(owners, tensors, float(norm_type), error_if_nonfinite)
-        if total_norm is not None:
-            return total_norm
-    for root in owners if not reduces_over_ranks else ():
+        return grad_clipping.total_norm_of(owners, tensors, float(norm_type), error_if_nonfinite)
+    for root in owners:
         _warn_once(
             root,
             root,
             "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of this rank's shards alone, so that "
             "each rank clips by another. Call model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under "
             "which torch's are right.",
+            stacklevel=6,  # where clip_grad_norm_ is called
         )
     return torchs_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _fake_total_norm(
+    tensors: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> Tensor:
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return tensors[0].new_empty((), dtype=dtype)
+
+
+if not hasattr(torch.ops.fsdp_c, "total_norm"):  # a second import finds that of the first
+    _library = torch.library.Library("fsdp_c", "FRAGMENT")
+    _library.define(
+        "total_norm(Tensor[] tensors, Scalar norm_type, bool error_if_nonfinite, bool? foreach) -> Tensor"
+    )
+    _library.impl("total_norm", total_norm, "CompositeExplicitAutograd")
+    _library.impl("total_norm", _fake_total_norm, "Meta")
 
 
 # ----------------------------------------------------------------- the overflow check of GradScaler
@@ -105,6 +102,7 @@ def unscale_grads_(
             f"{type(self).__name__} looks for inf and NaN in this rank's shards alone, so that ranks skip other "
             f"steps of {type(optimizer).__name__} and get other scales. Use fsdp_c.ShardedGradScaler, or call "
             "fsdp_c.install() first, under which torch's is right.",
+            stacklevel=5,  # where step() is called
         )
     return found
 
@@ -144,3 +142,31 @@ def _groups(units: Sequence[ShardedModule]) -> list[dist.ProcessGroup]:
         for param_extension in unit._handle.flat_param._param_extensions:
             groups += sharding_groups(param_extension)
     return list(dict.fromkeys(of_several(*groups)))
+
+
+# ----------------------------------------------------------------- torch.autograd.grad
+
+
+@functools.wraps(torchs_run_backward)
+def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``torch.autograd.grad`` calls, which itself stays: torch.compile knows it by its identity."""
+    try:
+        return torchs_run_backward(outputs, *args, **kwargs)
+    except RuntimeError as error:
+        if str(error).endswith("Set allow_unused=True if this is the desired behavior."):
+            _explain_unused(error, {id(one) for one in args[3]})
+        raise
+
+
+def _explain_unused(error: RuntimeError, inputs: set[int]) -> None:
+    for handle in (unit._handle for unit in claimed_units() if unit._handle is not None):
+        names = handle.flat_param._fqns if handle.flat_param._params else ["_flat_param"]
+        pairs = zip(names, handle.script_params, strict=True)
+        if found := [name for name, param in pairs if id(param) in inputs]:
+            error.args = (
+                f"{error}\n(rank {handle.rank}, unit {handle.name}: the graph of a forward has views of gathered "
+                f"parameters, and not {first_names(found)} as between forwards. Read the parameter inside the forward, "
+                "return it from there, and pass that to torch.autograd.grad(), which gives the whole gradient of this "
+                "rank's batch. The reduced gradient of the shard is in .grad after backward().)",
+            )
+            return

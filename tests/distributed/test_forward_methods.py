@@ -137,7 +137,7 @@ def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(
     message = str(found.value)
     for part in (
         f"rank {rank}, unit Generator",
-        "'inp' are sharded",
+        "its parameters are sharded now",
         "register_forward_method(module, 'encode')",
     ):
         assert part in message
@@ -219,7 +219,11 @@ def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
     with pytest.raises(RuntimeError) as found:
         model(x)
     message = str(found.value)
-    for part in (f"rank {rank}, unit Sequential", "'0' are sharded now", "outside of that unit's forward"):
+    for part in (
+        f"rank {rank}, unit Past",
+        """["Sequential at 'unit'"] in it are sharded now""",
+        "call the unit",
+    ):
         assert part in message
     assert "register_forward_method" in message and message.count("sharded now") == 1
 

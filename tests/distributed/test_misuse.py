@@ -6,12 +6,10 @@ import contextlib
 import copy
 import gc
 import math
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -41,14 +39,8 @@ def backward(model: nn.Module, rank: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def mode(chosen: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, FSDP_C_MISUSE=chosen):
-        yield
-
-
-@contextlib.contextmanager
 def nothing_told() -> Iterator[None]:
-    with mode("error"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
@@ -116,23 +108,6 @@ def test_a_head_that_was_replaced_between_steps_is_refused(rank: int, use_orig_p
     for _ in range(2):
         with pytest.raises(RuntimeError, match="'head.weight'.*ignored_states"):
             backward(model, rank)
-
-
-@on_ranks(2)
-def test_what_is_done_about_parameters_outside_can_be_chosen(rank: int) -> None:
-    with mode("warn"):
-        model = wrapped()
-        replace_head(model, rank)
-        with pytest.warns(UserWarning, match="'head.weight'") as record:
-            backward(model, rank)
-    assert_told_here(record)
-    with mode("off"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = wrapped()
-        replace_head(model, rank)
-        backward(model, rank)
-    with mode("no"), pytest.raises(ValueError, match="FSDP_C_MISUSE is 'no': set it to error, warn or off"):
-        backward(wrapped(), rank)
 
 
 def freeze(model: Any, rank: int) -> None:
@@ -204,6 +179,7 @@ def test_what_is_ignored_and_trained_is_told_by_name_in_the_first_step_alone(
         backward(model, rank)
     assert_told_here(record)
     with nothing_told():
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
         backward(model, rank)
     net, model = ignoring_head(by_module)
     with warnings.catch_warnings():
@@ -237,7 +213,7 @@ def test_units_of_one_rank_have_nobody_to_drift_from(rank: int, world_size: int)
     groups = [dist.new_group([one]) for one in range(world_size)]
     model = wrapped(process_group=groups[rank])
     replace_head(model, rank)
-    with mode("error"):
+    with nothing_told():
         backward(model, rank)
 
 
@@ -250,11 +226,11 @@ def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(rank: int, ki
     net = Net().to(device())
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     model = wrapped(kind, net)
+    before = backward(model, rank)
     told = pytest.warns(UserWarning, match=f"rank {rank}, unit Net: SGD was made before wrapping")
     with told if kind is FSDP else contextlib.nullcontext() as record:
-        before = backward(model, rank)
-    if record:
-        assert_told_here(record)
+        optimizer.step()
+    assert not record or record[0].filename == __file__
     optimizer.step()
     with nothing_told():
         assert torch.equal(backward(model, rank), before)
@@ -266,9 +242,9 @@ def test_an_optimizer_of_the_meta_device_is_told(rank: int) -> None:
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     model = wrapped(net=net, use_orig_params=True)
+    backward(model, rank)
     with pytest.warns(UserWarning, match="SGD was made before wrapping"):
-        backward(model, rank)
-    optimizer.step()
+        optimizer.step()
 
 
 def made_after(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
@@ -299,6 +275,26 @@ def test_an_optimizer_that_holds_what_is_trained_is_no_mistake(
         before = backward(model, rank)
         optimizer.step()
         assert not torch.equal(backward(model, rank), before)
+
+
+@both_views
+@on_ranks(2)
+def test_parameters_in_low_precision_that_are_stepped_without_masters_are_told_once(
+    rank: int, use_orig_params: bool
+) -> None:
+    model = wrapped(net=Net().to(torch.bfloat16), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    match = rf"rank {rank}, unit Net: AdamW steps parameters in torch.bfloat16.*param_dtype=torch.bfloat16"
+    model(batch(rank).to(torch.bfloat16)).sum().backward()
+    with pytest.warns(UserWarning, match=match) as record:
+        optimizer.step()
+    assert record[0].filename == __file__
+    with nothing_told():
+        optimizer.step()
+        model(batch(rank).to(torch.bfloat16)).sum().backward()
+        precise = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+        backward(precise, rank)
+        torch.optim.AdamW(precise.parameters(), lr=1e-3).step()
 
 
 # ----------------------------------------------------------------- torch's clipping
@@ -360,11 +356,14 @@ class DifferentiatesItsHead(nn.Module):
         return output
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @both_views
 @on_ranks(2)
-def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(rank: int, use_orig_params: bool) -> None:
-    """Where fsdp_c is installed, and inside a unit's forward."""
-    model = wrapped(use_orig_params=use_orig_params)
+def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(
+    rank: int, use_orig_params: bool, strategy: str
+) -> None:
+    """Also inside a unit's forward."""
+    model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
     asked = list(model.parameters())
     first = "blocks" if use_orig_params else "_flat_param"
 
@@ -372,10 +371,20 @@ def test_gradients_of_what_no_graph_has_are_refused_with_a_remedy(rank: int, use
         torch.autograd.grad(model(batch(rank)).sum(), asked)
 
     said = rf"not have been used.*\n\(rank {rank}, unit \w+.*: .*not .*\b({first}|up.weight|head|embed).* Read the"
-    with installed(), pytest.raises(RuntimeError, match=said):
-        grad()
+    if use_orig_params or strategy == "FULL_SHARD":
+        with pytest.raises(RuntimeError, match=said):
+            grad()
+    if use_orig_params and strategy != "HYBRID_SHARD":  # as for an adaptive loss weight
+        loss = model(batch(rank)).square().mean()
+        said = (
+            rf"not have been used.*\n\(rank {rank}, unit Net: .* not \['head.weight'\] as between.*return it"
+        )
+        with pytest.raises(RuntimeError, match=said):
+            torch.autograd.grad(loss, model.module.head.weight, retain_graph=True)
+        loss.backward()
+    x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match="this is the desired behavior.$"):
-        grad()
+        torch.autograd.grad(x.sum(), torch.ones(2, requires_grad=True))
     backward(model, rank)
     if use_orig_params:
         inside = wrapped(net=DifferentiatesItsHead(), use_orig_params=True)
@@ -456,12 +465,10 @@ def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
         pytest.skip("there is no fast path on a simulated GPU")
     x = torch.ones(2, 3, 8)
     model = encoder(nn.MultiheadAttention, use_orig_params)
-    place = "unit MultiheadAttention at 'layers.0.self_attn': the parameters of 'self_attn' are sharded now, because"
+    said = "unit TransformerEncoder: .*\"MultiheadAttention at 'layers.0.self_attn'\", .* in it are sharded now, .*"
     with torch.no_grad():
         if use_orig_params:
-            with pytest.raises(
-                RuntimeError, match=f"rank {rank}, {place} TransformerEncoderLayer read them without.*"
-            ):
+            with pytest.raises(RuntimeError, match=rf"rank {rank}, {said}set_fastpath_enabled\(False\)"):
                 model(x)
         else:
             fast = model(x)
@@ -474,7 +481,7 @@ def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
             torch.testing.assert_close(fast, expected)
         torch.testing.assert_close(encoder(nn.TransformerEncoderLayer, use_orig_params)(x), expected)
     with pytest.raises(
-        RuntimeError, match="because MultiheadAttention read them without.*Wrap the MultiheadAttention"
+        RuntimeError, match="are sharded now, outside of their forward.*wrap the module that reads them"
     ):
         encoder(nn.Linear, use_orig_params).train()(x)
 
@@ -548,50 +555,3 @@ def test_a_copy_is_refused_and_an_average_needs_none(rank: int, use_orig_params:
         torch.testing.assert_close(
             value, torch.lerp(before[name].float(), after[name].float(), 0.25).to(value.dtype)
         )
-
-
-class Rotary(nn.Linear):
-    """Rotates what it is given as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.register_buffer("inv_freq", 10000.0 ** -torch.linspace(0, 1, WIDTH), persistent=False)
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.cos(1000 * self.inv_freq.float()) * self.scale
-
-
-@on_ranks(2)
-def test_frequencies_that_are_rounded_are_told(rank: int) -> None:
-    precision = MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)
-    for _ in range(2):
-        with (
-            contextlib.nullcontext()
-            if model._unit.runtime
-            else pytest.warns(
-                UserWarning,
-                match=rf"rank {rank}, unit Sequential: \['0.inv_freq'\] are frequencies, which.*Leave buffer_",
-            )
-        ):
-            backward(model, rank)
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        MixedPrecision(reduce_dtype=torch.bfloat16),
-        MixedPrecision(buffer_dtype=torch.float32),
-        MixedPrecision(buffer_dtype=torch.bfloat16, _module_classes_to_ignore=[Rotary]),
-    ],
-    ids=["not cast", "as they are", "of a class that is ignored"],
-)
-@on_ranks(2)
-def test_frequencies_that_stay_exact_are_no_mistake(precision: MixedPrecision) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what _module_classes_to_ignore does
-        model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)
-    with mode("error"):
-        model(torch.ones(1, WIDTH)).sum().backward()
-    assert model.module[0].inv_freq.dtype is torch.float32

@@ -176,10 +176,6 @@ SHARDED_BY_TORCH = """
     model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
     assert fully_shard.state(model) is not None
 """
-WRAPPED = """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    FullyShardedDataParallel(nn.Linear(2, 2))
-"""
 
 
 def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -198,27 +194,8 @@ def run_as_rank(rank: int, body: str, **settings: str) -> subprocess.CompletedPr
     return run_python("-c", textwrap.dedent(script), RANK=str(rank), **settings)
 
 
-def test_fsdp2_in_a_process_with_fsdp_c_installed_is_told_there_and_at_the_end():
+def test_fsdp2_in_a_process_with_fsdp_c_installed_is_told():
     done = run_as_rank(0, SHARDED_BY_TORCH)
     assert done.returncode == 0, done.stderr
-    assert (
-        "UserWarning: fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose"
-        in done.stderr
-    )
-    assert done.stderr.splitlines()[-1].startswith(
-        "fsdp_c was installed, but no model was wrapped by FSDP1. Choose"
-    )
-
-
-def test_fsdp2_is_an_error_where_misuse_is_to_be_one():
-    done = run_as_rank(1, SHARDED_BY_TORCH, FSDP_C_MISUSE="error")
-    assert "RuntimeError: fsdp_c is installed, but FSDP2 is used" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("rank", "body", "settings"),
-    [(0, WRAPPED, {}), (1, "", {}), (0, "", {"FSDP_C_MISUSE": "off"}), (0, "\n    raise ValueError\n", {})],
-    ids=["wrapped", "another rank", "off", "failed"],
-)
-def test_nothing_is_said_at_the_end_of_other_processes(rank, body, settings):
-    assert "no model was wrapped" not in run_as_rank(rank, body, **settings).stderr
+    told = "UserWarning: fsdp_c is installed, but FSDP2 is used: fully_shard() stays torch's. Choose"
+    assert done.stderr.count(told) == 1
