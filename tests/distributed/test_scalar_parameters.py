@@ -29,7 +29,6 @@ from fsdp_c import (
     ShardedStateDictConfig,
     StateDictType,
     checkpoint,
-    iter_full_params,
 )
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.optim import WholeParameters
@@ -193,12 +192,6 @@ def test_most_ranks_hold_nothing_of_the_parameter(strategy: str, use_orig_params
 
 
 @both_views
-@on_ranks(1)
-def test_one_rank_trains_as_the_plain_module(use_orig_params: bool) -> None:
-    assert_trains(Scaled, "FULL_SHARD", use_orig_params)
-
-
-@both_views
 @all_strategies
 @on_ranks(2)
 def test_a_model_of_one_parameter_trains(strategy: str, use_orig_params: bool) -> None:
@@ -231,17 +224,6 @@ def test_tied_frozen_and_wide_parameters_train(strategy: str, use_orig_params: b
     assert saved["wide"].dtype is torch.float64
 
 
-@on_ranks(2)
-def test_compiled_blocks_train(rank: int) -> None:
-    model, plain = Scaled(), Scaled()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    sharded = units(model, "FULL_SHARD", True)
-    assert train(sharded, adamw(sharded.parameters())) == pytest.approx(
-        train(plain, adamw(plain.parameters())), rel=1e-4
-    )
-
-
 @both_views
 @on_ranks(2)
 def test_a_forward_may_clamp_the_parameter(use_orig_params: bool) -> None:
@@ -256,32 +238,6 @@ def test_a_forward_may_clamp_the_parameter(use_orig_params: bool) -> None:
         train(model, adamw(model.parameters()))
         found.append(values(model))
     assert_close(found[1], found[0])
-
-
-@both_views
-@on_ranks(2)
-def test_rank_0s_values_and_materialised_ones_are_everywhere(rank: int, use_orig_params: bool) -> None:
-    def build(fill: float | None) -> Scaled:
-        model = Scaled()
-        with torch.no_grad():
-            for param in model.parameters():
-                if fill is not None:
-                    param.fill_(fill)
-        return model
-
-    model = units(build(0.5 + rank), "FULL_SHARD", use_orig_params, sync_module_states=True)
-    assert_same(values(build(0.5)), values(model))
-
-    def initialise(module: nn.Module) -> None:
-        module.to_empty(device=device(), recurse=False)
-        for param in module.parameters(recurse=False):
-            nn.init.constant_(param, 0.25)
-
-    with torch.device("meta"):
-        empty = Scaled()
-    assert_same(
-        values(build(0.25)), values(units(empty, "FULL_SHARD", use_orig_params, param_init_fn=initialise))
-    )
 
 
 @on_ranks(2)
@@ -301,63 +257,7 @@ def test_ranks_show_a_vector_of_one_or_no_element_between_steps() -> None:
     assert values(model)["logit_scale"].item() == 0.5
 
 
-@both_views
-@on_ranks(2)
-def test_whole_parameters_are_read_and_written(use_orig_params: bool) -> None:
-    model = units(Scaled(), "FULL_SHARD", use_orig_params)
-    with FSDP.summon_full_params(model):
-        assert model.module.logit_scale.item() == pytest.approx(2.6592)
-        model.module.logit_scale.data.fill_(1.25)
-    found = {name: value.clone() for name, value in iter_full_params(model)}
-    assert_same(values(model), found)
-    assert found["logit_scale"].shape == () and found["logit_scale"].item() == 1.25
-
-
-@all_strategies
-@on_ranks(2)
-def test_full_gradients_are_those_of_the_plain_module(rank: int, strategy: str) -> None:
-    model, plain = units(Scaled(), strategy, True), Scaled()
-    for one in (model, plain):
-        one(batch(rank, 0)).square().mean().backward()
-    average_gradients(plain)
-    with FSDP.summon_full_params(model, with_grads=True):
-        found = {
-            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-        }
-    assert_close(
-        found, {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
-    )
-
-
 # ----------------------------------------------------------------- the model's state
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "MESH"])
-@both_views
-@on_ranks(2)
-def test_state_dicts_are_exchanged_with_the_plain_module(
-    rank: int, strategy: str, use_orig_params: bool
-) -> None:
-    plain = Scaled()
-    train(plain, adamw(plain.parameters()))
-    expected = {name: value.clone() for name, value in plain.state_dict().items()}
-    vectors = {name: value.view(-1) if not value.dim() else value for name, value in expected.items()}
-    for given in (expected, vectors):  # nn.Module takes a vector of one element for a scalar
-        model = units(Scaled(), strategy, use_orig_params)
-        model.load_state_dict(given)
-        assert_same(expected, values(model))
-    for config in (FullStateDictConfig(), FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
-        with FSDP.state_dict_type(model, FULL, config):
-            saved = model.state_dict()
-        if config.rank0_only and rank:
-            assert not saved
-        else:
-            assert_same(expected, saved)
-    for kind in (SHARDED, LOCAL) if strategy != "MESH" else (SHARDED,):
-        other = units(Scaled(), strategy, use_orig_params)
-        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(other, kind):
-            other.load_state_dict(model.state_dict())
-        assert_same(expected, values(other))
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -61,8 +61,10 @@ from tests.parity.programs import BATCH, Block, BlockPlan, Operation, Program, b
 from tests.parity.programs import _local_tensors as local_tensors
 
 LENGTHS = (3, 14)  # actions in a program
-KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed")
+KINDS = ("mlp", "norm", "embedding", "conv", "tied", "single", "mixed", "scalar")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+CLOSE_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}  # where a part of the program is, sums come in another order
+tolerance = dict(CLOSE)
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 RUN_TIMEOUT_S = 180.0
 
@@ -77,17 +79,23 @@ def generate(seed: int, world_size: int = 2) -> Program:
     )
     strategy = rng.choice(strategies)
     blocks = tuple(_block(rng, orig, strategy) for _ in range(rng.randint(1, 3)))
+    # of a difference in the last place Adam may make a whole step
+    optimizers = ("sgd",) if has_float32(blocks) else tuple(OPTIMIZERS)
     return Program(
         seed=seed,
         width=rng.choice((3, 5, 6)),
         blocks=blocks,
         tied_head=rng.random() < 0.2,
-        point=Point("plain", strategy, orig, "fp32", rng.choice(tuple(OPTIMIZERS))),
+        point=Point("plain", strategy, orig, "fp32", rng.choice(optimizers)),
         backward_prefetch=rng.choice(("BACKWARD_PRE", "BACKWARD_POST", None)),
         forward_prefetch=rng.random() < 0.4,
         limit_all_gathers=rng.random() < 0.7,
         operations=tuple(_action(rng, len(blocks)) for _ in range(rng.randint(*LENGTHS))),
     )
+
+
+def has_float32(blocks: tuple[BlockPlan, ...]) -> bool:
+    return any(block.kind == "mixed" for block in blocks)
 
 
 def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
@@ -535,7 +543,7 @@ def same(label: str, expected: Any, actual: Any) -> None:
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         raise Different(f"{label}: plain {expected.dtype}{list(expected.shape)}, sharded {actual.dtype}"
                         f"{list(actual.shape)}")  # fmt: skip
-    if not torch.allclose(expected, actual, equal_nan=True, **CLOSE):
+    if not torch.allclose(expected, actual, equal_nan=True, **tolerance):
         worst = int((expected - actual).abs().nan_to_num(nan=float("inf")).argmax())
         values = expected.flatten()[worst].item(), actual.flatten()[worst].item()
         raise Different(
@@ -609,6 +617,7 @@ def run_program(rank: int, world_size: int, program: Program) -> str | None:
     _groups()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    tolerance.update(CLOSE_IN_FLOAT32 if has_float32(program.blocks) else CLOSE)
     try:
         sides = []
         for fsdp in (implementation("fsdp_c"), None):

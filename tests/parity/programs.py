@@ -357,7 +357,9 @@ class Block(nn.Module):
             self.inner = nn.LayerNorm(width)
         elif plan.kind == "single":
             self.inner = nn.Linear(width, width)
-        elif plan.kind == "mixed":  # of dtypes, for the plain module alone: torch refuses it
+        elif plan.kind == "scalar":  # for the plain module alone, as the next: torch refuses both
+            self.inner, self.gain = nn.Linear(width, width), nn.Parameter(torch.tensor(0.7))
+        elif plan.kind == "mixed":
             self.first = nn.Linear(width, width, dtype=torch.float32)
             self.inner = nn.Linear(width, width, dtype=torch.float64)
         else:
@@ -384,6 +386,8 @@ class Block(nn.Module):
             return self.inner(self.again(torch.tanh(self.first(x))))
         if self.kind == "single":
             return self.inner(x)
+        if self.kind == "scalar":
+            return self.inner(x) * self.gain
         if self.kind == "mixed":
             return self.inner(torch.tanh(self.first(x.float())).double())
         return self.inner(F.gelu(self.first(x if self.norm is None else self.norm(x))))
