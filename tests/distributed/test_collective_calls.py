@@ -107,38 +107,17 @@ EVALUATION_AGAIN = {
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_forward_gathers_each_unit_once_e012(
+def test_forwards_backwards_and_no_sync_call_what_the_strategy_says(
     rank: int, strategy: str, use_orig_params: bool, which: str
-) -> None:  # C-056, E-002
-    model = build(which, strategy, use_orig_params=use_orig_params)
-    with calls() as seen:
-        model(batch(rank))
-    assert counted(seen) == FORWARD[strategy]
-
-
-@both
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
-    rank: int, strategy: str, use_orig_params: bool, which: str
-) -> None:  # E-007, E-010
+) -> None:  # E-012 to E-015, C-056, E-002, E-007, E-010, E-011
     model = build(which, strategy, use_orig_params=use_orig_params)
     for _ in range(3):
-        loss = model(batch(rank)).sum()
+        with calls() as seen:
+            loss = model(batch(rank)).sum()
+        assert counted(seen) == FORWARD[strategy]
         with calls() as seen:
             loss.backward()
         assert counted(seen) == BACKWARD[strategy]
-
-
-@both
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
-    rank: int, strategy: str, use_orig_params: bool, which: str
-) -> None:  # E-011
-    model = build(which, strategy, use_orig_params=use_orig_params)
     with calls() as seen, model.no_sync():
         step(model, rank)
     assert counted(seen) == NO_SYNC[strategy]

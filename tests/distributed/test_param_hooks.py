@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from tests.models import WIDTH
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import all_strategies, both_views, device, on_ranks
-from tests.training import batch
+from tests.training import batch, wrap
 
 Trace = list[tuple[str, Any]]
 
@@ -388,3 +388,29 @@ def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, stra
         record_grads(model, trace, "after")
 
     assert_same_trace(body, rank)
+
+
+@on_ranks(2)
+def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(rank: int) -> None:
+    """C-096: in a hook of the root's own layer, to which the backward comes when it has reduced the inner
+    unit."""
+    seen = {}
+    for which in ("torch", "fsdp_c"):
+        inner = wrap(nn.Linear(WIDTH, WIDTH), which)
+        model, shown = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), which), []
+
+        def look(module: nn.Module, *grads: Any, model: Any = model, shown: list[Any] = shown) -> None:
+            for name, parameter in model.named_parameters():
+                has_gradient = parameter.is_leaf and parameter.grad is not None
+                shown.append((name.rpartition(".")[2], parameter.is_leaf, has_gradient))
+
+        model.module[0].register_full_backward_hook(look)
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        seen[which] = shown
+    assert seen["torch"] == [("weight", True, True), ("bias", True, rank == 1)]
+    assert seen["fsdp_c"] == [
+        ("weight", False, False),
+        ("bias", False, False),
+        ("weight", True, False),
+        ("bias", True, False),
+    ]

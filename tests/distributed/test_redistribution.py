@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from unittest import mock
 
@@ -164,35 +163,9 @@ def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank):
     assert torch.equal(second, torch.arange(4.0, 11.0))
 
 
-def test_random_partitions_cover_each_element_once():
-    generator = random.Random(5)
-    for _ in range(500):
-        numel = generator.randint(0, 50)
-        mine = Partition(numel, generator.randint(1, 30), generator.randint(0, 40))
-        theirs = Partition(numel, generator.randint(1, 30), generator.randint(0, 40))
-        seen = []
-        for rank in range(100):
-            start, end = mine.bounds(rank)
-            at = start
-            for peer, offset, count in _C.partition_overlaps(mine, theirs, rank):
-                low, high = theirs.bounds(peer)
-                assert at == start + offset
-                assert low <= at
-                assert at + count <= high
-                at += count
-                seen.append(count)
-            assert at == end
-        assert sum(seen) == numel
-
-
 @pytest.mark.parametrize(
     "partition", [(-1, 1, 0), (1, 0, 0), (1, 1, -1), (2**62, 1, 2**62), (1, 2**63 - 1, 1)]
 )
 def test_partition_outside_its_domain_is_refused(partition):
     with pytest.raises(ValueError, match="not a partition"):
         _C.partition_bounds(partition, 0)
-
-
-def test_partitions_of_different_tensors_do_not_overlap():
-    with pytest.raises(ValueError, match="partitions of 3 and of 4 elements"):
-        _C.partition_overlaps((3, 1, 0), (4, 1, 0), 0)

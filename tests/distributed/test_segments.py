@@ -330,59 +330,6 @@ def test_frozen_parameters_cost_no_gradient(rank: int, use_orig_params: bool) ->
 # ----------------------------------------------------------------- in a step
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@all_kinds
-@both_views
-@on_ranks(2)
-def test_checkpointed_blocks_train_alike(
-    rank: int, kind: str, use_orig_params: bool, reentrant: bool
-) -> None:
-    models = [wrapped(kind, use_orig_params), wrapped(kind, use_orig_params)]
-    for block in models[0].blocks:
-        block.module.checkpoints = reentrant
-    for model in models:
-        train(model, rank)
-    assert_same(full_state(models[0]), full_state(models[1]))
-
-
-@all_kinds
-@both_views
-@on_ranks(2)
-def test_gradients_accumulate(rank: int, kind: str, use_orig_params: bool) -> None:
-    grads = []
-    for skips in (True, False):
-        model = wrapped(kind, use_orig_params)
-        with model.no_sync() if skips else nullcontext():
-            model(batch(rank, 0)).square().mean().backward()
-        model(batch(rank, 1)).square().mean().backward()
-        norm = model.clip_grad_norm_(0.01)
-        grads.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
-        assert norm > 0.01
-    for first, second in zip(*grads, strict=True):
-        torch.testing.assert_close(first, second)
-
-
-@all_kinds
-@both_views
-@on_ranks(2)
-def test_a_forward_that_raises_leaves_everything_sharded(
-    rank: int, world_size: int, kind: str, use_orig_params: bool
-) -> None:
-    model, reference = wrapped(kind, use_orig_params), plain(kind)
-
-    def refuse(*_: object) -> None:
-        raise ValueError("not now")
-
-    for hook in (model.blocks[1].module.norm.register_forward_hook(refuse),):
-        with pytest.raises(ValueError, match="not now"):
-            model(batch(rank, 0))
-        hook.remove()
-    assert all(handle.param_state == 0 for handle in model._all_handles)
-    train(model, rank)
-    train_plain(reference, world_size)
-    assert_same(full_state(model), dict(reference.state_dict()))
-
-
 @both_views
 @on_ranks(2)
 def test_what_is_frozen_may_train_later(rank: int, world_size: int, use_orig_params: bool) -> None:
@@ -397,24 +344,6 @@ def test_what_is_frozen_may_train_later(rank: int, world_size: int, use_orig_par
     train(model, rank, start=3)
     train_plain(reference, world_size, start=3)
     assert_same(full_state(model), dict(reference.state_dict()))
-
-
-@both_views
-@on_ranks(2)
-def test_what_trains_may_be_frozen_later(rank: int, world_size: int, use_orig_params: bool) -> None:
-    model, reference = wrapped("two dtypes", use_orig_params), plain("two dtypes")
-    train(model, rank)
-    train_plain(reference, world_size)
-    for one in (model, reference):
-        for param in one.parameters():
-            param.requires_grad_(param.dtype == torch.float32)
-    model(batch(rank, 9)).square().mean().backward()
-    assert all(param.requires_grad or param.grad is None for param in model.parameters())
-    model.zero_grad()
-    train(model, rank, start=3)
-    train_plain(reference, world_size, start=3)
-    assert_same(full_state(model), dict(reference.state_dict()))
-    assert all(handle.param_state == 0 for handle in model._all_handles)
 
 
 @both_views

@@ -328,19 +328,6 @@ def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(use_ori
     assert counted(seen) == {"RS": 4}
 
 
-@strategies
-@both_views
-@on_ranks(2)
-def test_a_summon_shows_what_was_stepped(strategy: str, use_orig_params: bool) -> None:
-    trainers = both(strategy=strategy, use_orig_params=use_orig_params)
-    for trainer in trainers:
-        trainer.loss().backward()
-        skipped = trainer.loss()  # noqa: F841  # a backward could follow
-        step(trainer)
-        summon(trainer)
-    check(trainers[0].model, trainers[1].model)
-
-
 # ----------------------------------------------------------------- collectives, several forwards, one
 # backward
 
@@ -359,22 +346,6 @@ def test_a_second_forward_before_the_backward_gathers_each_unit_once(
     losses[1] = losses[1] + trainers[1].loss(1)
     for trainer, loss in zip(trainers, losses, strict=True):
         loss.backward()
-        step(trainer)
-    check(trainers[0].model, trainers[1].model)
-
-
-@strategies
-@both_views
-@on_ranks(2)
-def test_backwards_of_several_forwards_may_come_in_any_order(strategy: str, use_orig_params: bool) -> None:
-    trainers = both(strategy=strategy, use_orig_params=use_orig_params)
-    for trainer in trainers:
-        first, second = trainer.loss(0), trainer.loss(1)
-        with torch.no_grad():
-            trainer.loss(2)
-        second.backward(retain_graph=True)
-        first.backward()
-        second.backward()
         step(trainer)
     check(trainers[0].model, trainers[1].model)
 

@@ -35,20 +35,6 @@ def summon(model: Any, **options: Any) -> Any:
 
 @both_views
 @on_ranks(2)
-def test_names_and_values_are_the_plain_models(use_orig_params: bool) -> None:
-    # A-092, C-075
-    model = wrap(plain(), use_orig_params)
-    before = [(name, id(param), tuple(param.shape)) for name, param in model.named_parameters()]
-    with summon(model):
-        assert_same(dict(plain().named_parameters()), shown(model))
-        assert model.module.head.weight is model.module.inp.weight
-        if use_orig_params:
-            assert {id(param) for param in model.parameters()} == {entry[1] for entry in before}
-    assert [(name, id(param), tuple(param.shape)) for name, param in model.named_parameters()] == before
-
-
-@both_views
-@on_ranks(2)
 def test_parameters_are_shown_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(torch.ones(2, WIDTH))

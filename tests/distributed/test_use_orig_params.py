@@ -172,14 +172,6 @@ def test_a_gradient_that_is_held_elsewhere_stays(rank: int) -> None:
     assert held and all(torch.equal(grad, copy) for grad, copy in held)
 
 
-@on_ranks(2)
-def test_parameters_outside_the_shard_share_no_gradient(rank: int) -> None:  # H-010, C-034
-    model = sharded("fsdp_c")
-    backward(model, 0, rank)
-    empty = [param for param in named(model).values() if param.numel() == 0]
-    assert empty and all(param.grad is None for param in empty)
-
-
 @all_strategies
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @on_ranks(2)
@@ -241,55 +233,13 @@ def test_groups_give_parameters_their_own_hyperparameters(rank: int, strategy: s
     compare(rank, body, strategy)
 
 
-@on_ranks(2)
-def test_gradients_set_to_none_free_the_flat_gradient_in_the_next_forward(rank: int) -> None:  # C-119
-    model = sharded("fsdp_c")
-    backward(model, 0, rank)
-    for param in model.parameters():
-        param.grad = None
-    model(batch(rank, 1))
-    assert all(handle.flat_param.grad is None for handle in model._all_handles)
-
-
 # ----------------------------------------------------------------- freezing
-
-
-def freeze_one(params: dict[str, nn.Parameter], step: int) -> None:
-    params["blocks.1.up.weight"].requires_grad_(step % 2 == 0)
-
-
-def freeze_unit(params: dict[str, nn.Parameter], step: int) -> None:
-    for name, param in params.items():
-        if name.startswith("blocks.1."):
-            param.requires_grad_(step in (0, 3))
 
 
 def freeze_root(params: dict[str, nn.Parameter], step: int) -> None:
     for name, param in params.items():
         if not name.startswith("blocks."):
             param.requires_grad_(step in (0, 3))
-
-
-def freeze_all_but_one(params: dict[str, nn.Parameter], step: int) -> None:
-    for name, param in params.items():
-        param.requires_grad_(step == 0 or name == "blocks.2.down.weight")
-
-
-FREEZERS = {"one": freeze_one, "unit": freeze_unit, "root": freeze_root, "all_but_one": freeze_all_but_one}
-
-
-@pytest.mark.parametrize("freezer", FREEZERS)
-@all_strategies
-@on_ranks(2)
-def test_freezing_and_unfreezing_between_steps(
-    rank: int, strategy: str, freezer: str
-) -> None:  # C-119, D-125
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), FREEZERS[freezer])
-
-    if strategy == "NO_SHARD" and freezer == "root":
-        pytest.skip("torch never unfreezes a root that was wholly frozen under NO_SHARD; see the next test")
-    compare(rank, body, strategy)
 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])

@@ -32,18 +32,6 @@ def step(trainer: Any) -> None:
     trainer.forward().backward()
 
 
-@pytest.mark.parametrize(
-    "kind", [("compute", "unshard"), ("post-backward", "compute"), ("compute", "post-backward")]
-)
-def test_a_wait_that_is_left_out_is_found(kind: tuple[str, str]) -> None:
-    whole = run("no limit")
-    of_kind = [nth for nth, wait in enumerate(whole.waits) if wait.kind == kind]
-    found = [
-        run("no limit", drop=nth).reports - whole.reports for nth in of_kind[-2:]
-    ]  # the pool has other last ones
-    assert any(line.startswith("race") for lines in found for line in lines)
-
-
 def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
     """As one that is recorded too early does."""
     before = records()

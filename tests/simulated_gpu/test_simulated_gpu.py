@@ -7,12 +7,7 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-
-from tests.cuda.nccl_on_one_gpu import nccl_group
-from tests.ranks import on_ranks
 
 GPU = torch.device("cuda", 0)
 
@@ -72,21 +67,6 @@ def test_a_recorded_block_comes_back_when_its_user_is_through() -> None:
     assert torch.empty(1000, device=GPU).data_ptr() == address
 
 
-def test_random_numbers_come_from_the_generator_of_the_device() -> None:
-    torch.cuda.manual_seed(3)
-    first = torch.randn(5, device=GPU)
-    torch.manual_seed(4)
-    torch.cuda.manual_seed(3)
-    torch.randn(5)  # the CPU's own
-    assert torch.equal(torch.randn(5, device=GPU), first)
-    state = torch.cuda.get_rng_state()
-    dropped = F.dropout(torch.ones(100, device=GPU), 0.5)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(F.dropout(torch.ones(100, device=GPU), 0.5), dropped)
-    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-        torch.randn(5, device=GPU, generator=torch.Generator())
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_modules_compute_as_on_the_cpu(kind: type[nn.RNNBase], bias: bool) -> None:
@@ -115,31 +95,3 @@ def test_the_host_may_not_wait_in_the_debug_mode_of_torch() -> None:
             tensor.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@on_ranks(2, label="nccl")
-def test_collectives_of_all_kinds(rank: int, world_size: int) -> None:
-    group = nccl_group()
-    own = torch.arange(4.0, device=GPU) + 10 * rank
-    parts = [torch.empty(4, device=GPU) for _ in range(world_size)]
-    dist.all_gather(parts, own, group=group)
-    assert torch.stack(parts).tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
-    half = torch.empty(2, device=GPU)
-    dist.reduce_scatter_tensor(half, own, op=dist.ReduceOp.AVG, group=group)
-    assert half.tolist() == ([5, 6] if rank == 0 else [7, 8])
-    largest = own.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True).wait()
-    assert largest.tolist() == [10, 11, 12, 13]
-    received = [torch.empty(2, device=GPU) for _ in range(world_size)]
-    dist.all_to_all(received, list(own.chunk(2)), group=group)
-    assert [one.tolist() for one in received] == ([[0, 1], [10, 11]] if rank == 0 else [[2, 3], [12, 13]])
-    dist.broadcast(own, 1, group=group)
-    assert own.tolist() == [10, 11, 12, 13]
-    if rank == 0:
-        dist.send(own * 2, 1, group=group)
-    else:
-        dist.recv(own, 0, group=group)
-        assert own.tolist() == [20, 22, 24, 26]
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(3), group=group)
-    dist.barrier(group=group)

@@ -30,18 +30,9 @@ def test_boxes_hold_each_element_of_every_range_in_order(shape):
         assert [index for box in boxes for index in flat_indices(shape, box)] == list(range(start, end))
 
 
-def test_scalar_is_one_box_of_no_dimensions():
-    assert _C.flat_range_boxes((), 0, 1) == (((), ()),)
-    assert _C.flat_range_boxes((), 0, 0) == ()
-
-
 def test_empty_range_has_no_boxes():
     assert _C.flat_range_boxes((3, 0, 2), 0, 0) == ()
     assert _C.flat_range_boxes((3, 2), 4, 4) == ()
-
-
-def test_boxes_of_a_range_amid_a_matrix():
-    assert _C.flat_range_boxes((4, 10), 7, 35) == (((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 5)))
 
 
 @pytest.mark.parametrize("arguments", [((2, 3), -1, 2), ((2, 3), 3, 2), ((2, 3), 0, 7), ((), 0, 2)])
