@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -276,18 +275,6 @@ def test_a_unit_that_calls_itself_trains(
         twice(run, rank)
 
     assert_same_gradients(model, seeded(AroundRecursive), step, rank, world_size)
-
-
-@all_strategies
-@on_ranks(2)
-def test_unit_used_alone_and_then_the_whole(rank: int, world_size: int, strategy: str) -> None:
-    def step(model: Any, rank: int) -> None:
-        loss_of(model(batch(rank))).backward()
-        blocks = getattr(model, "module", model).blocks
-        loss_of(blocks[1](batch(rank, 1))).backward()
-        loss_of(model(batch(rank, 2))).backward()
-
-    assert_same_gradients(sharded(strategy), plain(), step, rank, world_size)
 
 
 class Nested(nn.Module):
@@ -804,22 +791,6 @@ def test_outputs_can_be_pickled_and_detached_ones_copied(rank: int) -> None:
     assert torch.equal(copy.deepcopy(output.detach()), output)
 
 
-@on_ranks(2)
-def test_packed_sequences_pass_in_and_out(rank: int, world_size: int) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.LSTM(WIDTH, 4)
-
-        def forward(self, sequence: PackedSequence) -> PackedSequence:
-            return self.cell(sequence)[0]
-
-    def step(model: Any, rank: int) -> None:
-        loss_of(model(pack_sequence([batch(rank), batch(rank, 1)[:2]])).data).backward()
-
-    assert_same_gradients(wrap(seeded(Recurrent)), seeded(Recurrent), step, rank, world_size)
-
-
 # ----------------------------------------------------------------- modules
 
 
@@ -932,25 +903,6 @@ def test_inference_mode_gives_the_plain_output_and_holds_nothing(
     with torch.inference_mode():
         assert torch.equal(model(batch(rank)), plain()(batch(rank)))
     assert live_nbytes() == before
-
-
-@all_strategies
-@on_ranks(2)
-def test_mixed_precision_graphs_are_nearly_the_plain_ones_and_leave_nothing(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    graphs = (two_forwards, retained, first_forward_backward_first)
-    expected = expected_gradients(
-        plain(), lambda model, one: [graph(model, one) for graph in graphs], world_size
-    )
-    before = settled_nbytes()
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(strategy, mixed_precision=precision)
-    for graph in graphs:
-        graph(model, rank)
-        assert live_nbytes() == before, graph.__name__
-    for name, value in full_gradients(model).items():
-        assert (value - expected[name]).norm() < 0.05 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("net", [{}, {"around": "reentrant"}], ids=["plain", "checkpoint"])

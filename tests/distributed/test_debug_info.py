@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.models import WIDTH
-from tests.ranks import both_views, on_ranks
+from tests.ranks import on_ranks
 from tests.training import debug_level, sharded
 
 BOTH = ("torch", "fsdp_c")
@@ -73,17 +73,3 @@ def logged(name: str) -> Iterator[list[str]]:
         yield lines.lines
     finally:
         logging.getLogger(name).removeHandler(lines)
-
-
-@both_views
-@on_ranks(2)
-def test_units_whose_gradients_have_come_are_logged(use_orig_params: bool) -> None:
-    """X-085, D-065: by the names of their parameters from the root, in the order of the backward."""
-    found = {}
-    for which, logger in (("torch", "torch.distributed.fsdp"), ("fsdp_c", "fsdp_c")):
-        model = build(which, use_orig_params=use_orig_params)
-        with logged(logger) as lines:
-            model(X).sum().backward()
-        found[which] = [line for line in lines if "post-backward hook" in line]
-    assert len(found["fsdp_c"]) == (4 if use_orig_params else 0)
-    assert found["fsdp_c"] == found["torch"]

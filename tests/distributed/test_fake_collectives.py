@@ -3,7 +3,6 @@ J-015)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -89,25 +88,3 @@ def test_the_environment_is_read_at_construction() -> None:
     model = wrap()
     with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
         assert fakes(lambda: backward(model)) == {"gather": [False], "scatter": [False]}
-
-
-@on_ranks(2)
-def test_each_switch_is_logged_once_per_process() -> None:  # C-003
-    from fsdp_c.sharding import flat_param
-
-    flat_param._warn_once.cache_clear()
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_c.sharding.flat_param")
-    logger.addHandler(handler)
-    try:
-        with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1", SKIP: "1"}):
-            wrap()
-            wrap()
-    finally:
-        logger.removeHandler(handler)
-    assert sorted(record.getMessage().split(",")[0] for record in records) == [
-        f"Since {name}=1" for name in sorted((GATHER, REDUCE, SKIP))
-    ]
-    assert all(record.levelno == logging.WARNING for record in records)

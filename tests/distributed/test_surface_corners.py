@@ -313,19 +313,6 @@ def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
         assert all(map(torch.equal, expected, actual))
 
 
-@on_ranks(2)
-def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(rank: int) -> None:
-    """The contract: OLMo initialises so, through ``params``."""
-    model, reference = wrap(plain(), use_orig_params=False), plain()
-    with torch.no_grad():
-        for unit in FSDP.fsdp_modules(model):
-            for param in unit.params:
-                param.mul_(0.5)
-        for param in reference.parameters():
-            param.mul_(0.5)
-    torch.testing.assert_close(model(batch(rank)), reference(batch(rank)))
-
-
 @pytest.mark.parametrize("own", [True, False], ids=["with parameters", "without"])
 @on_ranks(1)
 def test_a_root_moves_the_inputs_to_where_its_tree_computes(own: bool) -> None:
