@@ -25,7 +25,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.collectives import REDUCE_SCATTER
 from tests.models import Block, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
-from tests.parity.scenarios import accumulate_step, no_sync_after_sync_step, no_sync_step, plain_step
+from tests.parity.scenarios import (
+    accumulate_step,
+    clip_step,
+    no_sync_after_sync_step,
+    no_sync_step,
+    plain_step,
+)
 from tests.ranks import both_views, device, on_ranks
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -247,3 +253,18 @@ def test_replicas_of_one_shard_stay_equal_over_steps(rank: int, world_size: int)
         dist.broadcast(of_rank_0, 0)
         assert torch.equal(value, of_rank_0)
     assert len(states) > 10
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@both_views
+@on_ranks(4)
+def test_hybrid_gradients_are_clipped_as_in_torch(
+    rank: int, world_size: int, use_orig_params: bool, norm_type: float
+) -> None:
+    """A-118: replicas hold equal gradients, so that the norm is over the shards alone."""
+
+    def build(run: Run) -> nn.Module:
+        return run.wrap(Net(), auto_wrap_policy=PER_BLOCK, process_group=groups(2, 2))
+
+    point = Point("hybrid_clip", "HYBRID_SHARD", use_orig_params)
+    compare(point, Scenario(build, clip_step(norm_type)), rank, world_size)

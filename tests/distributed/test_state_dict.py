@@ -441,59 +441,6 @@ def test_selection_returns_the_previous_settings_and_warns() -> None:  # A-130
     assert fsdp.set_state_dict_type(nn.Linear(1, 1), FULL).state_dict_type is None
 
 
-@both_views
-@on_ranks(2)
-def test_state_dict_of_an_inner_unit_does_not_make_it_a_root(
-    rank: int, use_orig_params: bool
-) -> None:  # F-003
-    saved = []
-    for peek in (False, True):
-        model = wrap(plain(), use_orig_params)
-        inner = model.module.blocks[1]
-        if peek:
-            assert_same(plain().blocks[1].state_dict(), inner.state_dict())
-            inner.load_state_dict(plain().blocks[1].state_dict())
-            assert inner._unit.is_root is None
-        train(model, rank)
-        saved.append(full_state_dict(model))
-        assert model._unit.is_root and not inner._unit.is_root
-    assert_same(*saved)
-
-
-@both_views
-@on_ranks(2)
-def test_state_dict_inside_summon_full_params_holds_the_edits(use_orig_params: bool) -> None:
-    model = wrap(plain(), use_orig_params)
-    expected = plain().state_dict()
-    expected["head.bias"] = expected["head.bias"] + 1
-    with type(model).summon_full_params(model):
-        with torch.no_grad():
-            model.module.head.bias.add_(1)
-        saved = full_state_dict(model)
-        assert_same(expected, saved)
-        model.load_state_dict(plain(4).state_dict())
-    assert_same(expected, saved)
-    assert_same(plain(4).state_dict(), full_state_dict(model))
-
-
-@on_ranks(2)
-def test_state_dict_during_backward_is_refused() -> None:
-    model = wrap(plain())
-    output = model(torch.ones(2, WIDTH))
-    seen: list[BaseException] = []
-
-    def save(_: Tensor) -> None:
-        try:
-            model.state_dict()
-        except AssertionError as error:
-            seen.append(error)
-
-    output.register_hook(save)
-    output.sum().backward()
-    assert len(seen) == 1 and "IDLE" in str(seen[0])
-    full_state_dict(model)
-
-
 class Refuses(nn.Module):
     """Saving it fails."""
 

@@ -267,9 +267,10 @@ def test_rank_0_alone_gets_full_state_inside_summon_where_it_alone_is_shown_it(r
     assert are_same(expected if rank == 0 else {}, found)
 
 
+@pytest.mark.parametrize("kind", [FULL, SHARDED], ids=lambda kind: kind.name)
 @both_views
 @on_ranks(2)
-def test_sharded_state_inside_summon_has_the_edits(use_orig_params):
+def test_state_inside_summon_has_the_edits(use_orig_params, kind):
     whole = []
     for which in ("torch", "fsdp_c"):
         model = built(which, use_orig_params)
@@ -277,8 +278,8 @@ def test_sharded_state_inside_summon_has_the_edits(use_orig_params):
             with torch.no_grad():
                 model.module.head.weight.add_(1)
                 model.module.blocks[1].up.bias.fill_(3)
-            whole.append(plain_values(got(model, SHARDED)))
-        assert are_same(whole[-1], plain_values(got(model, SHARDED)))
+            whole.append(plain_values(got(model, kind)))
+        assert are_same(whole[-1], plain_values(got(model, kind)))
     assert are_same(*whole)
 
 

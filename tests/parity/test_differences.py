@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.test_autograd_corners import DataOutput, OrderedOutput, Returns
+from tests.distributed.test_graphs_and_outputs import DataOutput, OrderedOutput, Returns
 from tests.models import WIDTH, Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.simulated_gpu import races

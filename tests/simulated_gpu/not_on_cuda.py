@@ -26,9 +26,6 @@ REASONS: dict[str, dict[str, str]] = {
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py sft]": TRITON,
         "test_losses_are_those_of_models_that_are_not_sharded[trl_trainers.py dpo]": TRITON,
     },
-    "tests/distributed/test_autograd_corners.py": {
-        "test_packed_sequences_pass_in_and_out": LENGTHS,
-    },
     "tests/distributed/test_collective_calls.py": {
         "test_nccl_is_told_to_run_on_the_current_stream": CPU_BACKEND,
     },

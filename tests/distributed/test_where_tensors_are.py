@@ -1,0 +1,102 @@
+"""Where tensors and inputs of units are moved to, and dtypes that libraries set before the first forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from fsdp_c.sharding import materialization
+from fsdp_c.sharding.traversal import Subtree
+from tests.models import WIDTH
+from tests.parity.engine import implementation
+from tests.ranks import both_views, device, on_ranks
+from tests.training import PER_BLOCK, batch, plain
+
+
+def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
+    defaults = {"device_id": device(), "use_orig_params": True, "auto_wrap_policy": PER_BLOCK}
+    return implementation(which)(module, **(defaults | arguments))
+
+
+@on_ranks(2)
+def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
+    """G-033: gradients with them; neither nested units nor ignored tensors. A dtype stands for the device,
+    which ``Tensor.to`` takes as well.
+    """
+    with torch.device("cpu"):
+        model = plain(blocks=2)
+    model.blocks[0] = wrap(model.blocks[0], auto_wrap_policy=None)
+    model.inp = nn.Linear(WIDTH, WIDTH, device="meta")
+    model.register_buffer("own", torch.ones(1, device="cpu"))
+    for param in model.head.parameters():
+        param.grad = torch.zeros_like(param)
+    tree = Subtree(model)
+    params = [param for param in tree.params if param is not model.head.bias]
+    materialization.move_to_device(tree, params, {model.blocks[1]}, torch.float64)
+    moved = [name for name, param in model.named_parameters() if param.dtype == torch.float64]
+    assert moved and not any("fsdp_wrapped" in name or name.startswith("inp") for name in moved)
+    assert model.head.weight.grad.dtype == torch.float64
+    assert (model.head.bias.dtype, model.head.bias.grad.dtype) == (torch.float32, torch.float32)
+    assert {name for name, buffer in model.named_buffers() if buffer.dtype == torch.float64} == {"own"}
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "own"])
+@on_ranks(2)
+def test_meta_buffer_of_an_ignored_module_does_not_count(ignored: bool) -> None:
+    """G-035: with one of its own on the meta device a unit is initialised, and param_init_fn called."""
+    model = plain(blocks=1)
+    model.blocks[0].scale = model.blocks[0].scale.to("meta")
+    called: list[nn.Module] = []
+
+    def param_init_fn(module: nn.Module) -> None:
+        called.append(module)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+    arguments = {"ignored_modules": [model.blocks[0]]} if ignored else {}
+    wrap(model, auto_wrap_policy=None, param_init_fn=param_init_fn, **arguments)
+    assert bool(called) != ignored
+
+
+@both_views
+@on_ranks(2)
+def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
+    rank: int, use_orig_params: bool
+) -> None:
+    """H-009: accelerate replaces the data of flat parameters, and says so to the handle."""
+    found = []
+    for which in ("torch", "fsdp_c"):
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = wrap(plain().bfloat16(), which, use_orig_params=use_orig_params, mixed_precision=precision)
+        for unit in type(model).fsdp_modules(model):
+            if unit._has_params:
+                unit._flat_param.data = unit._flat_param.data.to(torch.float32)
+                unit._handle._orig_param_dtype = torch.float32
+        optimizer = torch.optim.SGD([unit._flat_param for unit in type(model).fsdp_modules(model)], lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(batch(rank)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            losses.append(loss.detach())
+        assert {unit._flat_param.dtype for unit in type(model).fsdp_modules(model)} == {torch.float32}
+        found.append((losses, [unit._flat_param.detach() for unit in type(model).fsdp_modules(model)]))
+    for expected, actual in zip(*found, strict=True):
+        assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["with parameters", "without"])
+@on_ranks(1)
+def test_a_root_moves_the_inputs_to_where_its_tree_computes(own: bool) -> None:
+    """D-020: also a root whose parameters all belong to inner units."""
+    inner = wrap(nn.Linear(WIDTH, WIDTH))
+    model = wrap(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner), auto_wrap_policy=None
+    )
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        model(torch.ones(2, WIDTH, device="meta"))
