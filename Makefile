@@ -128,7 +128,8 @@ test-rest: build $(VENV)/.dev
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
 	FSDP_C_KERNELS=torch $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(OPERATORS_PART) tests/distributed tests/parity
 	FSDP_C_KERNELS=torch $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
-	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
+	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py tests/races/test_memory.py \
+	    -k "test_programs_are_in_order or test_memory"
 	$(BIN)/python -m tests.fuzz.checkpoint --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
 	$(BIN)/python -m tests.parity.plain_programs --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
 	@if [ -f "$$(cc -print-file-name=libasan.so)" ]; then \
