@@ -400,7 +400,7 @@ int runtime_final_callback(void *target) {
     bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
     if (end_backward(runtime) < 0)
         return -1;
-    runtime->no_gradient.ended_backward = true;
+    no_gradient_note_backward_end(runtime);
     if (!ends_step || !runtime->unchecked)
         return 0;
     PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);

@@ -17,6 +17,10 @@ int no_gradient_expect(struct unit *unit) {
     return training < 0 ? -1 : 0;
 }
 
+void no_gradient_note_backward_end(struct runtime *runtime) {
+    runtime->no_gradient.ended_backward = true;
+}
+
 int no_gradient_warn(struct runtime *runtime) {
     OWNED *names = NULL;
     for (int64_t i = 0; !runtime->no_gradient.warned && i < runtime->num_units; i++) {

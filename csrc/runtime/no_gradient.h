@@ -25,6 +25,7 @@ struct no_gradient_told {
 
 void no_gradient_note_reached(struct unit *unit); /* by a backward */
 int no_gradient_expect(struct unit *unit);        /* a forward with gradients enabled has ended. 0 or -1 */
-int no_gradient_warn(struct runtime *runtime);    /* the root begins a forward. 0 or -1 */
+void no_gradient_note_backward_end(struct runtime *runtime);
+int no_gradient_warn(struct runtime *runtime); /* the root begins a forward. 0 or -1 */
 
 #endif
