@@ -65,14 +65,6 @@ static int init_shapes(struct flat_param *param) {
     return 0;
 }
 
-static int init_groups(struct flat_param *param, const struct handle_spec *spec) {
-    if (collective_group_init(&param->shard_group, spec->process_group) < 0)
-        return -1;
-    return spec->replicate_group == Py_None
-               ? 0
-               : collective_group_init(&param->replicate_group, spec->replicate_group);
-}
-
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
     param->op_id = op_id;
     param->tensor = Py_NewRef(spec->flat_param);
@@ -91,7 +83,11 @@ int flat_param_init(struct flat_param *param, const struct handle_spec *spec, in
     param->keep_low_precision_grads = spec->keep_low_precision_grads;
     param->skip_writeback_check = spec->skip_writeback_check;
     param->verbose = spec->verbose;
-    return init_shapes(param) < 0 ? -1 : init_groups(param, spec);
+    if (init_shapes(param) < 0 || collective_group_init(&param->shard_group, spec->process_group) < 0)
+        return -1;
+    return spec->replicate_group == Py_None
+               ? 0
+               : collective_group_init(&param->replicate_group, spec->replicate_group);
 }
 
 void flat_param_fini(struct flat_param *param) {

@@ -51,19 +51,6 @@ void grads_check(const struct grads *grads) {
 
 /* ---- given back with the last view ---- */
 
-/* Does the parameter show its part of the flat gradient, and not what the user has put there? New reference
- * to it, or NULL: an exception may be set. */
-static PyObject *shown_part(const struct grads *grads, const struct tensor_view *flat, int64_t index) {
-    int64_t offset = grads_offset(grads, index);
-    PyObject *grad = offset < 0 ? NULL : torch_get_grad(PyList_GetItem(grads->param->params, index));
-    struct tensor_view part;
-    bool is_part = grad && grad != Py_None && tensor_view_of(grad, &part) == 0 &&
-                   (const char *)part.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype);
-    if (!is_part)
-        Py_CLEAR(grad);
-    return grad;
-}
-
 static int watch_part(struct grads *grads, PyObject *part, int64_t index) {
     grads->shown_param = index;
     ref_set(&grads->shown, PyWeakref_NewRef(part, grads->shown_end));
@@ -72,20 +59,27 @@ static int watch_part(struct grads *grads, PyObject *part, int64_t index) {
 
 enum { NOBODY = -1 }; /* in the place of a parameter */
 
-/* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in
- * order. */
+/* Watch the last part that is shown, and not what the user has put there, but for that of parameter `gone`:
+ * gradients are usually cleared in order. */
 static int watch_shown(struct grads *grads, int64_t gone) {
     OWNED *flat_grad = torch_get_grad(grads->param->tensor);
-    OWNED *part = NULL;
-    struct tensor_view flat;
+    struct tensor_view flat, view;
     if (!flat_grad || flat_grad == Py_None)
         return flat_grad ? 0 : -1;
     if (tensor_view_of(flat_grad, &flat) < 0)
         return -1;
-    int64_t i = grads->param->num_params;
-    while (!part && --i >= 0 && !PyErr_Occurred())
-        part = i == gone ? NULL : shown_part(grads, &flat, i);
-    return PyErr_Occurred() ? -1 : part ? watch_part(grads, part, i) : 0;
+    for (int64_t i = grads->param->num_params - 1; i >= 0; i--) {
+        int64_t offset = i == gone ? -1 : grads_offset(grads, i);
+        if (offset < 0)
+            continue;
+        OWNED *part = torch_get_grad(PyList_GetItem(grads->param->params, i));
+        if (!part || (part != Py_None && tensor_view_of(part, &view) < 0))
+            return -1;
+        if (part != Py_None &&
+            (const char *)view.data == (const char *)flat.data + offset * dtype_nbytes(flat.dtype))
+            return watch_part(grads, part, i);
+    }
+    return 0;
 }
 
 /* The parameter may not be asked for what it has shown: this is called amid its end. */
@@ -320,34 +314,27 @@ int grads_is_zero(PyObject *tensor) {
 
 /* ---- hidden amid a backward ---- */
 
-static bool is_part_of(PyObject *grad, const struct tensor_view *whole) {
-    struct tensor_view view;
-    if (tensor_view_of(grad, &view) < 0) {
-        PyErr_Clear();
-        return false;
-    }
-    uintptr_t nbytes = (uintptr_t)(tensor_view_numel(whole) * dtype_nbytes(whole->dtype));
-    return (uintptr_t)view.data - (uintptr_t)whole->data < nbytes;
-}
-
 /* No original parameter's .grad is a part of `whole_grad` any longer; `aside`: until they are shown again. 0
  * or -1. */
 static int hide(struct grads *grads, PyObject *whole_grad, bool aside) {
-    struct tensor_view whole;
+    struct tensor_view whole, view;
     if (!grads->param->use_orig_params)
         return 0;
     ref_set(&grads->hidden, PyList_New(0));
     if (!grads->hidden || tensor_view_of(whole_grad, &whole) < 0)
         return -1;
+    uintptr_t nbytes = (uintptr_t)(tensor_view_numel(&whole) * dtype_nbytes(whole.dtype));
     for (int64_t i = 0; i < grads->param->num_params; i++) {
         PyObject *param = PyList_GetItem(grads->param->params, i);
         OWNED *grad = torch_get_grad(param);
-        bool hides = grad && grad != Py_None && is_part_of(grad, &whole);
-        if (!grad ||
-            PyList_Append(grads->hidden, !hides  ? Py_None
-                                         : aside ? grad
-                                                 : Py_True) < 0 ||
-            (hides && torch_set_grad(param, Py_None) < 0))
+        bool hides = false;
+        if (!grad)
+            return -1;
+        if (grad != Py_None && tensor_view_of(grad, &view) == 0)
+            hides = (uintptr_t)view.data - (uintptr_t)whole.data < nbytes;
+        PyErr_Clear(); /* of a gradient that is no tensor in memory */
+        PyObject *kept = !hides ? Py_None : aside ? grad : Py_True;
+        if (PyList_Append(grads->hidden, kept) < 0 || (hides && torch_set_grad(param, Py_None) < 0))
             return -1;
     }
     return 0;
@@ -372,42 +359,31 @@ int grads_show_again(struct grads *grads) {
     return result;
 }
 
-static int add(const struct grads *grads, PyObject **shard, PyObject *late, int64_t index) {
-    if (!*shard && !(*shard = torch_zeros_like(grads->storage->shard_like)))
-        return -1;
-    OWNED *part = index < 0 ? Py_NewRef(*shard) : grads_part(grads, *shard, index);
-    OWNED *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
-    return ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL);
-}
-
 int grads_add_late(struct grads *grads, PyObject **shard) {
     const struct flat_param *param = grads->param;
     int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
     int64_t end = param->use_orig_params ? param->num_params : 0;
-    int result = 0;
-    for (int64_t i = begin; !result && i < end; i++) {
+    for (int64_t i = begin; i < end; i++) {
         if (i >= 0 && grads_offset(grads, i) < 0)
             continue;
         OWNED *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
-        if (late != Py_None)
-            result = !late ? -1 : shard ? add(grads, shard, late, i) : 1;
+        if (!late)
+            return -1;
+        if (late == Py_None)
+            continue;
+        if (!shard)
+            return 1;
+        if (!*shard && !(*shard = torch_zeros_like(grads->storage->shard_like)))
+            return -1;
+        OWNED *part = i < 0 ? Py_NewRef(*shard) : grads_part(grads, *shard, i);
+        OWNED *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
+        if (ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL) < 0)
+            return -1;
     }
-    return result;
+    return 0;
 }
 
 /* ---- set aside ---- */
-
-/* A gradient in CPU memory, where computation is. New reference. */
-static PyObject *upload(struct grads *grads, PyObject *grad) {
-    struct tensor_view view;
-    if (tensor_view_of(grad, &view) < 0)
-        return NULL;
-    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
-    PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, grads->param->device) : NULL;
-    if (copy && torch_enqueue_copy(copy, grad) < 0)
-        Py_CLEAR(copy);
-    return copy;
-}
 
 PyObject *grads_cast_to_shard_dtype(struct grads *grads, PyObject *input) {
     PyObject *output = grads->cast_output;
@@ -469,10 +445,15 @@ static int take_flat_grad(struct grads *grads) {
         return forget_zeroed(grads);
     if (grads_set_kind(grads, GRAD_NONE) < 0 || hide(grads, grad, true) < 0)
         return -1;
-    if (grads->storage->offload)
-        ref_set(&grad, upload(grads, grad));
-    if (!grad || tensor_view_of(grad, &view) < 0)
+    if (tensor_view_of(grad, &view) < 0)
         return -1;
+    if (grads->storage->offload) { /* to where computation is */
+        OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+        OWNED *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, grads->param->device) : NULL;
+        if (!copy || torch_enqueue_copy(copy, grad) < 0)
+            return -1;
+        ref_set(&grad, Py_NewRef(copy));
+    }
     if (grads->param->sharded && view.dtype != grads->storage->orig_kind)
         ref_set(&grad, grads_cast_to_shard_dtype(grads, grad));
     ref_set(&grads->saved_shard, Py_XNewRef(grad));
@@ -535,25 +516,22 @@ static int shows_grad(const struct grads *grads, int64_t index) {
     return grad ? grad != Py_None : -1;
 }
 
-/* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its
- * gradient to look at. */
-static int shows_full_grad(const struct grads *grads, int64_t index, PyObject *view) {
-    if (!grads->param->sharded && !layout_param_numel(&grads->param->layout, index))
-        return 0; /* nor does torch show one, which would be empty */
-    int shows = shows_grad(grads, index);
-    if (shows || grads->hidden || !grads->param->sharded || grads->param->layout.shard_ranges[index].in_shard)
-        return shows;
-    int zero = grads_is_zero(view);
-    return zero < 0 ? -1 : !zero;
-}
-
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
 static int show_unsharded_grads(struct grads *grads, PyObject *grad) {
-    OWNED *views = flat_param_views(grads->param, grad);
-    for (int64_t i = 0; views && i < grads->param->num_params; i++) {
-        PyObject *param = PyList_GetItem(grads->param->params, i), *view = PyTuple_GetItem(views, i);
-        int shows = shows_full_grad(grads, i, view);
-        if (shows < 0 || (shows ? torch_set_foreign_grad(param, view) : clear_grad(param)) < 0)
+    const struct flat_param *param = grads->param;
+    OWNED *views = flat_param_views(param, grad);
+    for (int64_t i = 0; views && i < param->num_params; i++) {
+        PyObject *own = PyList_GetItem(param->params, i), *view = PyTuple_GetItem(views, i);
+        /* nor does torch show one that would be empty */
+        bool is_empty = !param->sharded && !layout_param_numel(&param->layout, i);
+        int shows = is_empty ? 0 : shows_grad(grads, i);
+        /* a rank that holds none of the parameter has none of its gradient to look at */
+        if (!shows && !is_empty && !grads->hidden && param->sharded &&
+            !param->layout.shard_ranges[i].in_shard) {
+            int zero = grads_is_zero(view);
+            shows = zero < 0 ? -1 : !zero;
+        }
+        if (shows < 0 || (shows ? torch_set_foreign_grad(own, view) : clear_grad(own)) < 0)
             return -1;
     }
     return views ? 0 : -1;

@@ -52,19 +52,18 @@ static int has_hooks(struct grads *grads) {
 
 /* ---- hidden from autograd ---- */
 
-/* In the place of a dict of hooks stands an empty one: without any, autograd would go on with the one
- * before. */
-static int set_hooks(const struct grads *grads, PyObject *attribute, PyObject *hooks, bool hidden) {
-    if (hooks == Py_None)
-        return 0;
-    OWNED *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
-    return shown ? PyObject_SetAttr(grads->param->tensor, attribute, shown) : -1;
-}
-
-static int set_all_hooks(const struct grads *grads, PyObject *both, bool hidden) {
-    if (set_hooks(grads, torch_names._backward_hooks, PyTuple_GetItem(both, 0), hidden) < 0)
-        return -1;
-    return set_hooks(grads, torch_names._post_accumulate_grad_hooks, PyTuple_GetItem(both, 1), hidden);
+/* Each stands again, or an empty dict in its place: without any, autograd would go on with the one before. */
+static int set_hooks(const struct grads *grads, PyObject *both, bool hidden) {
+    PyObject *attributes[] = {torch_names._backward_hooks, torch_names._post_accumulate_grad_hooks};
+    for (int i = 0; i < 2; i++) {
+        PyObject *hooks = PyTuple_GetItem(both, i);
+        if (hooks == Py_None)
+            continue;
+        OWNED *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
+        if (!shown || PyObject_SetAttr(grads->param->tensor, attributes[i], shown) < 0)
+            return -1;
+    }
+    return 0;
 }
 
 int grads_hide_param_hooks(struct grads *grads) {
@@ -75,7 +74,7 @@ int grads_hide_param_hooks(struct grads *grads) {
     OWNED *on_accumulated = hooks_of(grads, torch_names._post_accumulate_grad_hooks);
     if (on_gradient && on_accumulated)
         grads->hidden_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
-    return grads->hidden_hooks ? set_all_hooks(grads, grads->hidden_hooks, true) : -1;
+    return grads->hidden_hooks ? set_hooks(grads, grads->hidden_hooks, true) : -1;
 }
 
 int grads_show_param_hooks(struct grads *grads) {
@@ -83,7 +82,7 @@ int grads_show_param_hooks(struct grads *grads) {
     if (!hidden)
         return 0;
     grads->hidden_hooks = NULL;
-    return set_all_hooks(grads, hidden, false);
+    return set_hooks(grads, hidden, false);
 }
 
 /* ---- called ---- */
@@ -171,38 +170,29 @@ static int accumulate(struct grads *grads, PyObject *grad) {
     return result;
 }
 
-/* `grad` with the padding behind it; new reference. */
-static PyObject *padded_copy(struct grads *grads, PyObject *grad) {
-    OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
-    PyObject *padded =
-        dtype ? torch_empty(grads->param->layout.padded_numel, dtype, grads->param->device) : NULL;
-    OWNED *part = padded && torch_zero(padded) == 0 ? without_padding(grads, padded) : NULL;
-    if (!part || torch_copy(part, grad) < 0)
-        Py_CLEAR(padded);
-    return padded;
-}
-
-/* Is `grad` the beginning of `padded`? */
-static bool lies_in(const struct grads *grads, PyObject *grad, PyObject *padded) {
-    struct tensor_view inner, outer;
-    if (tensor_view_of(grad, &inner) < 0 || tensor_view_of(padded, &outer) < 0) {
-        PyErr_Clear();
-        return false;
-    }
-    return inner.data == outer.data && inner.dtype == outer.dtype && tensor_view_is_contiguous(&inner) &&
-           tensor_view_numel(&inner) == grads->param->layout.numel;
-}
-
 /* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
- * replaced. */
+ * replaced: then it is copied, with the padding behind it. */
 static int take_grad(struct grads *grads, PyObject *padded) {
-    OWNED *grad = torch_get_grad(grads->param->tensor);
+    const struct flat_param *param = grads->param;
+    OWNED *grad = torch_get_grad(param->tensor);
     OWNED *taken = NULL;
+    struct tensor_view inner, outer;
     if (!grad)
         return -1;
     if (grad != Py_None) {
-        taken = lies_in(grads, grad, padded) ? Py_NewRef(padded) : padded_copy(grads, grad);
-        if (!taken || torch_set_grad(grads->param->tensor, Py_None) < 0)
+        bool known = tensor_view_of(grad, &inner) == 0 && tensor_view_of(padded, &outer) == 0;
+        PyErr_Clear();
+        if (known && inner.data == outer.data && inner.dtype == outer.dtype &&
+            tensor_view_is_contiguous(&inner) && tensor_view_numel(&inner) == param->layout.numel) {
+            taken = Py_NewRef(padded);
+        } else {
+            OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+            taken = dtype ? torch_empty(param->layout.padded_numel, dtype, param->device) : NULL;
+            OWNED *part = taken && torch_zero(taken) == 0 ? without_padding(grads, taken) : NULL;
+            if (!part || torch_copy(part, grad) < 0)
+                return -1;
+        }
+        if (torch_set_grad(param->tensor, Py_None) < 0)
             return -1;
     }
     grads->hooked = taken != NULL;
@@ -210,29 +200,7 @@ static int take_grad(struct grads *grads, PyObject *padded) {
     return grads_set_kind(grads, GRAD_NONE); /* until it is handed over */
 }
 
-/* A hook has raised: `.grad` is what it was. The exception stays set. */
-static void show_grad_again(struct grads *grads) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *before = grads->kind == GRAD_UNSHARDED ? *grads_previous(grads) : NULL;
-    if (show_grad(grads, before) < 0)
-        PyErr_WriteUnraisable(grads->param->name);
-    PyErr_Restore(type, value, traceback);
-}
-
-static int call_hooks(struct grads *grads, PyObject *total) {
-    PyObject *previous = *grads_previous(grads);
-    if (show_grad(grads, previous) < 0)
-        return -1;
-    PyObject *grad = without_padding(grads, total);
-    if (grad)
-        grad = call_gradient_hooks(grads, grad);
-    if (!grad || accumulate(grads, grad) < 0 || call_accumulated_hooks(grads) < 0)
-        return -1;
-    return take_grad(grads, previous ? previous : total);
-}
-
-/* The flat parameter shows its unsharded data meanwhile. */
+/* The flat parameter shows its unsharded data meanwhile. Where a hook raises, `.grad` is what it was. */
 int grads_call_param_hooks(struct grads *grads) {
     int any = grads->pending ? has_hooks(grads) : 0;
     if (any <= 0)
@@ -245,11 +213,24 @@ int grads_call_param_hooks(struct grads *grads) {
     OWNED *data = is_local ? NULL : torch_data(param);
     int result = is_local ? 0 : data ? torch_set_data(param, grads->storage->copy->full_data) : -1;
     if (!result) {
-        result = call_hooks(grads, total);
+        PyObject *previous = *grads_previous(grads);
+        result = show_grad(grads, previous);
+        PyObject *grad = result < 0 ? NULL : without_padding(grads, total);
+        if (grad)
+            grad = call_gradient_hooks(grads, grad);
+        if (!grad || accumulate(grads, grad) < 0 || call_accumulated_hooks(grads) < 0)
+            result = -1;
+        else
+            result = take_grad(grads, previous ? previous : total);
         if (data)
             torch_restore_data(param, data);
     }
-    if (result < 0)
-        show_grad_again(grads);
-    return result;
+    if (result == 0)
+        return 0;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (show_grad(grads, grads->kind == GRAD_UNSHARDED ? *grads_previous(grads) : NULL) < 0)
+        PyErr_WriteUnraisable(grads->param->name);
+    PyErr_Restore(type, value, traceback);
+    return -1;
 }

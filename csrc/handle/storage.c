@@ -265,20 +265,17 @@ int storage_use_copy(struct storage *storage, enum precision precision) {
     return 0;
 }
 
-/* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong
- * to. */
-static bool still_fits(const struct storage *storage, const struct precision_copy *copy) {
-    bool is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
-    return copy->views && !is_local && !copy->is_local && storage->orig_kind == storage->local_view.dtype &&
-           dtype_is_known(storage->orig_kind);
-}
-
+/* A copy that is good for the shard as it is now stays: a backward may yet gather what its views belong to. */
 static int init_copies(struct storage *storage) {
     enum precision precision = storage_precision(storage);
     for (int i = 0; i < PRECISIONS; i++) {
-        if (!still_fits(storage, &storage->copies[i]))
-            drop_copy(storage, &storage->copies[i]);
-        else if (init_likes(storage, &storage->copies[i]) < 0)
+        struct precision_copy *copy = &storage->copies[i];
+        bool becomes_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
+        bool fits = copy->views && !becomes_local && !copy->is_local &&
+                    storage->orig_kind == storage->local_view.dtype && dtype_is_known(storage->orig_kind);
+        if (!fits)
+            drop_copy(storage, copy);
+        else if (init_likes(storage, copy) < 0)
             return -1;
     }
     storage->orig_kind = storage->local_view.dtype;
@@ -366,31 +363,27 @@ void storage_drop_snapshot(struct storage *storage) {
     Py_CLEAR(storage->copy->snapshot);
 }
 
-/* The bytes of a part: NaN equals itself there. New reference. */
-static PyObject *bytes_of(PyObject *tensor, const struct layout_shard_range *range) {
-    OWNED *part = torch_part(tensor, range->offset_in_shard, range->numel_in_shard);
-    return part ? PyObject_CallMethodObjArgs(part, torch_names.view, torch_names.uint8, NULL) : NULL;
-}
-
-/* 1, 0 or -1 */
-static int differs_from_snapshot(const struct precision_copy *copy, const struct layout_shard_range *range) {
-    if (!copy->snapshot || !range->in_shard)
-        return 0;
-    OWNED *now = bytes_of(copy->own_part, range);
-    OWNED *before = now ? bytes_of(copy->snapshot, range) : NULL;
-    OWNED *equal = before ? PyObject_CallMethod(now, "equal", "O", before) : NULL;
-    return equal ? equal == Py_False : -1;
-}
-
 int storage_take_written(const struct storage *storage, int64_t param) {
-    int64_t *seen = &storage->copy->view_versions[param];
-    int64_t version = torch_version(PyTuple_GetItem(storage->copy->views, param));
+    const struct precision_copy *copy = storage->copy;
+    const struct layout_shard_range *range = &storage->param->layout.shard_ranges[param];
+    int64_t *seen = &copy->view_versions[param];
+    int64_t version = torch_version(PyTuple_GetItem(copy->views, param));
     if (version < 0)
         return -1;
-    if (version == *seen)
-        return differs_from_snapshot(storage->copy, &storage->param->layout.shard_ranges[param]);
-    *seen = version;
-    return 1;
+    if (version != *seen) {
+        *seen = version;
+        return 1;
+    }
+    if (!copy->snapshot || !range->in_shard)
+        return 0;
+    OWNED *now = torch_part(copy->own_part, range->offset_in_shard, range->numel_in_shard);
+    OWNED *before = now ? torch_part(copy->snapshot, range->offset_in_shard, range->numel_in_shard) : NULL;
+    /* bytes, of which NaN equals itself */
+    ref_set(&now, before ? PyObject_CallMethodObjArgs(now, torch_names.view, torch_names.uint8, NULL) : NULL);
+    ref_set(&before,
+            now ? PyObject_CallMethodObjArgs(before, torch_names.view, torch_names.uint8, NULL) : NULL);
+    OWNED *equal = before ? PyObject_CallMethod(now, "equal", "O", before) : NULL;
+    return equal ? equal == Py_False : -1;
 }
 
 bool storage_has_mixed_precision(const struct storage *storage) {

@@ -5,13 +5,6 @@
 
 /* ---- flat_param is not among the parameters meanwhile (use_orig_params False) ---- */
 
-static int hide_flat_param(struct handle *handle) {
-    PyObject *owner = handle->summon.flat_param_owner, *name = handle->summon.flat_param_name;
-    if (!owner || PyDict_Contains(owner, name) != 1)
-        return PyErr_Occurred() ? -1 : 0;
-    return PyDict_DelItem(owner, name);
-}
-
 static int restore_flat_param(struct handle *handle) {
     struct summon *summon = &handle->summon;
     if (handle->param.use_orig_params || !summon->flat_param_owner)
@@ -59,19 +52,6 @@ static int copy_to(PyObject *tensor, PyObject *source) {
     return data ? torch_copy(data, source) : -1;
 }
 
-/* A Parameter whose data the user replaced is copied to where its data was. */
-static int settle_replaced(struct handle *handle, PyObject *views, int64_t param) {
-    PyObject *value = param_views_value(&handle->param_views, param), *view = PyTuple_GetItem(views, param);
-    struct tensor_view is, was;
-    if (!value)
-        return PyErr_Occurred() ? -1 : 0;
-    value = param_views_local_value(&handle->param_views, value);
-    if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
-        return -1;
-    OWNED *data = is.data == was.data ? NULL : torch_data(value);
-    return is.data == was.data ? 0 : data ? copy_to(view, data) : -1;
-}
-
 /* shard[0 .. valid) <- full[shard_start .. shard_start + valid) */
 static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full) {
     const struct flat_layout *layout = &handle->param.layout;
@@ -86,9 +66,21 @@ static int write_back(struct handle *handle) {
     OWNED *views = flat_param_views(&handle->param, handle->summon.full);
     if (!views)
         return -1;
-    for (int64_t i = 0; i < handle->param.num_params; i++)
-        if (settle_replaced(handle, views, i) < 0)
+    /* a Parameter whose data the user replaced is copied to where its data was */
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        PyObject *value = param_views_value(&handle->param_views, i), *view = PyTuple_GetItem(views, i);
+        struct tensor_view is, was;
+        if (!value && PyErr_Occurred())
             return -1;
+        if (!value)
+            continue;
+        value = param_views_local_value(&handle->param_views, value);
+        if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
+            return -1;
+        OWNED *data = is.data == was.data ? NULL : torch_data(value);
+        if (is.data != was.data && (!data || copy_to(view, data) < 0))
+            return -1;
+    }
     if (!shows_copy(handle))
         return 0;
     /* a backward may come next, whose gathers read the shard on other streams */
@@ -146,8 +138,13 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
         return -1;
     handle->summon.writeback = writeback;
     ref_set(&handle->summon.full, full);
-    if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) == 0 && hide_flat_param(handle) == 0 &&
-        param_views_show_full_params(&handle->param_views, full) == 0)
+    int result = handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS);
+    PyObject *owner = handle->summon.flat_param_owner, *name = handle->summon.flat_param_name;
+    if (!result && owner) {
+        result = PyDict_Contains(owner, name);
+        result = result > 0 ? PyDict_DelItem(owner, name) : result;
+    }
+    if (!result && param_views_show_full_params(&handle->param_views, full) == 0)
         return 0;
     settle_debt(handle, leave, -1);
     handle_set_training_state(handle, USE_IDLE);
@@ -179,57 +176,38 @@ int handle_summon_exit(struct handle *handle) {
 
 /* ---- gradients ---- */
 
-/* On how many ranks of the group is the gradient missing? -1 on error. Collective. Counted in integers:
- * bfloat16 has none between 256 and 258. */
-static int64_t count_missing(struct handle *handle, bool missing) {
-    OWNED *count = torch_empty(1, torch_names.int32, handle->param.device);
-    OWNED *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)missing) : NULL;
-    PyObject *work = flag ? collective_all_reduce(&handle->param.shard_group, count) : NULL;
-    OWNED *sum = work && collective_wait(work) == 0 ? PyObject_CallMethod(count, "item", NULL) : NULL;
-    return sum ? PyLong_AsLongLong(sum) : -1;
-}
-
-static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
-    OWNED *own = PyObject_CallMethod(grad, "to", "O", handle->param.device);
-    PyObject *full =
-        own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->param.layout.padded_numel)
-            : NULL;
-    PyObject *work = full ? collective_all_gather(&handle->param.shard_group, full, own) : NULL;
-    if (!work || collective_wait(work) < 0)
-        Py_CLEAR(full);
-    return full;
-}
-
-/* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New
- * reference. */
-static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
-    if (grad != Py_None)
-        return Py_NewRef(grad);
-    if (handle->param.verbose &&
-        PyErr_WarnFormat(PyExc_UserWarning, 1,
-                         "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in "
-                         "unit %S, so that zeros stand for the missing ones",
-                         (long long)handle->param.layout.rank, handle->param.name) < 0)
-        return NULL;
-    return grads_zeros(&handle->grads);
-}
-
-/* New reference: the full gradient, or Py_None when no rank has one. */
+/* New reference: the full gradient, or Py_None when no rank has one. Collective. */
 static PyObject *full_grad(struct handle *handle, PyObject *grad) {
-    if (!handle->param.sharded)
+    const struct flat_param *param = &handle->param;
+    if (!param->sharded)
         return Py_NewRef(grad);
     if (handle->grads.kind == GRAD_UNSHARDED)
         return Py_NewRef(handle->grads.unsharded);
-    int64_t missing = count_missing(handle, grad == Py_None);
+    /* on how many ranks is it missing? Counted in integers: bfloat16 has none between 256 and 258 */
+    OWNED *count = torch_empty(1, torch_names.int32, param->device);
+    OWNED *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)(grad == Py_None)) : NULL;
+    PyObject *work = flag ? collective_all_reduce(&param->shard_group, count) : NULL;
+    OWNED *sum = work && collective_wait(work) == 0 ? PyObject_CallMethod(count, "item", NULL) : NULL;
+    int64_t missing = sum ? PyLong_AsLongLong(sum) : -1;
     if (missing < 0)
         return NULL;
-    if (missing == handle->param.layout.world_size)
+    if (missing == param->layout.world_size)
         return Py_NewRef(Py_None);
-    OWNED *own = grad_or_zeros(handle, grad);
-    PyObject *full = own ? gather_grad(handle, own) : NULL;
-    if (full && grads_set_kind(&handle->grads, GRAD_SHARDED) < 0)
-        Py_CLEAR(full);
-    return full;
+    if (grad == Py_None && param->verbose &&
+        PyErr_WarnFormat(PyExc_UserWarning, 1,
+                         "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in "
+                         "unit %S, so that zeros stand for the missing ones",
+                         (long long)param->layout.rank, param->name) < 0)
+        return NULL;
+    /* zeros of its dtype where only other ranks have one (parity 19) */
+    OWNED *shard = grad == Py_None ? grads_zeros(&handle->grads) : Py_NewRef(grad);
+    OWNED *own = shard ? PyObject_CallMethod(shard, "to", "O", param->device) : NULL;
+    OWNED *full =
+        own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)param->layout.padded_numel) : NULL;
+    work = full ? collective_all_gather(&param->shard_group, full, own) : NULL;
+    if (!work || collective_wait(work) < 0 || grads_set_kind(&handle->grads, GRAD_SHARDED) < 0)
+        return NULL;
+    return Py_NewRef(full);
 }
 
 int handle_summon_grads(struct handle *handle) {

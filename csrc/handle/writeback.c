@@ -125,10 +125,26 @@ static int keep_object(struct handle *handle, int64_t param, PyObject *value) {
     return PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
 }
 
-/* Part of `shard` <- value, which is the parameter from now on. */
-static int take_over(struct handle *handle, int64_t param, PyObject *value, PyObject *shard) {
+static bool lies_in_shard(const struct handle *handle, int64_t param, const struct tensor_view *view) {
+    const struct tensor_view *shard = &handle->storage.local_view;
+    const char *expected =
+        (const char *)shard->data +
+        handle->param.layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
+    return (const char *)view->data == expected || tensor_view_numel(view) == 0;
+}
+
+/* Part of `shard` <- what the user put in the place of the parameter, or of its data. */
+static int take_over(struct handle *handle, int64_t param, PyObject *shard) {
     const struct flat_param *is = &handle->param;
     const struct layout_shard_range *range = &is->layout.shard_ranges[param];
+    PyObject *value = param_views_value(&handle->param_views, param);
+    struct tensor_view view;
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    if (value == PyList_GetItem(is->params, param) && lies_in_shard(handle, param, &view))
+        return 0;
     OWNED *source = torch_data(value);
     OWNED *flat_shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
     OWNED *part = NULL;
@@ -139,14 +155,6 @@ static int take_over(struct handle *handle, int64_t param, PyObject *value, PyOb
     if (!part || torch_copy(part, source) < 0)
         return -1;
     return keep_object(handle, param, value);
-}
-
-static bool lies_in_shard(const struct handle *handle, int64_t param, const struct tensor_view *view) {
-    const struct tensor_view *shard = &handle->storage.local_view;
-    const char *expected =
-        (const char *)shard->data +
-        handle->param.layout.shard_ranges[param].offset_in_shard * dtype_nbytes(shard->dtype);
-    return (const char *)view->data == expected || tensor_view_numel(view) == 0;
 }
 
 /* 1: the user replaced it, or its data. 0 or -1 */
@@ -163,17 +171,6 @@ static int find_replaced(struct handle *handle, int64_t param) {
     if (warn(handle, param, "Parameter", value) < 0 || check_shape(handle, param, value, &view) < 0)
         return -1;
     return 1;
-}
-
-static int take_over_replaced(struct handle *handle, int64_t param, PyObject *shard) {
-    PyObject *value = param_views_value(&handle->param_views, param);
-    struct tensor_view view;
-    if (!value)
-        return PyErr_Occurred() ? -1 : 0; /* deregistered */
-    if (tensor_view_of(value, &view) < 0)
-        return -1;
-    bool same = value == PyList_GetItem(handle->param.params, param);
-    return same && lies_in_shard(handle, param, &view) ? 0 : take_over(handle, param, value, shard);
 }
 
 /* ---- parameters that lie in other shards alone (parity 20) ---- */
@@ -204,16 +201,6 @@ static int look_at_unheld(struct handle *handle, int64_t param, bool in_turn) {
                   "%S, and rank %lld holds none of the parameter, so that the edit would be lost. Change "
                   "parameters inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                   fqn, handle->param.name, shape ? shape : Py_None, (long long)handle->param.layout.rank);
-}
-
-/* The next one whose turn it is, or -1 when this rank has a part of all. */
-static int64_t next_unheld(struct handle *handle) {
-    for (int64_t i = 1; i <= handle->param.num_params; i++) {
-        int64_t param = (handle->writeback.unheld_turn + i) % handle->param.num_params;
-        if (!is_held(handle, param))
-            return handle->writeback.unheld_turn = param;
-    }
-    return -1;
 }
 
 int writeback_check_unheld(struct handle *handle) {
@@ -254,7 +241,12 @@ static int find_all_replaced(struct handle *handle) {
         handle->param.skip_writeback_check)
         return 0;
     int any = 0;
-    int64_t turn = next_unheld(handle);
+    int64_t turn = -1; /* that of the next one, -1 where this rank has a part of all */
+    for (int64_t i = 1; turn < 0 && i <= handle->param.num_params; i++) {
+        int64_t param = (handle->writeback.unheld_turn + i) % handle->param.num_params;
+        if (!is_held(handle, param))
+            handle->writeback.unheld_turn = turn = param;
+    }
     for (int64_t i = 0; i < handle->param.num_params; i++) {
         int replaced = is_held(handle, i) ? find_replaced(handle, i) : look_at_unheld(handle, i, i == turn);
         if (replaced < 0)
@@ -282,7 +274,7 @@ int writeback_replace_shard(struct handle *handle) {
     int result = shard ? 0 : -1;
     for (int64_t i = 0; !result && i < handle->param.num_params; i++)
         if (is_held(handle, i))
-            result = take_over_replaced(handle, i, shard);
+            result = take_over(handle, i, shard);
     if (!result)
         result = torch_set_data(handle->param.tensor, shard);
     return torch_return_to_inference_mode(left) < 0 || result < 0 ? -1 : 1;
@@ -312,27 +304,23 @@ int64_t writeback_count_writes(const struct handle *handle) {
 
 /* ---- views that stay between forward and backward ---- */
 
-/* Where the view is of a lower precision than the shard, what was not written keeps its bits. New
- * reference. */
-static PyObject *written_part(const struct handle *handle, PyObject *part, PyObject *view) {
-    if (!handle->storage.copy->low_precision)
-        return Py_NewRef(view);
-    OWNED *own = PyObject_CallMethod(part, "to", "O", handle->param.device);
-    OWNED *cast = own ? PyObject_CallMethod(own, "to", "O", handle->storage.copy->dtype) : NULL;
-    OWNED *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
-    OWNED *wide = differs ? PyObject_CallMethod(view, "to", "O", handle->storage.orig_dtype) : NULL;
-    return wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL;
-}
-
 /* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
  * gathered. */
 static int take_over_view(struct handle *handle, int64_t param) {
+    const struct storage *storage = &handle->storage;
     const struct layout_shard_range *range = &handle->param.layout.shard_ranges[param];
     if (!range->in_shard)
         return 0;
-    OWNED *part = torch_part(handle->storage.local_shard, range->offset_in_shard, range->numel_in_shard);
-    OWNED *view = torch_part(handle->storage.copy->own_part, range->offset_in_shard, range->numel_in_shard);
-    OWNED *value = part && view ? written_part(handle, part, view) : NULL;
+    OWNED *part = torch_part(storage->local_shard, range->offset_in_shard, range->numel_in_shard);
+    OWNED *view = torch_part(storage->copy->own_part, range->offset_in_shard, range->numel_in_shard);
+    OWNED *value = part && view ? Py_NewRef(view) : NULL;
+    if (value && storage->copy->low_precision) { /* what was not written keeps its bits */
+        OWNED *own = PyObject_CallMethod(part, "to", "O", handle->param.device);
+        OWNED *cast = own ? PyObject_CallMethod(own, "to", "O", storage->copy->dtype) : NULL;
+        OWNED *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
+        OWNED *wide = differs ? PyObject_CallMethod(view, "to", "O", storage->orig_dtype) : NULL;
+        ref_set(&value, wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL);
+    }
     int result = value ? torch_copy(part, value) : -1;
     handle->writeback.copied = true;
     return result;
@@ -461,36 +449,32 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
     return result;
 }
 
-/* 1 when some original parameter has a gradient, 0 when none has, -1 on error. */
-static int any_param_grad(struct handle *handle) {
-    for (int64_t i = 0; i < handle->param.num_params; i++) {
-        if (grads_offset(&handle->grads, i) < 0)
-            continue;
-        OWNED *grad = torch_get_grad(PyList_GetItem(handle->param.params, i));
-        if (grad != Py_None)
-            return grad ? 1 : -1;
-    }
-    return 0;
-}
-
 int handle_collect_user_grads(struct handle *handle) {
-    if (!handle->grads.shard_sizes ||
-        handle->grads.in_backward) /* before the first lazy init, or amid a backward */
+    const struct flat_param *param = &handle->param;
+    struct grads *grads = &handle->grads;
+    if (!grads->shard_sizes || grads->in_backward) /* before the first lazy init, or amid a backward */
         return 0;
-    if (!handle->param.use_orig_params) {
-        OWNED *grad = torch_get_grad(handle->param.tensor);
+    bool some = false;
+    if (!param->use_orig_params) {
+        OWNED *grad = torch_get_grad(param->tensor);
         if (!grad)
             return -1;
-        return grad == Py_None ? grads_drop_shown(&handle->grads) : 0;
+        return grad == Py_None ? grads_drop_shown(grads) : 0;
     }
-    int some = any_param_grad(handle);
-    if (some <= 0)
-        return some < 0 ? -1 : grads_drop_shown(&handle->grads);
+    for (int64_t i = 0; !some && i < param->num_params; i++) {
+        OWNED *grad = grads_offset(grads, i) < 0 ? Py_NewRef(Py_None)
+                                                 : torch_get_grad(PyList_GetItem(param->params, i));
+        if (!grad)
+            return -1;
+        some = grad != Py_None;
+    }
+    if (!some)
+        return grads_drop_shown(grads);
     struct tensor_view view;
-    OWNED *flat_grad = grads_flat_or_zeros(&handle->grads);
+    OWNED *flat_grad = grads_flat_or_zeros(grads);
     int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
-    for (int64_t i = 0; !result && i < handle->param.num_params; i++) {
-        OWNED *grad = torch_get_grad(PyList_GetItem(handle->param.params, i));
+    for (int64_t i = 0; !result && i < param->num_params; i++) {
+        OWNED *grad = torch_get_grad(PyList_GetItem(param->params, i));
         result = grad ? collect_param_grad(handle, flat_grad, &view, i, grad) : -1;
     }
     return result;

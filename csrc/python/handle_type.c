@@ -306,28 +306,6 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot slots[] = {
-    {Py_tp_init, handle_object_init},
-    {Py_tp_traverse, object_traverse},
-    {Py_tp_finalize, handle_object_finalize},
-    {Py_tp_clear, object_clear},
-    {Py_tp_dealloc, object_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_members, members},
-    {Py_tp_getset, attributes},
-    {Py_tp_doc, "One flat parameter: its storage, views and gradients."},
-    {0, NULL},
-};
-
-static PyType_Spec type_spec = {
-    .name = "fsdp_c._C.Handle",
-    .basicsize = sizeof(struct handle_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .slots = slots,
-};
-
-PyObject *handle_type_create(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-    handle_type = (PyTypeObject *)type;
-    return type;
-}
+OBJECT_TYPE(handle, "fsdp_c._C.Handle", Py_TPFLAGS_BASETYPE,
+            "One flat parameter: its storage, views and gradients.",
+            {Py_tp_finalize, handle_object_finalize}, )

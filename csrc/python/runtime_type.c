@@ -8,6 +8,8 @@ struct runtime_object {
     struct runtime runtime;
 };
 
+static PyTypeObject *runtime_type; /* borrowed from module.c */
+
 static struct runtime *inside(PyObject *self) {
     return &((struct runtime_object *)self)->runtime;
 }
@@ -187,25 +189,5 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot slots[] = {
-    {Py_tp_init, runtime_object_init},
-    {Py_tp_traverse, object_traverse},
-    {Py_tp_clear, object_clear},
-    {Py_tp_dealloc, object_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_members, members},
-    {Py_tp_getset, attributes},
-    {Py_tp_doc, "One root and its units: execution order, prefetch, final callback."},
-    {0, NULL},
-};
-
-static PyType_Spec type_spec = {
-    .name = "fsdp_c._C.Runtime",
-    .basicsize = sizeof(struct runtime_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
-
-PyObject *runtime_type_create(PyObject *module) {
-    return PyType_FromModuleAndSpec(module, &type_spec, NULL);
-}
+OBJECT_TYPE(runtime, "fsdp_c._C.Runtime", 0,
+            "One root and its units: execution order, prefetch, final callback.", )

@@ -43,6 +43,28 @@ int layout_functions_add(PyObject *module); /* partitions, exchange plans and bo
         Py_DECREF(type);                                                                                     \
     }
 
+/* The end of a type's file: `noun`_type_create, of a type with the methods, members and attributes above, with what
+ * OBJECT_LIFE defines, and with further slots, each with a comma behind it. */
+#define OBJECT_TYPE(noun, full_name, more_flags, doc, ...)                                                   \
+    static PyType_Slot slots[] = {{Py_tp_init, noun##_object_init},                                          \
+                                  {Py_tp_traverse, object_traverse},                                         \
+                                  {Py_tp_clear, object_clear},                                               \
+                                  {Py_tp_dealloc, object_dealloc},                                           \
+                                  {Py_tp_methods, methods},                                                  \
+                                  {Py_tp_members, members},                                                  \
+                                  {Py_tp_getset, attributes},                                                \
+                                  {Py_tp_doc, doc},                                                          \
+                                  __VA_ARGS__{0, NULL}};                                                     \
+    static PyType_Spec type_spec = {.name = full_name,                                                       \
+                                    .basicsize = sizeof(struct noun##_object),                               \
+                                    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | (more_flags),         \
+                                    .slots = slots};                                                         \
+    PyObject *noun##_type_create(PyObject *module) {                                                         \
+        PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);                                 \
+        noun##_type = (PyTypeObject *)type;                                                                  \
+        return type;                                                                                         \
+    }
+
 /* A method without arguments that is one verb of the struct that `here` has for the object, or NULL. */
 #define METHOD(name, here, verb)                                                                             \
     static PyObject *name(PyObject *self, PyObject *unused) {                                                \

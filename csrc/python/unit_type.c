@@ -58,11 +58,12 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *handle;
     if (inside(self)->module_ref)
         return RAISED(PyExc_RuntimeError, "a Unit is initialised once");
+    struct unit_options *options = &spec.options;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipppO!", names, &spec.module, &handle, &spec.name,
-                                     &spec.param_dtype, &spec.cast_forward_inputs,
-                                     &spec.cast_root_forward_inputs, &spec.backward_prefetch,
-                                     &spec.forward_prefetch, &spec.limit_all_gathers,
-                                     &spec.full_precision_in_eval, &PyTuple_Type, &spec.segments))
+                                     &options->param_dtype, &options->cast_forward_inputs,
+                                     &options->cast_root_forward_inputs, &options->backward_prefetch,
+                                     &options->forward_prefetch, &options->limit_all_gathers,
+                                     &options->full_precision_in_eval, &PyTuple_Type, &spec.segments))
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;
@@ -192,27 +193,5 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot slots[] = {
-    {Py_tp_init, unit_object_init},
-    {Py_tp_traverse, object_traverse},
-    {Py_tp_clear, object_clear},
-    {Py_tp_dealloc, object_dealloc},
-    {Py_tp_methods, methods},
-    {Py_tp_members, members},
-    {Py_tp_getset, attributes},
-    {Py_tp_doc, "One FullyShardedDataParallel instance: the entry points of the step."},
-    {0, NULL},
-};
-
-static PyType_Spec type_spec = {
-    .name = "fsdp_c._C.Unit",
-    .basicsize = sizeof(struct unit_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
-
-PyObject *unit_type_create(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-    unit_type = (PyTypeObject *)type;
-    return type;
-}
+OBJECT_TYPE(unit, "fsdp_c._C.Unit", 0,
+            "One FullyShardedDataParallel instance: the entry points of the step.", )

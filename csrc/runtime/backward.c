@@ -18,26 +18,26 @@
  * all that follow one within which another was seen. Where nobody has asked, the end of the backward reduces
  * what is left. */
 
-static int begin_backward(struct unit *unit) {
-    unit->nesting.graph_task = unit->nesting.recomputed ? torch_graph_task() : unit->runtime->graph_task;
-    unit->nesting.nested = false;
-    int comes = unit->nesting.may_nest && unit->node.accumulation_node
+static int begin_nesting(struct unit *unit) {
+    struct unit_nesting *nesting = &unit->nesting;
+    nesting->graph_task = nesting->recomputed ? torch_graph_task() : unit->runtime->graph_task;
+    nesting->nested = false;
+    int comes = nesting->may_nest && unit->node.accumulation_node
                     ? torch_will_execute(unit->node.accumulation_node)
                     : 1;
-    unit->nesting.anchor_comes = comes;
-    return unit->nesting.graph_task == -2 || comes < 0 ? -1 : 0;
+    nesting->anchor_comes = comes;
+    return nesting->graph_task == -2 || comes < 0 ? -1 : 0;
 }
 
 /* At the anchor's hook: does it come again in this backward? 1, 0 or -1 */
 static int awaits_gradients(struct unit *unit) {
-    int64_t current = unit->ran_pre_backward ? torch_graph_task() : unit->nesting.graph_task;
+    struct unit_nesting *nesting = &unit->nesting;
+    int64_t current = unit->ran_pre_backward ? torch_graph_task() : nesting->graph_task;
     if (current == -2)
         return -1;
-    if (current == unit->nesting.graph_task)
-        unit->nesting.may_nest = unit->nesting.nested;
-    else
-        unit->nesting.may_nest = unit->nesting.nested = true;
-    return current != unit->nesting.graph_task && unit->nesting.anchor_comes;
+    nesting->nested = nesting->nested || current != nesting->graph_task;
+    nesting->may_nest = nesting->nested;
+    return current != nesting->graph_task && nesting->anchor_comes;
 }
 
 /* ---- flat parameters in the graph ---- */
@@ -114,7 +114,7 @@ int unit_unshard_for_backward(struct unit *unit) {
 static int pre_backward(struct unit *unit) {
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
-        begin_backward(unit) < 0 || check_named(unit) < 0 || unit_unshard_for_backward(unit) < 0)
+        begin_nesting(unit) < 0 || check_named(unit) < 0 || unit_unshard_for_backward(unit) < 0)
         return -1;
     FOR_PARTS(part, unit->handle ? unit : NULL) {
         struct handle *handle = part->handle;
@@ -344,8 +344,7 @@ static int finalise_units(struct runtime *runtime) {
     bool offloads = false;
     if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
         return -1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         if (!unit->handle)
             continue;
         offloads = offloads || unit->handle->storage.offload;
@@ -358,8 +357,7 @@ static int finalise_units(struct runtime *runtime) {
     /* an optimizer on the CPU may step next */
     if (offloads && schedule_synchronize(&runtime->schedule) < 0)
         return -1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         struct handle *handle = unit->handle;
         if (!unit_ends_with_backward(unit))
             continue;

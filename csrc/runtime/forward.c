@@ -46,27 +46,22 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
     return ready;
 }
 
-/* A root casts as a root, and any unit with parameters as a unit (D-023, D-031). */
-static bool casts_inputs(const struct unit *unit) {
-    const struct handle *handle = unit->handle;
-    if (!unit->options.param_dtype || (handle && storage_precision(&handle->storage) == PRECISION_FULL))
-        return false;
-    if (unit->is_root && unit->options.cast_root_forward_inputs && !unit->evaluating)
-        return true;
-    return handle && unit->options.cast_forward_inputs;
-}
-
 /* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root
- * moves them, also one whose parameters all belong to inner units. */
+ * moves them, also one whose parameters all belong to inner units; it casts as a root, and any unit with
+ * parameters as a unit (D-023, D-031). */
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->name_index);
+    const struct unit_options *options = &unit->options;
     const struct handle *mover = unit->is_root ? unit_handle_or_first(unit) : NULL;
-    bool cast = casts_inputs(unit);
+    bool is_full = unit->handle && storage_precision(&unit->handle->storage) == PRECISION_FULL;
+    bool casts_as_root = unit->is_root && options->cast_root_forward_inputs && !unit->evaluating;
+    bool cast =
+        options->param_dtype && !is_full && (casts_as_root || (unit->handle && options->cast_forward_inputs));
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
     OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
                                                     mover ? mover->param.device : Py_None,
-                                                    cast ? unit->options.param_dtype : Py_None, NULL);
+                                                    cast ? options->param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -297,79 +292,62 @@ static int ensure_lazy_init(struct unit *unit) {
     return RAISED(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
 }
 
-/* A unit that may not start a forward now is left as it is. */
-static int begin_forward(struct unit *unit) {
-    if (unit->handle && unit_set_training_state(unit, USE_FORWARD) < 0)
-        return -1;
-    if (unit_set_phase(unit, PHASE_IN_STEP) == 0)
-        return 0;
-    if (unit->handle)
-        unit_set_training_state(unit, USE_IDLE);
-    return -1;
-}
-
-static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
-    PyObject *output = NULL;
-    runtime_enter_forward(unit->runtime);
-    Py_INCREF(args);
-    Py_INCREF(kwargs);
-    if ((!unit->is_root || runtime_pre_forward(unit->runtime) == 0) && pre_forward(unit, &args, &kwargs) == 0)
-        output = PyObject_Call(wrapped, args, kwargs);
-    if (output && post_forward(unit, &output) < 0)
-        Py_CLEAR(output);
-    if (!output)
-        unit_abandon_forward(unit);
-    runtime_leave_forward(unit->runtime);
-    Py_DECREF(args);
-    Py_DECREF(kwargs);
-    return output;
-}
-
-static PyObject *run_within(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
-    PyObject *output = NULL;
-    Py_INCREF(args);
-    Py_INCREF(kwargs);
-    if (convert_inputs(unit, &args, &kwargs) == 0)
-        output = PyObject_Call(wrapped, args, kwargs);
-    Py_DECREF(args);
-    Py_DECREF(kwargs);
-    return output;
-}
-
-/* Inside summon_full_params: the parameters are there, in full precision, and stay there. */
-static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args,
-                                        PyObject *kwargs) {
-    if (!torch_grad_enabled())
-        return PyObject_Call(wrapped, args, kwargs);
-    unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
-               "illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
-               "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the "
-               "forward, or leave summon_full_params() first.");
-    return NULL;
-}
-
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     if (ensure_lazy_init(unit) < 0)
         return NULL;
+    struct runtime *runtime = unit->runtime;
     const struct handle *handle = unit->handle;
     if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
-        (handle && handle->training_state == USE_SUMMON_FULL_PARAMS))
-        return forward_on_full_params(unit, wrapped, args, kwargs);
-    if (runtime_reset_after_failed_backward(unit->runtime) < 0)
+        (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)) {
+        /* the parameters are there, in full precision, and stay there */
+        if (!torch_grad_enabled())
+            return PyObject_Call(wrapped, args, kwargs);
+        unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
+                   "illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
+                   "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the "
+                   "forward, or leave summon_full_params() first.");
+        return NULL;
+    }
+    if (runtime_reset_after_failed_backward(runtime) < 0)
         return NULL;
     /* a recomputation inside this unit's own backward, as activation checkpointing makes it: all is in place
      * but for its inputs (D-030) */
     bool recomputes = handle ? handle->training_state == USE_BACKWARD_PRE
-                             : unit->ran_pre_backward && unit->runtime->callback_queued;
+                             : unit->ran_pre_backward && runtime->callback_queued;
     /* the module calls its unit: the parameters are there, and the forward around it gives them back (parity
      * 53) */
     bool calls_itself = handle && handle->training_state == USE_FORWARD;
-    if (recomputes || calls_itself)
-        return runtime_check_forward_thread(unit->runtime) < 0 ? NULL
-                                                               : run_within(unit, wrapped, args, kwargs);
-    if (begin_forward(unit) < 0)
-        return NULL;
-    unit->nesting.recomputed = unit->runtime->callback_queued;
-    TRACE(TRACED_FORWARD, unit->name_index);
-    return run_forward(unit, wrapped, args, kwargs);
+    PyObject *output = NULL;
+    if (recomputes || calls_itself) {
+        if (runtime_check_forward_thread(runtime) < 0)
+            return NULL;
+        Py_INCREF(args);
+        Py_INCREF(kwargs);
+        if (convert_inputs(unit, &args, &kwargs) == 0)
+            output = PyObject_Call(wrapped, args, kwargs);
+    } else {
+        /* a unit that may not start a forward now is left as it is */
+        if (handle && unit_set_training_state(unit, USE_FORWARD) < 0)
+            return NULL;
+        if (unit_set_phase(unit, PHASE_IN_STEP) < 0) {
+            if (handle)
+                unit_set_training_state(unit, USE_IDLE);
+            return NULL;
+        }
+        unit->nesting.recomputed = runtime->callback_queued;
+        TRACE(TRACED_FORWARD, unit->name_index);
+        runtime_enter_forward(runtime);
+        Py_INCREF(args);
+        Py_INCREF(kwargs);
+        if ((!unit->is_root || runtime_pre_forward(runtime) == 0) && pre_forward(unit, &args, &kwargs) == 0)
+            output = PyObject_Call(wrapped, args, kwargs);
+        if (output && post_forward(unit, &output) < 0)
+            Py_CLEAR(output);
+        if (!output)
+            unit_abandon_forward(unit);
+        runtime_leave_forward(unit->runtime);
+    }
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return output;
 }

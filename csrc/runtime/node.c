@@ -42,71 +42,55 @@ static int add_frozen_anew(struct unit *part, PyObject **frozen) {
     return add_frozen(part, frozen, &which);
 }
 
-/* New tuple, None where there is none, or NULL. */
-static PyObject *frozen_views(struct unit *unit) {
-    OWNED *frozen = NULL;
-    FOR_PARTS(part, unit)
-        if (part->node.trained_last_forward && add_frozen_anew(part, &frozen) < 0)
-            return NULL;
-    return frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
-}
-
-/* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may
+/* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among
+ * them get no gradient.
+ *
+ * [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may
  * come when something else is frozen: a unit with segments keeps with the node which parts were in it, a byte
  * for each. */
-static int choose_parts(struct unit *unit) {
-    FOR_PARTS(part, unit) {
-        int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
-        /* what was trained before, and is not any more, has no history from now on */
-        if (trains < 0 || (!trains && part->node.trained_last_forward && node_detach_part(part) < 0))
-            return -1;
-        part->node.trained_last_forward = trains;
-    }
-    return 0;
-}
-
-static int keep_parts(PyObject *context, struct unit *unit) {
-    Py_ssize_t count = 0;
-    FOR_PARTS(part, unit)
-        count++;
-    OWNED *kept = PyBytes_FromStringAndSize(NULL, count);
-    char *is_in = kept ? PyBytes_AsString(kept) : NULL;
-    FOR_PARTS(part, unit)
-        if (is_in)
-            *is_in++ = part->node.trained_last_forward;
-    return kept ? PyObject_SetAttr(context, torch_names.parts, kept) : -1;
-}
-
-/* New reference. */
-static PyObject *views_in_node(struct unit *unit) {
-    PyObject *views = NULL;
-    FOR_PARTS(part, unit) {
-        PyObject *own = part->handle->storage.copy->views;
-        if (!part->node.trained_last_forward)
-            continue;
-        PyObject *all = views ? PySequence_Concat(views, own) : Py_NewRef(own);
-        Py_XDECREF(views);
-        if (!(views = all))
-            return NULL;
-    }
-    return views;
-}
-
-/* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among
- * them get no gradient. */
 static PyObject *node_forward(PyObject *self, PyObject *args) {
     PyObject *context = PyTuple_GetItem(args, 0), *token = PyTuple_GetItem(args, 2);
-    OWNED *frozen = NULL;
     (void)self;
     if (!context || !token)
         return NULL;
     struct unit *unit = hook_target(token);
     if (PyObject_SetAttr(context, torch_names.unit, token) < 0 ||
-        PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0 || choose_parts(unit) < 0 ||
-        (unit->next_segment && keep_parts(context, unit) < 0) || !(frozen = frozen_views(unit)))
+        PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
         return NULL;
-    int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
-    return result < 0 ? NULL : views_in_node(unit);
+    Py_ssize_t count = 0;
+    FOR_PARTS(part, unit) {
+        int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
+        /* what was trained before, and is not any more, has no history from now on */
+        if (trains < 0 || (!trains && part->node.trained_last_forward && node_detach_part(part) < 0))
+            return NULL;
+        part->node.trained_last_forward = trains;
+        count++;
+    }
+    if (unit->next_segment) {
+        OWNED *kept = PyBytes_FromStringAndSize(NULL, count);
+        char *is_in = kept ? PyBytes_AsString(kept) : NULL;
+        FOR_PARTS(part, is_in ? unit : NULL)
+            *is_in++ = part->node.trained_last_forward;
+        if (!kept || PyObject_SetAttr(context, torch_names.parts, kept) < 0)
+            return NULL;
+    }
+    OWNED *frozen = NULL;
+    FOR_PARTS(part, unit)
+        if (part->node.trained_last_forward && add_frozen_anew(part, &frozen) < 0)
+            return NULL;
+    OWNED *excluded = frozen ? PyList_AsTuple(frozen) : NULL;
+    if (frozen && (!excluded || PyObject_SetAttr(context, torch_names.non_differentiable, excluded) < 0))
+        return NULL;
+    PyObject *views = NULL;
+    FOR_PARTS(part, unit) {
+        PyObject *own = part->handle->storage.copy->views;
+        if (!part->node.trained_last_forward)
+            continue;
+        ref_set(&views, views ? PySequence_Concat(views, own) : Py_NewRef(own));
+        if (!views)
+            return NULL;
+    }
+    return views;
 }
 
 /* Gradients of gradients end here, and must not do so in silence (X-069). Grad mode is on only under
@@ -155,18 +139,13 @@ struct arrival {
  * in backward.c. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 
-/* New reference to the accumulation node of the part with this index, None where it was frozen in the
- * forward, or NULL. */
-static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
+/* Of the part with this index. */
+static int edge_use(PyObject *context, Py_ssize_t index) {
     OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
     if (edges && PySequence_Size(edges) <= 1 + index)
-        return Py_NewRef(Py_None); /* of a forward from before there were any */
+        return EDGE_UNUSED; /* of a forward from before there were any */
     OWNED *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
-    return edge ? PySequence_GetItem(edge, 0) : NULL;
-}
-
-static int edge_use(PyObject *context, Py_ssize_t index) {
-    OWNED *node = flat_param_node(context, index);
+    OWNED *node = edge ? PySequence_GetItem(edge, 0) : NULL; /* None where it was frozen in the forward */
     if (!node)
         return -1;
     int executes = node == Py_None ? 0 : torch_will_execute(node);

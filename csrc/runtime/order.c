@@ -7,16 +7,6 @@
 
 /* ---- validation ---- */
 
-static int init_tensors(struct order_validation *validation, PyObject *device) {
-    OWNED *dtype = ref_find("torch", "int64");
-    if (dtype)
-        validation->own = torch_empty(1, dtype, device);
-    if (validation->own)
-        validation->everyone = torch_empty(validation->group.world_size, dtype, device);
-    /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
-    return validation->everyone ? torch_zero(validation->everyone) : -1;
-}
-
 static void free_validation(struct order_validation *validation) {
     if (!validation)
         return;
@@ -33,8 +23,14 @@ struct order_validation *order_validation_new(PyObject *names, PyObject *process
     if (!validation)
         return (struct order_validation *)PyErr_NoMemory();
     validation->names = Py_NewRef(names);
-    if (collective_group_init(&validation->group, process_group) == 0 &&
-        init_tensors(validation, device) == 0)
+    int result = collective_group_init(&validation->group, process_group);
+    OWNED *dtype = result < 0 ? NULL : ref_find("torch", "int64");
+    if (dtype)
+        validation->own = torch_empty(1, dtype, device);
+    if (validation->own)
+        validation->everyone = torch_empty(validation->group.world_size, dtype, device);
+    /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
+    if (validation->everyone && torch_zero(validation->everyone) == 0)
         return validation;
     free_validation(validation);
     return NULL;

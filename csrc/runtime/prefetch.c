@@ -144,8 +144,7 @@ int unit_prefetch_by_user(struct unit *unit) {
 /* In use, prefetched, and in forward held until its last use is over. */
 static int64_t units_at_a_time(const struct runtime *runtime) {
     int64_t forward = 2, backward = 1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        const struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         if (unit->options.forward_prefetch)
             forward = 2 + runtime->order.forward_prefetch_limit;
         if (unit->options.backward_prefetch != PREFETCH_NONE)
@@ -180,8 +179,7 @@ static bool is_larger(struct unit *unit, struct unit *other) {
  * none. */
 static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
     struct unit *largest = NULL;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         if (unit->leader || !has_storage_to_take(unit) || stays_gathered(unit))
             continue;
         if ((!previous || is_larger(previous, unit)) && (!largest || is_larger(unit, largest)))
@@ -192,8 +190,7 @@ static struct unit *next_largest(const struct runtime *runtime, struct unit *pre
 
 /* `visit` each part whose storage is held at a time: 0 or -1. */
 static int for_all_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         if (has_storage_to_take(unit) && stays_gathered(unit) && visit(unit, arg) < 0)
             return -1;
     }
@@ -258,8 +255,8 @@ static int take_memory(struct runtime *runtime) {
     int result = for_all_held(runtime, take, &taken);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
+    FOR_UNITS(unit, runtime)
+        if (unit->handle && storage_release_reserved(&unit->handle->storage) < 0)
             result = -1;
     if (type)
         PyErr_Restore(type, value, traceback);

@@ -7,8 +7,7 @@
  * memory that lies idle then. */
 static enum stream_role owner_of_input(const struct runtime *runtime, const struct grads *grads) {
     bool is_anything_gathered = false;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        const struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         if (!unit->handle)
             continue;
         if (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE)

@@ -121,8 +121,7 @@ bool unit_ends_with_backward(const struct unit *unit) {
 
 int runtime_reshard_units(struct runtime *runtime) {
     runtime->keeps = false;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         if (unit->handle && unit_ends_with_backward(unit) && reshard_in_backward(unit) < 0)
             return -1;
     }
@@ -142,25 +141,21 @@ int optional_hold(struct unit *unit) {
     return reshard_parts(unit, false);
 }
 
-/* Whether this unit ran is not asked: a rank on which it did may need it in a backward. */
-static int note_forward(struct unit *unit) {
-    unit_note_precision(unit);
-    FOR_PARTS(part, unit) {
-        int trains = flat_param_is_trainable(&part->handle->param);
-        part->optional.trains = trains > 0;
-        if (trains < 0)
-            return -1;
-    }
-    return 0;
-}
-
+/* Whether a unit ran is not asked: a rank on which it did may need it in a backward. */
 int optional_end_forward(struct unit *enclosing) {
     bool expected = enclosing->needs_pre_backward_unshard;
     enclosing->optional.open = false;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
         bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* of one strategy with the segments */
-        if (torch_grad_enabled() && note_forward(unit) < 0)
-            return -1;
+        if (torch_grad_enabled()) {
+            unit_note_precision(unit);
+            FOR_PARTS(part, unit) {
+                int trains = flat_param_is_trainable(&part->handle->param);
+                part->optional.trains = trains > 0;
+                if (trains < 0)
+                    return -1;
+            }
+        }
         if (reshard_parts(unit, !(keeps && expected) && !unit->unsharded.saved_by_graph) < 0)
             return -1;
     }
@@ -210,8 +205,7 @@ void unit_note_used(struct unit *unit) {
 
 /* For the memory, but for what a graph of a backward reads, which nobody would gather again. */
 int runtime_reshard_stale(struct runtime *runtime) {
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         bool comes_back = (unit->needs_pre_backward_unshard || unit->unsharded.prefetched) &&
                           !unit->unsharded.saved_by_graph;
         if (comes_back && !unit->leader && unit_reshard_stale(unit) < 0)

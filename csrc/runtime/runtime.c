@@ -9,21 +9,6 @@
 
 /* ---- life ---- */
 
-/* The streams are those of the device where the first unit with parameters computes. */
-static int init_schedule(struct runtime *runtime) {
-    struct schedule *schedule = &runtime->schedule;
-    const struct handle *first = runtime->num_units ? unit_handle_or_first(runtime->units[0]) : NULL;
-    if (!first)
-        return 0;
-    if (schedule_init(schedule, first->param.device) < 0)
-        return -1;
-    for (int64_t i = 0; i < runtime->num_units && streams_are_real(&schedule->streams); i++)
-        if (runtime->units[i]->handle)
-            storage_share(&runtime->units[i]->handle->storage, &schedule->unsharded, &schedule->pool,
-                          runtime->units[i]->leader);
-    return 0;
-}
-
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units) {
     size_t count = (size_t)PyTuple_Size(unit_objects);
     runtime->object = object;
@@ -41,7 +26,15 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
             return -1;
         runtime->units[runtime->num_units++] = units[i];
     }
-    return init_schedule(runtime);
+    /* the streams are those of the device where the first unit with parameters computes */
+    struct schedule *schedule = &runtime->schedule;
+    const struct handle *first = count ? unit_handle_or_first(units[0]) : NULL;
+    if (first && schedule_init(schedule, first->param.device) < 0)
+        return -1;
+    FOR_UNITS(unit, runtime)
+        if (unit->handle && streams_are_real(&schedule->streams))
+            storage_share(&unit->handle->storage, &schedule->unsharded, &schedule->pool, unit->leader);
+    return 0;
 }
 
 /* Units outlive their runtime when lazy init failed half-way: they are as before it. What is still gathered
@@ -49,8 +42,7 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
 static void unbind_units(struct runtime *runtime) {
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
+    FOR_UNITS(unit, runtime) {
         schedule_forget(&runtime->schedule, &unit->unsharded.mark);
         if (unit->handle)
             storage_share(&unit->handle->storage, NULL, NULL, unit->leader);
@@ -88,22 +80,20 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
 /* It averages the gradients of flat parameters that are whole on each rank, by hooks that come after the
  * anchor's. What it cannot average is said when the root's forward begins. */
 
-/* Are the unit's parameters among those that it looks after, and trained? 1, 0 or -1. */
-static int is_among(const struct flat_param *param, PyObject *managed) {
-    PyObject *own = param->use_orig_params ? PyList_GetItem(param->params, 0) : param->tensor;
-    for (Py_ssize_t i = 0; i < PyList_Size(managed); i++)
-        if (PyList_GetItem(managed, i) == own)
-            return flat_param_is_trainable(param);
-    return 0;
-}
-
 static int check_part(const struct unit *part, PyObject *managed) {
     const struct flat_param *param = &part->handle->param;
     bool whole = !param->sharded && !part->handle->storage.offload;
     bool reached = !param->use_orig_params && !part->handle->storage.copies[PRECISION_COMPUTE].low_precision;
-    int among = whole && reached ? 0 : is_among(param, managed);
-    if (among <= 0)
-        return among;
+    if (whole && reached)
+        return 0;
+    /* are its parameters among those that are looked after, and trained? */
+    PyObject *own = param->use_orig_params ? PyList_GetItem(param->params, 0) : param->tensor;
+    Py_ssize_t i = 0;
+    while (i < PyList_Size(managed) && PyList_GetItem(managed, i) != own)
+        i++;
+    int trains = i < PyList_Size(managed) ? flat_param_is_trainable(param) : 0;
+    if (trains <= 0)
+        return trains;
     if (param->use_orig_params || whole) /* torch trains on (parity 48) */
         return PyErr_WarnFormat(
             PyExc_UserWarning, 1,
@@ -201,22 +191,24 @@ bool unit_shows_views(struct unit *part) {
            part->handle->training_state == USE_IDLE && unit->unsharded.for_forward != FOR_NEXT_FORWARD;
 }
 
-static int note_walk(struct unit *part) {
-    struct handle *handle = part->handle;
-    if (!handle->param.use_orig_params)
-        return param_views_take_back(&handle->param_views, handle->storage.copy->views);
-    bool may_be_written = unit_shows_views(part) && !handle->param.skip_writeback_check &&
-                          handle->storage.param_state == PARAM_UNSHARDED;
-    return may_be_written ? storage_take_snapshot(&handle->storage) : 0;
-}
-
 int runtime_begin_walk(struct runtime *runtime) {
     if (runtime_await_failed_backward(runtime) < 0)
         return -1;
-    bool in_step = runtime->num_in_forward || runtime->callback_queued;
-    for (int64_t i = 0; i < runtime->num_units && !in_step; i++)
-        if (runtime->units[i]->handle && note_walk(runtime->units[i]) < 0)
+    if (runtime->num_in_forward || runtime->callback_queued)
+        return 0;
+    FOR_UNITS(unit, runtime) {
+        struct handle *handle = unit->handle;
+        if (!handle)
+            continue;
+        if (!handle->param.use_orig_params) {
+            if (param_views_take_back(&handle->param_views, handle->storage.copy->views) < 0)
+                return -1;
+        } else if (unit_shows_views(unit) && !handle->param.skip_writeback_check &&
+                   handle->storage.param_state == PARAM_UNSHARDED &&
+                   storage_take_snapshot(&handle->storage) < 0) {
             return -1;
+        }
+    }
     return 0;
 }
 

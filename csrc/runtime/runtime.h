@@ -60,6 +60,11 @@ struct runtime {
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
 
+/* All units of a runtime, segments among them: the root is the first. */
+#define FOR_UNITS(unit, runtime)                                                                             \
+    for (struct unit * unit, **unit##_at = (runtime)->units;                                                 \
+         unit##_at < (runtime)->units + (runtime)->num_units && (unit = *unit##_at); unit##_at++)
+
 /* ---- runtime.c. 0 or -1, where nothing else is said ---- */
 
 /* steals nothing */

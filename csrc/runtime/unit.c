@@ -100,13 +100,9 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->handle_object = Py_XNewRef(spec->handle_object);
     unit->handle = spec->handle;
     unit->name = Py_NewRef(spec->name);
-    unit->options.param_dtype = spec->param_dtype == Py_None ? NULL : Py_NewRef(spec->param_dtype);
-    unit->options.cast_forward_inputs = spec->cast_forward_inputs;
-    unit->options.cast_root_forward_inputs = spec->cast_root_forward_inputs;
-    unit->options.backward_prefetch = (enum backward_prefetch)spec->backward_prefetch;
-    unit->options.forward_prefetch = spec->forward_prefetch;
-    unit->options.limit_all_gathers = spec->limit_all_gathers;
-    unit->options.full_precision_in_eval = spec->full_precision_in_eval;
+    unit->options = spec->options;
+    PyObject *param_dtype = spec->options.param_dtype; /* or None */
+    unit->options.param_dtype = param_dtype == Py_None ? NULL : Py_NewRef(param_dtype);
     unit->segments = Py_NewRef(spec->segments);
     unit->sync_gradients = unit->nesting.may_nest = true;
     unit->name_index = -1;

@@ -33,10 +33,9 @@ struct runtime;
 /* What the constructor was given. */
 struct unit_options {
     PyObject *param_dtype; /* owned; dtype that inputs are cast to, or NULL */
-    bool cast_forward_inputs, cast_root_forward_inputs;
-    enum backward_prefetch backward_prefetch;
-    bool forward_prefetch, limit_all_gathers;
-    bool full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
+    int backward_prefetch; /* of enum backward_prefetch; the others are truths */
+    int cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
+    int full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
 };
 
 static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
@@ -101,13 +100,12 @@ struct unit {
     struct no_gradient no_gradient;  /* warnings where none comes */
 };
 
+/* References are borrowed for the call of unit_init. */
 struct unit_spec {
-    PyObject *module, *handle_object /* or NULL */, *name, *param_dtype /* or None */;
+    PyObject *module, *handle_object /* or NULL */, *name;
     PyObject *segments; /* tuple of Unit objects, of units that have no segments themselves */
     struct handle *handle;
-    int cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers; /* truths */
-    int full_precision_in_eval;                                                             /* so is this */
-    int backward_prefetch;
+    struct unit_options options;
 };
 
 /* The unit that a flat parameter is of: the segment's leader, or the unit itself. */
