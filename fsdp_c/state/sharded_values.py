@@ -342,8 +342,7 @@ class _Places:
         else:
             per_node = torch.get_device_module(device_type).device_count()
             self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
-        self.specs: dict[int, ChunkShardingSpec] = {}
-        self.properties: dict[torch.dtype, TensorProperties] = {}
+        self.specs: dict[int, ShardingSpec] = {}
         # of shapes; many tensors have one, and none changes it
         self.rows: dict[torch.Size, list[ShardMetadata]] = {}
 
@@ -357,53 +356,45 @@ class _Places:
     def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
         """Where each rank's rows of a tensor of ``shape`` begin, and how many they are (F-031)."""
         if shape not in self.rows:
-            self.rows[shape] = list(self._rows_metadata(shape))
+            step = -(-shape[0] // len(self.devices)) if shape.numel() else 1
+            starts = range(0, shape[0], step) if shape.numel() else [0]
+            self.rows[shape] = [
+                ShardMetadata(
+                    [start, *[0] * (len(shape) - 1)],
+                    [min(step, shape[0] - start), *shape[1:]] if shape.numel() else list(shape),
+                    device,
+                )
+                for start, device in zip(starts, self.devices, strict=False)
+            ]
         return self.rows[shape].copy()
-
-    def _rows_metadata(self, shape: torch.Size) -> Iterator[ShardMetadata]:
-        if shape.numel() == 0:
-            yield ShardMetadata([0] * len(shape), list(shape), self.devices[0])
-            return
-        step = -(-shape[0] // len(self.devices))
-        for start, device in zip(range(0, shape[0], step), self.devices, strict=False):
-            offsets = [start, *[0] * (len(shape) - 1)]
-            yield ShardMetadata(offsets, [min(step, shape[0] - start), *shape[1:]], device)
-
-    def _properties(self, local: Tensor) -> TensorProperties:
-        if local.dtype not in self.properties:
-            self.properties[local.dtype] = TensorProperties(local.dtype)
-        pinned = torch.cuda.is_initialized() and local.is_pinned()
-        return TensorProperties(local.dtype, pin_memory=True) if pinned else self.properties[local.dtype]
-
-    def _spec(self, shards: list[ShardMetadata]) -> ShardingSpec:
-        if len(shards) == 1:
-            return EnumerableShardingSpec(shards)
-        if len(shards) not in self.specs:
-            self.specs[len(shards)] = ChunkShardingSpec(dim=0, placements=list(self.devices[: len(shards)]))
-        return self.specs[len(shards)]
 
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
         """As ShardedTensor's own constructors do it, without their checks of what was just computed."""
-        properties = self._properties(local)
+        pinned = torch.cuda.is_initialized() and local.is_pinned()
+        properties = TensorProperties(local.dtype, pin_memory=pinned)
+        spec: ShardingSpec | None = (
+            EnumerableShardingSpec(shards) if len(shards) == 1 else self.specs.get(len(shards))
+        )
+        if spec is None:
+            spec = ChunkShardingSpec(dim=0, placements=[*self.devices[: len(shards)]])
+            self.specs[len(shards)] = spec
+        own = []
+        if self.rank < len(shards):
+            own.append(Shard.__new__(Shard))
+            own[0].tensor, own[0].metadata = local, shards[self.rank]
         tensor: ShardedTensor = torch.Tensor._make_wrapper_subclass(
-            ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
+            ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=pinned
         )
         tensor.__dict__.update(
-            _sharding_spec=self._spec(shards),
+            _sharding_spec=spec,
             _metadata=ShardedTensorMetadata(shards, shape, properties),
-            _local_shards=[_shard(local, shards[self.rank])] if self.rank < len(shards) else [],
+            _local_shards=own,
             _process_group=self.group,
             _init_rrefs=False,
             _sharded_tensor_id=None,
             _remote_shards={},
         )
         return tensor
-
-
-def _shard(local: Tensor, metadata: ShardMetadata) -> Shard:
-    shard = Shard.__new__(Shard)
-    shard.tensor, shard.metadata = local, metadata
-    return shard
 
 
 def _dtensor(rows: Tensor, layout: ParamLayout, mesh: DeviceMesh) -> DTensor:
