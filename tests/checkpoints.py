@@ -71,6 +71,33 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> No
             value.fill_(version)
 
 
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
+
+
+def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Every parameter and every tensor of the optimizer's state is ``version``."""
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    fill(model, optimizer, version)
+    return model, optimizer
+
+
+def loaded_version(path: Path) -> int:
+    """The version of a checkpoint of ``model_of``; an assertion fails if it is not of one piece."""
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    version = checkpoint.load(model, optimizer, path)["version"]
+    of_optimizer = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.state_dict().values(), *of_optimizer]
+    assert len(tensors) == 16 and {each for tensor in tensors for each in tensor.unique().tolist()} == {
+        version
+    }
+    return version
+
+
 def save_versions(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, first: int, report: int, background: bool
 ) -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -149,8 +150,8 @@ def is_whole(folder: Path) -> bool:
         return False
     with contextlib.suppress(CheckpointError):
         footer = read_footer(folder)
-        names = footer.data_files() if footer else _files_of_torch(folder)
-        return all((folder / name).exists() for name in names)
+        data, names = (folder / footer.data, footer.files) if footer else (folder, _files_of_torch(folder))
+        return all((data / name).exists() for name in names if name != LAYOUT)
     return False
 
 
@@ -168,15 +169,10 @@ def unless_replaced(path: Path, work: Callable[[], T]) -> T:
 
 def _generation(path: Path) -> tuple[int, ...] | None:
     """Differs from one ``.metadata`` to the next. The file is opened, as servers' attributes may be old."""
-    try:
-        descriptor = os.open(path / METADATA, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(descriptor)
+    with contextlib.suppress(OSError), (path / METADATA).open("rb") as file:
+        found = os.fstat(file.fileno())
         return found.st_ino, found.st_mtime_ns, found.st_size
-    finally:
-        os.close(descriptor)
+    return None
 
 
 # ----------------------------------------------------------------- the end of .metadata
@@ -186,25 +182,19 @@ class Footer(NamedTuple):
     """The end of a ``.metadata`` of ours: see [Note: The end of .metadata]."""
 
     data: str  # the folder of data
-    files: dict[
-        str, tuple[int, int]
-    ]  # size, and CRC-32 of all bytes but the data of pieces, by name in that folder
+    # in it, by name: the size, and the CRC-32 of all bytes but the data of pieces
+    files: dict[str, tuple[int, int]]
     replaced: list[str]  # torch's files in the checkpoint's folder
     identity: tuple[int, int] = (0, 0)  # size and CRC-32 of ``.metadata``
-
-    def data_files(self) -> list[str]:
-        """The files of ranks, seen from the checkpoint's folder."""
-        return [f"{self.data}/{name}" for name in self.files if name != LAYOUT]
 
 
 def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
     """A ``.metadata`` of ours, part by part."""
     text = json.dumps(footer[:3]).encode() + b"\n"
     crc32 = 0
-    for parts in (pickled, (text, b"fsdp_c 1 %010x " % len(text))):
-        for part in parts:
-            crc32 = zlib.crc32(part, crc32)
-            yield part
+    for part in itertools.chain(pickled, (text, b"fsdp_c 1 %010x " % len(text))):
+        crc32 = zlib.crc32(part, crc32)
+        yield part
     yield b"%08x\n" % crc32
 
 
@@ -259,7 +249,7 @@ def new_data(path: Path) -> Iterator[Path]:
     with _locked(path) as locked:
         if locked:
             _remove_leftovers(path)
-        data = path / f"fsdp_c-data-{token()}"
+        data = path / f"fsdp_c-data-{uuid.uuid4().hex[:12]}"
         data.mkdir()
         try:
             yield data
@@ -268,10 +258,6 @@ def new_data(path: Path) -> Iterator[Path]:
             if footer is None or footer.data != data.name:
                 _remove(data)
             raise
-
-
-def token() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 def file_of(rank: int) -> str:

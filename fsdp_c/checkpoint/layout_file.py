@@ -83,8 +83,7 @@ def layout_content(table: list[Stored], order: list[str]) -> Iterator[bytes]:
         groups.append(group)
     text = json.dumps({"piece_nbytes": pieces.MAX_NBYTES, "paths": paths, "groups": groups}).encode()
     yield _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
-    for each in table:
-        yield from each.boxes or (each.objects,)
+    yield from (each.records for each in table)
 
 
 def _box_content(box: planning.Box) -> dict[str, Any]:

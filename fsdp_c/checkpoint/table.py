@@ -32,11 +32,10 @@ class RankResult(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A group, and the records of its keys: by box, range, key and box of the range; or of objects by key."""
+    """A group, and the records of its keys: by box, range, key and box of the range; of objects by key."""
 
     group: Group
-    boxes: list[bytes]
-    objects: bytes
+    records: bytes
 
 
 def stored(planned: Planned, results: dict[int, RankResult]) -> list[Stored]:
@@ -56,9 +55,8 @@ def stored(planned: Planned, results: dict[int, RankResult]) -> list[Stored]:
 
     table = []
     for group in planned.groups:
-        keys = len(group.paths)
-        boxes = [b"".join(records(sources, keys) for sources in box.sources) for box in group.boxes]
-        table.append(Stored(group, boxes, records(group.sources, keys)))
+        of_ranges = [each for box in group.boxes for each in box.sources] or [group.sources]
+        table.append(Stored(group, b"".join(records(each, len(group.paths)) for each in of_ranges)))
     return table
 
 
@@ -169,13 +167,13 @@ class _Places:
     def __init__(
         self, each: Stored, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
     ) -> None:
-        self.each, self.group, self.chunks = each, each.group, chunks
+        self.group, self.records, self.chunks = each.group, each.records, chunks
         self.pickled, self.files = pickled, files
         self.rows: list[_Row] = []
 
     def of(self, key: str, slot: int) -> bytes:
         if not self.group.boxes:
-            start, length, crc32, rank = RECORD.unpack_from(self.each.objects, slot * RECORD.size)
+            start, length, crc32, rank = RECORD.unpack_from(self.records, slot * RECORD.size)
             info = _StorageInfo(self.files[rank], start, length)
             place = Place(start, length, crc32, None)
             info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
@@ -206,7 +204,6 @@ class _Places:
         self.file_gets = {rank: again(name) for rank, name in self.files.items()}
         ends = {each: (b"N" if each is None else again(each)) + b"tub" for each in strides}
         before = 0
-        self.records = b"".join(self.each.boxes)
         for held in (held for each in self.group.boxes for held in each.ranges()):
             boxes = held.boxes()
             for nth, box in enumerate(boxes):

@@ -16,20 +16,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import saving
-from tests.checkpoints import fill, save_versions
+from tests.checkpoints import loaded_version, model_of, plain, save_version, save_versions
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.ranks import device, on_ranks
 
 KILLS = 30
-
-
-def plain() -> nn.Module:
-    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
 
 
 def save_on_and_on(rank: int, path: Path, first: int, report: int, background: bool) -> None:
@@ -42,30 +37,6 @@ def save_on_and_on(rank: int, path: Path, first: int, report: int, background: b
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
     save_versions(model, optimizer, path, first, report, background)
-
-
-def save_plain(path: Path, version: int) -> None:
-    model = plain()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 40)).sum().backward()
-    optimizer.step()
-    fill(model, optimizer, version)
-    checkpoint.save(model, optimizer, path, extra={"version": version})
-
-
-def loaded_version(path: Path) -> int:
-    """What is there, loaded without ranks; an assertion fails if it is not of one piece."""
-    model = plain()
-    optimizer = torch.optim.AdamW(model.parameters())
-    version = checkpoint.load(model, optimizer, path)["version"]
-    tensors = [
-        *model.state_dict().values(),
-        *(t for state in optimizer.state.values() for t in state.values()),
-    ]
-    assert len(tensors) == 16 and {value for tensor in tensors for value in tensor.unique().tolist()} == {
-        version
-    }
-    return version
 
 
 def started(rank: int, path: Path, first: int, background: bool) -> tuple[int, BinaryIO]:
@@ -124,7 +95,7 @@ def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(
         current = version
     assert kept > KILLS // 10 and partial > KILLS // 10  # kills did hit saves
     for version in (current + 1, current + 2):
-        save_plain(path, version)
+        save_version(*model_of(version), path, version, background=False)
         assert loaded_version(path) == version
     assert [entry.name for entry in tmp_path.iterdir() if "rendezvous" not in entry.name] == ["ckpt"]
     assert {entry.name.split("-")[0] for entry in path.iterdir()} <= {".metadata", "fsdp_c"}

@@ -16,48 +16,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, metadata, saving
 from fsdp_c.checkpoint.folder import LAYOUT
-from tests.checkpoints import fill, killed_at, save_version
-
-
-def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Every parameter and every tensor of the optimizer's state is ``version``."""
-    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 40)).sum().backward()
-    optimizer.step()
-    fill(model, optimizer, version)
-    return model, optimizer
-
-
-def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
-    tensors = [*model.state_dict().values()]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return {value for tensor in tensors for value in tensor.unique().tolist()}
+from tests.checkpoints import killed_at, loaded_version, model_of, save_version
 
 
 def save(path: Path, version: int, background: bool = False) -> None:
     save_version(*model_of(version), path, version, background)
 
 
-def loaded_version(path: Path) -> int:
-    """What is there; an assertion fails if it is not of one piece."""
-    model, optimizer = model_of(-1)
-    extra = checkpoint.load(model, optimizer, path)
-    assert values_of(model, optimizer) == {extra["version"]}
-    return extra["version"]
-
-
 @pytest.fixture(autouse=True)
-def quick_disk(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nothing is flushed, but where a test looks at that: no power fails here."""
-    if "disk" in request.keywords:
-        yield
-        return
+def quick_disk() -> Iterator[None]:
+    """Nothing is flushed: no power fails here."""
     with mock.patch("os.fsync", lambda descriptor: None):
         yield
 
