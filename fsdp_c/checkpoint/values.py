@@ -219,7 +219,8 @@ def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: boo
 def unless_part(tensor: Tensor) -> Tensor:
     """``tensor``, unless it is a plain one that by the attributes of DCP's ``CheckpointableTensor``, which torch has
     since 2.14, holds parts of a larger one: NotImplementedError, as it would be saved as if it were whole."""
-    if hasattr(tensor, "global_shape") and hasattr(tensor, "global_offsets"):
+    is_plain = not isinstance(tensor, DTensor | RangeTensor)
+    if is_plain and hasattr(tensor, "global_shape") and hasattr(tensor, "global_offsets"):
         raise NotImplementedError(
             f"its attributes say that it is a part of a tensor of shape {tuple(tensor.global_shape)} "
             "(CheckpointableTensor): make it a DTensor, or take the attributes off"
