@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsdp_c import checkpoint
 from fsdp_c.api import MixedPrecision
 from fsdp_c.compat import upstream
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_c.sharding import common
 from fsdp_c.tools import environment
 from fsdp_c.wrap import ModuleWrapPolicy
 
@@ -36,17 +37,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 def main(device: str | None, width: int) -> int:
     """Run on the ranks of torchrun, or start one rank per device of this machine. 0 if all is well, else 1."""
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = "cpu" if accelerator is None else accelerator.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = device or ("cpu" if accelerator is None else accelerator.type)
+    module = torch.get_device_module(device)
     if "RANK" not in os.environ:
-        count = 2 if device == "cpu" else torch.get_device_module(device).device_count()
+        count = 2 if device == "cpu" else module.device_count()
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {count}"
         own = f"-m fsdp_c selftest --device {device} --width {width}"
         return subprocess.run([sys.executable, *torchrun.split(), *own.split()], check=False).returncode
     here, backend = torch.device("cpu"), "gloo"
     if device != "cpu":
-        module = torch.get_device_module(device)
         here = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")) % module.device_count())
         module.set_device(here)
         backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
@@ -58,29 +58,25 @@ def main(device: str | None, width: int) -> int:
 
 
 def _run(device: torch.device, width: int) -> int:
-    parts: dict[str, Callable[[], str]] = {"kernels": lambda: _kernels(device)}
-    if device.type != "cpu":
-        parts["streams"] = lambda: _streams(device)
-    for name, arguments in CASES.items():
-        parts[name] = lambda arguments=arguments: _training(device, width, arguments)  # type: ignore[misc]
-    parts["a checkpoint"] = lambda: _checkpoint(device, width)
+    trainings = {name: partial(_training, device, width, arguments) for name, arguments in CASES.items()}
+    streams = {} if device.type == "cpu" else {"streams": partial(_streams, device)}
+    parts = {"kernels": partial(_kernels, device)} | streams | trainings
     lines, failed = [environment.report(), f"{dist.get_world_size()} ranks on {device.type}"], []
-    for name, part in parts.items():
+    for name, part in (parts | {"a checkpoint": partial(_checkpoint, device, width)}).items():
+        text, error = "", None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                text, error = part(), None
+                text = part()
         except Exception as raised:
-            text, error = "", f"{type(raised).__name__}: {raised}"
+            error = f"{type(raised).__name__}: {raised}"
             traceback.print_exc()
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)  # a part fails on all ranks if it fails on one
+        errors = common.tell(error, None)  # a part fails on all ranks if it fails on one
         found = [f"{name}: FAILED on rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         lines += found or [f"{name}: {text}"]
         failed += [name] if found else []
-    lines.append(f"FAILED: {', '.join(failed)}" if failed else "all is well")
     if dist.get_rank() == 0:
-        print("\n".join(lines), flush=True)
+        print(*lines, f"FAILED: {', '.join(failed)}" if failed else "all is well", sep="\n", flush=True)
     dist.barrier()
     return int(bool(failed))
 
@@ -132,10 +128,8 @@ def _train(implementation: Any, device: torch.device, width: int, arguments: dic
     policy = ModuleWrapPolicy({nn.Linear})
     model = implementation(net, device_id=device, auto_wrap_policy=policy, **arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batch = torch.randn(5, 7, generator=torch.Generator().manual_seed(dist.get_rank()), device="cpu").to(
-        device
-    )
-    losses = []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batch, losses = torch.randn(5, 7, generator=generator, device="cpu").to(device), []
     for _ in range(STEPS):
         loss = model(batch).float().square().mean()
         loss.backward()
@@ -151,8 +145,7 @@ def _training(device: torch.device, width: int, arguments: dict[str, Any]) -> st
     if not upstream.HAS_FSDP1:
         return f"{told}; this torch has no FSDP1 to compare with"
     theirs, expected = _train(_fsdp1(), device, width, arguments)
-    for name, value in theirs.state_dict().items():
-        _same(f"parameter {name}", values[name], value)
+    _same_parameters(values, theirs.state_dict())
     if losses != expected:
         raise AssertionError(f"losses are {losses}, those of torch's FSDP1 {expected}")
     return f"{told}, bitwise torch's FSDP1 in {STEPS} steps"
@@ -174,9 +167,13 @@ def _checkpoint(device: torch.device, width: int) -> str:
                 param.zero_()
         checkpoint.load(model, None, Path(folder[0]) / "saved")
         dist.barrier()
-    for name, value in model.state_dict().items():
-        _same(f"parameter {name}", value, expected[name])
+    _same_parameters(model.state_dict(), expected)
     return "saved, loaded, and the same"
+
+
+def _same_parameters(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        _same(f"parameter {name}", actual[name], value)
 
 
 def _same(what: str, actual: Tensor, expected: Tensor) -> None:

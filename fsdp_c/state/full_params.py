@@ -65,24 +65,19 @@ def iter_full_params(
             if is_receiver:
                 yield name, _cast(whole.clone(), dtype)
     pieces = (piece for path, module in modules for piece in _pieces(path, module, dtype, only, max_nbytes))
-    started: deque[Callable[[], list[tuple[str, Tensor]]]] = deque()
-
-    def start() -> None:
-        if (piece := next(pieces, None)) is not None:
-            started.append(_start_piece(piece, dtype, rank0_only))
-
+    starting = (_start_piece(piece, dtype, rank0_only) for piece in pieces)
+    wait = next(starting, None)
     try:
-        start()
-        while started:
-            values = deque(started.popleft()())
+        while wait is not None:
+            received, wait = wait, None
+            values = deque(received())
             if len(values) < 2:
-                start()
+                wait = next(starting, None)
             while values:
                 yield values.popleft()
-                if not started:  # the caller is done with a tensor of the unit before
-                    start()
+                wait = wait or next(starting, None)  # the caller is done with a tensor of the unit before
     finally:
-        for wait in started:  # the caller stopped early
+        if wait is not None:  # the caller stopped early
             wait()
 
 
@@ -118,10 +113,8 @@ def _pieces(
     named = [(name, param) for name, param in named if _is_wanted(only, name)]
     if not named:
         return []
-    layout, itemsize = (
-        handle_of(module).layout,
-        _cast(handle_of(module).flat_param.new_empty(0), dtype).itemsize,
-    )
+    layout = handle_of(module).layout
+    itemsize = _cast(handle_of(module).flat_param.new_empty(0), dtype).itemsize
     if max_nbytes is None or layout.padded_numel * itemsize <= max_nbytes:
         return [_Piece(module, named, 0, layout.padded_numel)]
     offsets, numels = layout.param_offsets, layout.param_numels
@@ -174,12 +167,8 @@ def _start_piece(
 
 def _values(piece: _Piece, whole: Tensor) -> list[tuple[str, Tensor]]:
     handle, extension = handle_of(piece.module), piece.module._fsdp_extension
-    offsets, numels, shapes = (
-        handle.layout.param_offsets,
-        handle.layout.param_numels,
-        memory_shapes(piece.module),
-    )
-    made: dict[int, Tensor] = {}
+    offsets, numels = handle.layout.param_offsets, handle.layout.param_numels
+    shapes, made = memory_shapes(piece.module), dict[int, Tensor]()
     for place in dict.fromkeys(param.place for _, param in piece.named):
         first, (shape, order) = offsets[place] - piece.first, shapes[place]
         value = dims_from_memory(whole[first : first + numels[place]].view(shape), order)
