@@ -20,7 +20,7 @@ from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
 from fsdp_c.checkpoint.planning import path_below
 from fsdp_c.checkpoint.storage import put_at
-from fsdp_c.checkpoint.values import RangeTensor, mapped_tensors, whole_value
+from fsdp_c.checkpoint.values import RangeTensor, in_box, mapped_tensors, whole_value
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.optim import WholeParameters
@@ -28,6 +28,7 @@ from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer, names_of_numbers
 from fsdp_c.state.optim_saving import holds_elements
+from fsdp_c.state.quantized_state import dequantized, is_made_of_tensors, quantized, quantizes
 from fsdp_c.state.state_dict_saving import split_shard
 from fsdp_c.state.whole_state import WholeState
 
@@ -102,12 +103,21 @@ def _state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDi
     held = sharded_state() if sharded_state else optimizer.state
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
-        for name, value in held.get(param, {}).items():
+        for name, value in dequantized(optimizer, held.get(param, {}), torch.device("cpu")).items():
             for fqn, part in _parts(param, known, name, value):
-                state.setdefault(fqn, {})[name] = part
+                state.setdefault(fqn, {})[name] = _as_copy(part) if quantizes(optimizer) else part
     names = [[fqn for _, known in group for fqn in known.fqns] for group in groups]
     named = [group | {"params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
     return {"state": state, "param_groups": named}
+
+
+def _as_copy(part: object) -> object:
+    """Quantized state in float32, marked as memory that no optimizer has."""
+    if not isinstance(part, Tensor) or not part.dim():
+        return part
+    marked = part if isinstance(part, RangeTensor) else in_box(part, part.shape, None)
+    marked.is_copy = True
+    return marked
 
 
 _REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in a file of its own"
@@ -130,6 +140,11 @@ def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
 def _check_state(known: OptimParam, name: object, held: object) -> None:
     """ValueError for what DCP would take apart, or take from one rank where each has a tensor of its own."""
     value = held.value if isinstance(held, WholeState) else held
+    if is_made_of_tensors(value):
+        raise ValueError(
+            f"optimizer state {name!r} of {known.fqns[0]} is a {type(value).__name__}, a tensor whose elements are in "
+            f"other tensors: of such state only that of torchao's optimizers can be saved: {_REMEDY}"
+        )
     if isinstance(value, Tensor) and isinstance(name, str):
         return
     _, paths = flatten_state_dict({"": value})
@@ -348,10 +363,11 @@ class OptimTarget:
         """What the optimizer has already, or new memory: zeros where shards have padding."""
         present = self.optimizer.state.get(param, {}).get(name)
         if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
-            return present
+            if not is_made_of_tensors(present):
+                return present
         group = self._group_of.get(param, {})
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))
-        device = torch.device("cpu") if stays else param.device
+        device = torch.device("cpu") if stays or quantizes(self.optimizer) else param.device
         if tuple(param.shape) == shape:
             return torch.zeros_like(
                 param, dtype=dtype, device=device, memory_format=torch.preserve_format
@@ -418,7 +434,7 @@ class OptimTarget:
         """Once everything has been read: the optimizer has the state that was saved, and no other."""
         groups = list(self._groups())
         state: dict[Tensor, ParamState] = {
-            param: {name: self._final(value) for name, value in own.items()}
+            param: quantized(self.optimizer, param, {name: self._final(value) for name, value in own.items()})
             for param, own in self._state.items()
         }
         for param, _ in (each for group in self.groups for each in group):

@@ -47,6 +47,7 @@ class RangeTensor(Tensor):
     order: Order
     box: Box
     is_replica: bool
+    is_copy = False  # true if ``local`` is memory that neither model nor optimizer has
 
     @staticmethod
     def __new__(
@@ -142,6 +143,12 @@ class RangeTensor(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """DCP's protocol: what this rank wants to read."""
+        if self.is_copy:
+            raise NotImplementedError(
+                "dcp.load cannot load into optim_state() of an optimizer that keeps state in 8 or 4 bits, as that is a "
+                "copy in float32: load by fsdp_c.checkpoint.load, or by get_state_dict and set_state_dict of "
+                "torch.distributed.checkpoint.state_dict"
+            )
         return [_chunk(offsets, box) for offsets, box in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -23,6 +23,7 @@ from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
+from fsdp_c.state.quantized_state import dequantized, quantized, quantizes
 from fsdp_c.state.redistribution import BATCH_NBYTES, Partition, rank_partition, redistribute
 from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_memory_order
 from fsdp_c.state.whole_state import WholeState, has_tensors
@@ -374,7 +375,7 @@ class WholeParameters(Optimizer):
     def _state_of(self, whole: _Whole) -> ParamState:
         """The optimizer's own, as it is saved; empty on other ranks than the owner."""
         inner = self._inner_of[whole.held]
-        return inner.state[whole.held] if whole.held in inner.state else {}
+        return dequantized(inner, inner.state[whole.held]) if whole.held in inner.state else {}
 
     def state_dict(self) -> StateDict:
         """Of this rank's shards; see ``sharded_state``. Collective."""
@@ -429,6 +430,8 @@ class WholeParameters(Optimizer):
             for (whole, key, _), value in zip(members, values, strict=True):
                 if value is not None:
                     self._inner_of[whole.held].state[whole.held][key] = value
+        for inner in filter(quantizes, self._inner):
+            inner.state.update({held: quantized(inner, held, own) for held, own in [*inner.state.items()]})
         self.state = _Begun(dict)
 
 

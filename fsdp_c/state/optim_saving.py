@@ -26,6 +26,7 @@ from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
+from fsdp_c.state.quantized_state import is_made_of_tensors
 from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -164,11 +165,17 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
         for name, state in states.items()
         if not managed[name].takes_any_shape
         for key, value in state.items()
-        if (value.numel() != _own_numel(managed[name]) if _is_sharded(value) else has_tensors(value))
+        if (_is_misfit(value, _own_numel(managed[name])) if _is_sharded(value) else has_tensors(value))
     ]
     if not found:
         return None
     name, key, value = found[0]
+    if is_made_of_tensors(value):
+        return (
+            f"optimizer state {key!r} of {name} is a {type(value).__name__} on rank {managed[name].owner.rank}, a "
+            "tensor whose elements are in other tensors: of such state only that of torchao's optimizers can be "
+            "saved. Save optimizer.state_dict() of each rank in a file of its own"
+        )
     shape = (
         f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"tensors in a {type(value).__name__}"
     )
@@ -179,6 +186,10 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
         "this one inside fsdp_c.optim.WholeParameters; or they need ShardingStrategy.NO_SHARD with "
         "use_orig_params=True"
     )
+
+
+def _is_misfit(value: Tensor, own_numel: int) -> bool:
+    return value.numel() != own_numel or is_made_of_tensors(value)
 
 
 def _described(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> dict[str, _Held]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_c import _C
-from fsdp_c.compat.aliases import OptimInput, StateDict
+from fsdp_c.compat.aliases import OptimInput, ParamState, StateDict
 from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
@@ -22,6 +23,7 @@ from fsdp_c.state.optim_params import (
     with_params,
 )
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
+from fsdp_c.state.quantized_state import dequantized, quantized, quantizes
 from fsdp_c.state.state_dict import settings_of
 from fsdp_c.tools import phases
 
@@ -69,6 +71,10 @@ def _save(
         )
     is_named = isinstance(next(iter(osd["state"]), None), str)  # empty state is not
     keys = params.keys(optim, optim_input, osd["state"] if is_named else None)
+    if quantizes(optim):
+        device = torch.device("cpu") if options.cpu_offload else None
+        values = {key: dequantized(optim, osd["state"][key], device) for key in keys if key in osd["state"]}
+        osd = {**osd, "state": {**osd["state"], **values}}
     with phases.enter(_C.PROGRESS_OPTIM_STATE_DICT), common.collector_paused():
         return save_optim_state(params, keys, osd, options)
 
@@ -100,7 +106,7 @@ def optim_state_dict_to_load(
     options = _load_options(optim, rank0_only, optim if is_named_optimizer else None, group)
     with common.collector_paused():
         keys = params.keys(optim, None, () if is_named_optimizer else None)
-        result = load_optim_state(params, keys, optim_state_dict, options)
+        result = _as_kept(optim, keys, load_optim_state(params, keys, optim_state_dict, options))
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -196,7 +202,17 @@ def _load(
 ) -> StateDict:
     params = OptimParams(model)
     keys = params.keys(optim, optim_input, None)
-    return load_optim_state(params, keys, osd, _load_options(optim, rank0_only, None, group))
+    return _as_kept(
+        optim, keys, load_optim_state(params, keys, osd, _load_options(optim, rank0_only, None, group))
+    )
+
+
+def _as_kept(optim: Optimizer | None, keys: dict[Key, nn.Parameter], osd: ParamState) -> ParamState:
+    """A state dict for ``optim``, with quantized state where it keeps such."""
+    if quantizes(optim):
+        states = osd["state"]
+        states |= {key: quantized(optim, param, states[key]) for key, param in keys.items() if key in states}
+    return osd
 
 
 def _load_options(

@@ -11,7 +11,16 @@ import pytest
 
 from tests import ranks
 
-LIBRARIES = ["accelerate", "transformers", "lightning", "peft", "trl", "bitsandbytes", "pytorch_optimizer"]
+LIBRARIES = [
+    "accelerate",
+    "transformers",
+    "lightning",
+    "peft",
+    "trl",
+    "bitsandbytes",
+    "torchao",
+    "pytorch_optimizer",
+]
 
 ON_RANKS = LIBRARIES[:4]  # the others are for examples, in processes of their own
 
