@@ -21,6 +21,15 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA, read_footer, with_footer
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from fsdp_c.checkpoint.storage import read_entry
+from tests.processes import ROOT
+
+PAGE = ROOT / "docs" / "checkpoints.md"
+
+
+def code_of_page(heading: str) -> str:
+    """The block of Python below a heading of docs/checkpoints.md."""
+    _, below = PAGE.read_text().split(f"\n## {heading}\n")
+    return below.partition("\n## ")[0].split("```python\n")[1].partition("```")[0]
 
 
 def contents(path: Path) -> dict[str, Any]:

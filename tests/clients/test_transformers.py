@@ -3,10 +3,16 @@ weight."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from tests.checkpoints import code_of_page
 from tests.clients.support import (
     ON_CPU,
     TIMEOUT_S,
@@ -307,6 +313,70 @@ def test_clip_trains_as_the_unsharded_model(rank, world_size, use_orig_params):
     assert_same_parameters(full_parameters(model), plain.state_dict())
     state = FSDP.optim_state_dict(model, optimizer)["state"]["logit_scale"]
     assert {name: value.shape for name, value in state.items()} == dict.fromkeys(state, ())
+
+
+@both_views
+@pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"], ids=["one file", "several files"])
+@on_ranks(2, TIMEOUT_S, LIBRARY)
+def test_files_of_a_pretrained_model_load_into_shards(rank, max_shard_size, use_orig_params, tmp_path):
+    """By the code of docs/checkpoints.md: each rank reads its half, also where the weights are tied."""
+    import fsdp_c
+    from fsdp_c.wrap import ModuleWrapPolicy
+
+    plain = language_model(seed=1)
+    if rank == 0:
+        plain.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+        assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "5KB")
+    dist.barrier()
+    module = language_model(seed=2)
+    model = fsdp_c.FullyShardedDataParallel(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({type(module.transformer.h[0])}),
+        use_orig_params=use_orig_params,
+        device_id=device(),
+    )
+    numels = []
+    resolve = DefaultLoadPlanner.resolve_tensor
+
+    def counted(planner, read_item):
+        numels.append(read_item.lengths.numel())
+        return resolve(planner, read_item)
+
+    with mock.patch.object(DefaultLoadPlanner, "resolve_tensor", counted):
+        exec(
+            code_of_page("From Hugging Face's files"),
+            {"fsdp_c": fsdp_c, "model": model, "path": str(tmp_path)},
+        )
+    with type(model).summon_full_params(model):
+        values = {name: value.cpu() for name, value in model.module.state_dict().items()}
+        assert_same_parameters(values, plain.state_dict())
+    state = fsdp_c.checkpoint.model_state(model)
+    assert sum(numels) == sum(state[name].local.numel() for name in state if name != "lm_head.weight")
+
+
+@on_ranks(2, TIMEOUT_S, LIBRARY)
+def test_files_with_other_names_than_the_models_are_refused_before_anything_is_read(rank, tmp_path):
+    """A tied name that is not in the files, and names that transformers converts as it loads."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    import fsdp_c
+
+    sizes = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=VOCABULARY, **sizes, **heads)
+    for name, module in (("lm_head.weight", language_model()), ("experts", MixtralForCausalLM(config))):
+        folder = str(tmp_path / name)
+        if rank == 0:
+            module.save_pretrained(folder)
+        dist.barrier()
+        model = fsdp_c.FullyShardedDataParallel(module, use_orig_params=True, device_id=device())
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(
+            dcp.api.CheckpointException, match=rf"Missing key in checkpoint state_dict: \S*{name}"
+        ):
+            reader = dcp.HuggingFaceStorageReader(folder)
+            dcp.load(fsdp_c.checkpoint.model_state(model), storage_reader=reader)
+        assert all(map(torch.equal, before, model.parameters()))
 
 
 @on_ranks(2, TIMEOUT_S, LIBRARY)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 import fsdp_c
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
+from tests.checkpoints import code_of_page
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
     folder_of_ranks,
@@ -135,6 +136,71 @@ def test_safetensors_through_dcps_writer_and_reader(consolidated):
             param.zero_()
     dcp.load(checkpoint.model_state(model), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     assert_same_tensors(expected, full_model(model))
+
+
+# ----------------------------------------------------------------- remote storage
+
+
+@both_views
+@on_ranks(2, label="installs")
+def test_the_pages_functions_save_to_an_address_and_load_from_it(rank, use_orig_params):
+    functions: dict[str, Any] = {"fsdp_c": fsdp_c}
+    exec(code_of_page("Remote storage"), functions)
+    folder = folder_of_ranks()
+    address = f"file://{folder}/step-000200"
+    with installed():
+        model = wrap(odd(0), use_orig_params)
+        optimizer = trained_optimizer(model)
+        functions["save"](model, optimizer, address)
+        expected = full_model(model), full_optimizer(model, optimizer)
+        for flat in (True, False):
+            other = wrap(odd(1), flat, mesh=True)
+            resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
+            functions["load"](other, resumed, address)
+            assert_same_tensors(expected[0], full_model(other))
+            assert_same_tensors(expected[1], full_optimizer(other, resumed))
+            assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        checkpoint.load(other, resumed, folder / "step-000200")
+        other = wrap(odd(1), use_orig_params)
+        resumed = torch.optim.AdamW(other.parameters(), lr=9.0)
+        with pytest.raises(dcp.api.CheckpointException, match="Missing key.*param_groups"):
+            functions["load"](other, resumed, address)
+
+
+@on_ranks(2)
+def test_plain_dcp_loads_no_state_into_a_new_optimizer_and_never_its_groups():
+    """As docs/checkpoints.md says, which has another way."""
+    model = wrap(odd(0), True)
+    optimizer = trained_optimizer(model)
+    address = f"file://{folder_of_ranks()}/step"
+    dcp.save({"optim": checkpoint.optim_state(model, optimizer)}, checkpoint_id=address)
+    other = wrap(odd(1), True)
+    new = torch.optim.AdamW(other.parameters(), lr=9.0)
+    dcp.load({"optim": checkpoint.optim_state(other, new)}, checkpoint_id=address)
+    assert not new.state and new.param_groups[0]["lr"] == 9.0
+    trained_optimizer(other, new)
+    dcp.load({"optim": checkpoint.optim_state(other, new)}, checkpoint_id=address)
+    assert new.param_groups[0]["lr"] == 9.0
+    assert_same_tensors(full_optimizer(model, optimizer), full_optimizer(other, new))
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key") as error:
+        dcp.load({"other": checkpoint.optim_state(other, new)}, checkpoint_id=address)
+    assert not isinstance(error.value, Exception)
+
+
+def trained_optimizer(model: Any, optimizer: Any = None) -> Any:
+    """With state of two steps; AdamW by default."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        for index, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 0.1 * (index + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def full_optimizer(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    state = state_of(model, "FULL", optimizer)["optim"]["state"]
+    return {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
 
 
 # ----------------------------------------------------------------- FSDP2
