@@ -178,8 +178,6 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
     return PySequence_GetItem(PyList_GetItem(param->param_views, index), 2);
 }
 
-/* ---- views ---- */
-
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
     static PyObject *op; /* owned for ever; the overload of an operator, past the Python of torch.ops */
     if (!op && !(op = ref_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))

@@ -175,24 +175,21 @@ static int init_shard_pieces(struct grads *grads) {
     return rest > 0 ? ref_append(grads->shard_sizes, PyLong_FromLongLong(rest)) : 0;
 }
 
-/* torch refuses a gradient of another dtype unless the leaf says that any will do. */
-static int allow_low_precision_grads(struct grads *grads) {
-    const struct flat_param *param = grads->param;
-    if (!param->keep_low_precision_grads || !grads->storage->copies[PRECISION_COMPUTE].low_precision)
-        return 0;
-    int result = PyObject_SetAttr(param->tensor, torch_names.grad_dtype, Py_None);
-    for (int64_t i = 0; !result && param->params && i < param->num_params; i++)
-        result = PyObject_SetAttr(PyList_GetItem(param->params, i), torch_names.grad_dtype, Py_None);
-    return result;
-}
-
 int grads_lazy_init(struct grads *grads) {
+    const struct flat_param *param = grads->param;
     if (init_sources(grads) < 0 || init_shard_pieces(grads) < 0)
         return -1;
     OWNED *capsule = grads->shown_end ? NULL : PyCapsule_New(grads, NULL, NULL);
     if (capsule)
         grads->shown_end = PyCFunction_New(&end_of_part_def, capsule);
-    return grads->shown_end ? allow_low_precision_grads(grads) : -1;
+    if (!grads->shown_end || !param->keep_low_precision_grads ||
+        !grads->storage->copies[PRECISION_COMPUTE].low_precision)
+        return grads->shown_end ? 0 : -1;
+    /* torch refuses a gradient of another dtype unless the leaf says that any will do */
+    int result = PyObject_SetAttr(param->tensor, torch_names.grad_dtype, Py_None);
+    for (int64_t i = 0; !result && param->params && i < param->num_params; i++)
+        result = PyObject_SetAttr(PyList_GetItem(param->params, i), torch_names.grad_dtype, Py_None);
+    return result;
 }
 
 void grads_drop(struct grads *grads) {
@@ -566,21 +563,6 @@ static int show_grads(struct grads *grads, PyObject *grad) {
     return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_shown(grads, NOBODY);
 }
 
-/* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while
- * the host waits. */
-static PyObject *take_saved_shard(struct grads *grads) {
-    PyObject *shard = grads->saved_shard, *offloaded = grads->offloaded;
-    grads->saved_shard = grads->offloaded = NULL;
-    if (!grads->storage->offload)
-        return shard;
-    if (!offloaded)
-        offloaded = PyObject_CallMethod(shard, "cpu", NULL);
-    Py_DECREF(shard);
-    if (offloaded && storage_put_attribute(grads->storage, "_cpu_grad", offloaded) < 0)
-        Py_CLEAR(offloaded);
-    return offloaded;
-}
-
 /* flat_param.grad = what no_sync left, without the right padding */
 static int show_flat_unsharded(struct grads *grads) {
     OWNED *grad = torch_part(grads->unsharded, 0, grads->param->layout.numel); /* of version 0 */
@@ -605,8 +587,16 @@ static int show_no_sync(struct grads *grads) {
 static int show_reduced(struct grads *grads) {
     const struct flat_param *param = grads->param;
     const struct storage *storage = grads->storage;
-    OWNED *shard = take_saved_shard(grads);
+    /* the gradient of this backward where the shard lies: what was never reduced is copied while the host waits */
+    OWNED *shard = grads->saved_shard;
+    OWNED *offloaded = grads->offloaded;
     struct tensor_view view;
+    grads->saved_shard = grads->offloaded = NULL;
+    if (storage->offload) {
+        ref_set(&shard, offloaded ? Py_NewRef(offloaded) : PyObject_CallMethod(shard, "cpu", NULL));
+        if (shard && storage_put_attribute(storage, "_cpu_grad", shard) < 0)
+            Py_CLEAR(shard);
+    }
     if (grads_set_kind(grads, GRAD_SHARDED) < 0 || !shard || grads_add_late(grads, &shard) < 0)
         return -1;
     /* NO_SHARD keeps the dtype of the reduction instead */
@@ -682,9 +672,15 @@ static int show_parts_anew(struct grads *grads, PyObject *grad) {
     return grads->kind == GRAD_SHARDED ? watch_shown(grads, NOBODY) : 0;
 }
 
-/* What no_sync left goes where the shard is, in its dtype unless mixed precision says another. */
-static int move_unsharded(struct grads *grads) {
+int grads_follow(struct grads *grads) {
     const struct storage *storage = grads->storage;
+    if (grads->in_backward || grads->kind == GRAD_NONE)
+        return 0;
+    if (grads->kind == GRAD_SHARDED) {
+        OWNED *grad = torch_get_grad(grads->param->tensor);
+        return !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(grads, grad);
+    }
+    /* what no_sync left goes where the shard is, in its dtype unless mixed precision says another */
     PyObject *like = storage->may_offload ? grads->unsharded : storage->local_shard;
     PyObject *dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
     OWNED *device = PyObject_GetAttr(like, torch_names.device);
@@ -694,14 +690,5 @@ static int move_unsharded(struct grads *grads) {
     if (!moved)
         return -1;
     ref_set(&grads->unsharded, moved);
-    return show_flat_unsharded(grads);
-}
-
-int grads_follow(struct grads *grads) {
-    if (grads->in_backward || grads->kind == GRAD_NONE)
-        return 0;
-    if (grads->kind == GRAD_UNSHARDED)
-        return move_unsharded(grads) < 0 ? -1 : show_parts_anew(grads, grads->unsharded);
-    OWNED *grad = torch_get_grad(grads->param->tensor);
-    return !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(grads, grad);
+    return show_flat_unsharded(grads) < 0 ? -1 : show_parts_anew(grads, grads->unsharded);
 }

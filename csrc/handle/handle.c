@@ -26,19 +26,16 @@ static const bool training_allowed[USE_STATES][USE_STATES] = {
     [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
 };
 
-/* What to do instead of a backward that comes too early. */
-static const char *remedy_for(enum training_state from, enum training_state to) {
-    bool in_own_forward = from == USE_FORWARD && (to == USE_BACKWARD_PRE || to == USE_BACKWARD_POST);
-    return in_own_forward ? ": a backward inside its own forward has come to its parameters, which the rest "
-                            "of the forward needs. Call backward() on what the forward returns, after it, or "
-                            "wrap the modules that the backward inside passes through as units of their own"
-                          : "";
-}
-
 int handle_set_training_state(struct handle *handle, enum training_state state) {
-    if (!training_allowed[handle->training_state][state])
-        return flat_param_refuse(&handle->param, training_state_names[handle->training_state],
-                                 training_state_names[state], remedy_for(handle->training_state, state));
+    enum training_state from = handle->training_state;
+    bool comes_early = from == USE_FORWARD && (state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST);
+    if (!training_allowed[from][state])
+        return flat_param_refuse(
+            &handle->param, training_state_names[from], training_state_names[state],
+            comes_early ? ": a backward inside its own forward has come to its parameters, which the rest "
+                          "of the forward needs. Call backward() on what the forward returns, after it, or "
+                          "wrap the modules that the backward inside passes through as units of their own"
+                        : "");
     handle->training_state = state;
     return 0;
 }
@@ -145,15 +142,6 @@ int handle_publish(struct handle *handle) {
     return storage_begin_attributes(&handle->storage);
 }
 
-static int follow_other_data(struct handle *handle) {
-    writeback_note_copied(handle);
-    if (!handle->param.use_orig_params && param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0)
-        return -1;
-    if (handle_lazy_init(handle) < 0)
-        return -1;
-    return handle->param.use_orig_params ? 0 : handle_show_views(handle);
-}
-
 /* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
 int handle_follow_flat_param(struct handle *handle) {
     PyObject *left;
@@ -164,7 +152,13 @@ int handle_follow_flat_param(struct handle *handle) {
         return known < 0 ? -1 : 0;
     if (torch_leave_inference_mode(&left) < 0)
         return -1;
-    int result = follow_other_data(handle);
+    writeback_note_copied(handle);
+    bool orig = handle->param.use_orig_params;
+    int result = orig ? 0 : param_views_set_shown(&handle->param_views, SHOWN_NOTHING);
+    if (!result)
+        result = handle_lazy_init(handle);
+    if (!result && !orig)
+        result = handle_show_views(handle);
     return torch_return_to_inference_mode(left) < 0 ? -1 : result;
 }
 
@@ -214,15 +208,6 @@ static int follow_to(struct handle *handle, PyObject *data) {
     return storage_leave_device(&handle->storage);
 }
 
-/* What could not be followed is left for what was there before; the exception stays. */
-static void move_back(struct handle *handle, PyObject *data) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (follow_to(handle, data) < 0)
-        PyErr_WriteUnraisable(handle->param.name);
-    PyErr_Restore(type, value, traceback);
-}
-
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
     if (handle->training_state != USE_IDLE)
         return flat_param_error(&handle->param, PyExc_AssertionError,
@@ -235,10 +220,15 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     OWNED *data = torch_data(handle->param.tensor);
     OWNED *method = data ? PyObject_GetAttrString(data, "to") : NULL;
     OWNED *to = method ? PyObject_Call(method, args, kwargs) : NULL;
-    int result = to ? follow_to(handle, to) : -1;
-    if (result < 0 && to)
-        move_back(handle, data);
-    return result;
+    if (!to || follow_to(handle, to) == 0)
+        return to ? 0 : -1;
+    /* what could not be followed is left for what was there before; the exception stays */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (follow_to(handle, data) < 0)
+        PyErr_WriteUnraisable(handle->param.name);
+    PyErr_Restore(type, value, traceback);
+    return -1;
 }
 
 /* ---- what the modules show ---- */

@@ -39,20 +39,16 @@ static void run(const char *op, struct handle *handle, int (*verb)(struct handle
     OP_CHECK(result == 0, "%s: %s", op, message);
 }
 
-static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
-    OP_CHECK(handle->ready, "%s: the handle is not initialised: run a forward first", op);
-    OP_CHECK(full->numel == handle->param.layout.padded_numel &&
-                 full->view.dtype == handle->storage.copy->kind && full->is_contiguous,
-             "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
-             (long long)handle->param.layout.padded_numel);
-}
-
 static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
     OP_OWNED tensor = op_tensor(stack[0]);
     struct handle *handle = find("fsdp_c::unshard", op_int(stack[1]));
     struct op_operand full;
     op_read_shape(&full, tensor); /* the handle's own tensor may have no storage yet */
-    check_full("fsdp_c::unshard", handle, &full);
+    OP_CHECK(handle->ready, "fsdp_c::unshard: the handle is not initialised: run a forward first");
+    OP_CHECK(full.numel == handle->param.layout.padded_numel &&
+                 full.view.dtype == handle->storage.copy->kind && full.is_contiguous,
+             "fsdp_c::unshard: full must be a contiguous tensor of %lld elements in the compute dtype",
+             (long long)handle->param.layout.padded_numel);
     run("fsdp_c::unshard", handle, handle_unshard_outside_step);
     op_read_operand(&full, tensor);
     const struct storage *storage = &handle->storage;

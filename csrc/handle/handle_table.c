@@ -18,20 +18,18 @@ static struct {
     int64_t count, capacity, last_id;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static bool grow_table(void) {
-    int64_t capacity = table.capacity ? table.capacity * 2 : 64;
-    struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
-    if (!entries)
-        return false;
-    table.entries = entries;
-    table.capacity = capacity;
-    return true;
-}
-
 int64_t handle_table_add(struct handle *handle) {
     int64_t id = -1;
     pthread_mutex_lock(&table.lock);
-    if (table.count < table.capacity || grow_table()) {
+    if (table.count == table.capacity) {
+        int64_t capacity = table.capacity ? table.capacity * 2 : 64;
+        struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
+        if (entries) {
+            table.entries = entries;
+            table.capacity = capacity;
+        }
+    }
+    if (table.count < table.capacity) {
         id = ++table.last_id;
         table.entries[table.count++] = (struct entry){id, handle};
     }

@@ -3,8 +3,6 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-/* ---- flat_param is not among the parameters meanwhile (use_orig_params False) ---- */
-
 static int restore_flat_param(struct handle *handle) {
     struct summon *summon = &handle->summon;
     if (handle->param.use_orig_params || !summon->flat_param_owner)

@@ -329,20 +329,15 @@ void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
     runtime->reach = reach;
 }
 
-/* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]
- * in backward.c. */
-static int end_named(struct runtime *runtime) {
+static int finalise_units(struct runtime *runtime) {
+    bool offloads = false;
+    /* a backward to named leaves, among which no anchor is: see [Note: flat parameters in the graph] */
     for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_INPUTS_ONLY; i--) {
         PyObject *hook = runtime->units[i]->node.anchor_hook;
         if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
             return -1;
     }
-    return 0;
-}
-
-static int finalise_units(struct runtime *runtime) {
-    bool offloads = false;
-    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
         return -1;
     FOR_UNITS(unit, runtime) {
         if (!unit->handle)

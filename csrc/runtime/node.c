@@ -190,19 +190,6 @@ static int arrive_all(struct unit *unit, struct arrival *arrival) {
     return is_in ? 0 : -1;
 }
 
-/* Nothing for anybody. New reference. */
-static PyObject *empty_answer(struct unit *unit) {
-    Py_ssize_t count = 2;
-    if (!unit->runtime->has_edges)
-        return PyTuple_Pack(2, Py_None, Py_None);
-    FOR_PARTS(part, unit)
-        count++;
-    PyObject *answer = PyTuple_New(count);
-    for (Py_ssize_t i = 0; answer && i < count; i++)
-        PyTuple_SetItem(answer, i, Py_NewRef(Py_None));
-    return answer;
-}
-
 static int take(struct unit *unit, struct arrival *arrival) {
     if (refuse_double_backward(unit, arrival->args) < 0)
         return -1;
@@ -210,8 +197,14 @@ static int take(struct unit *unit, struct arrival *arrival) {
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
     int everywhere = unit_reaches_anchor(unit);
+    Py_ssize_t count = 2; /* nothing for anybody yet */
+    FOR_PARTS(part, unit->runtime->has_edges ? unit : NULL)
+        count++;
     arrival->everywhere = everywhere;
-    if (everywhere < 0 || !(arrival->answer = empty_answer(unit)) || arrive_all(unit, arrival) < 0)
+    arrival->answer = everywhere < 0 ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; arrival->answer && i < count; i++)
+        PyTuple_SetItem(arrival->answer, i, Py_NewRef(Py_None));
+    if (!arrival->answer || arrive_all(unit, arrival) < 0)
         return -1;
     /* the earlier ones were added up here, and may have been made under another stream */
     return arrival->again ? stream_give_back(&unit->runtime->schedule.streams) : 0;
@@ -262,23 +255,18 @@ static PyMethodDef backward_def = {"backward", node_backward, METH_VARARGS, NULL
 static PyMethodDef key_def = {"_compiled_autograd_key", node_compiled_autograd_key, METH_O, NULL};
 
 /* class FlatParameterViews(torch.autograd.Function), with C functions as its static methods. */
-static PyObject *make_class(PyObject *function) {
-    OWNED *forward = PyCFunction_New(&forward_def, NULL);
-    OWNED *backward = PyCFunction_New(&backward_def, NULL);
-    OWNED *key = PyCFunction_New(&key_def, NULL);
-    PyObject *class = NULL;
-    if (forward && backward && key)
-        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOsOss}", "FlatParameterViews",
-                                      function, "forward", forward, "backward", backward, key_def.ml_name,
-                                      key, "__module__", "fsdp_c");
-    return class;
-}
-
 int node_init(void) {
     if (apply)
         return 0;
     OWNED *function = ref_find("torch.autograd", "Function");
-    OWNED *class = function ? make_class(function) : NULL;
+    OWNED *forward = function ? PyCFunction_New(&forward_def, NULL) : NULL;
+    OWNED *backward = PyCFunction_New(&backward_def, NULL);
+    OWNED *key = PyCFunction_New(&key_def, NULL);
+    OWNED *class = NULL;
+    if (function && forward && backward && key)
+        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOsOss}", "FlatParameterViews",
+                                      function, "forward", forward, "backward", backward, key_def.ml_name,
+                                      key, "__module__", "fsdp_c");
     OWNED *super =
         class ? PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL) : NULL;
     apply = super ? PyObject_GetAttrString(super, "apply") : NULL;

@@ -3,8 +3,6 @@
 
 #include "runtime/runtime.h"
 
-/* ---- life ---- */
-
 void optional_add(struct unit *unit, struct unit *enclosing) {
     unit->optional.enclosing = enclosing;
     if (!unit->handle || unit->leader)

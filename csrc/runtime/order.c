@@ -90,22 +90,6 @@ static int grow(int64_t **indices, int64_t *capacity) {
     return 0;
 }
 
-/* ---- later iterations: against the first ---- */
-
-static int warn(struct order_validation *validation, int64_t index, int64_t expected) {
-    OWNED *came = expected < 0 ? PyUnicode_FromString("no more")
-                               : PyUnicode_FromFormat("%R next", names_of(validation, expected));
-    if (!came)
-        return -1;
-    return PyErr_WarnFormat(
-        PyExc_UserWarning, 1,
-        "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and "
-        "may give incorrect results or hang.\nIn the first iteration came %U, but %R was run",
-        (long long)validation->group.rank, came, names_of(validation, index));
-}
-
-/* ---- entry points ---- */
-
 int order_validate(struct order *order, const struct order_place *place) {
     struct order_validation *validation = order->validation;
     if (order->iteration > 0) {
@@ -114,7 +98,15 @@ int order_validate(struct order *order, const struct order_place *place) {
         if (validation->warned || validation->deviates || place->unit == expected)
             return 0;
         validation->deviates = true;
-        return warn(validation, place->unit, expected);
+        OWNED *came = expected < 0 ? PyUnicode_FromString("no more")
+                                   : PyUnicode_FromFormat("%R next", names_of(validation, expected));
+        if (!came)
+            return -1;
+        return PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked "
+            "and may give incorrect results or hang.\nIn the first iteration came %U, but %R was run",
+            (long long)validation->group.rank, came, names_of(validation, place->unit));
     }
     if (compare_ranks(validation, place->unit) < 0 ||
         (validation->count == validation->capacity && grow(&validation->first, &validation->capacity) < 0))

@@ -226,15 +226,6 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     return most;
 }
 
-/* Bytes of the piece from which all of a step is cut, or -1. */
-static int64_t piece_nbytes(const struct runtime *runtime) {
-    int64_t held = 0, input = last_input_nbytes(runtime);
-    if (input < 0)
-        return -1;
-    for_all_held(runtime, add_to_piece, &held);
-    return pool_piece_nbytes(held && input > held ? input : held);
-}
-
 struct taken {
     const struct pool *pool;
     bool cuts_piece;
@@ -263,17 +254,22 @@ static int take_memory(struct runtime *runtime) {
     return result < 0 ? -1 : taken.cuts_piece;
 }
 
+/* On the stream that gathers, to which the memory belongs from then on. */
 int runtime_reserve(struct runtime *runtime) {
-    struct schedule *schedule = &runtime->schedule;
-    struct pool *pool = &schedule->pool;
-    if (!schedule_wants_memory(schedule))
+    struct streams *streams = &runtime->schedule.streams;
+    struct pool *pool = &runtime->schedule.pool;
+    if (pool->reserved || !streams_are_real(streams))
         return 0;
-    if (schedule_begin_reserve(schedule) < 0)
+    pool->reserved = true;
+    if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
-    int64_t nbytes = piece_nbytes(runtime);
-    int cuts_piece = nbytes < 0 || pool_grow(pool, nbytes) < 0 ? -1 : take_memory(runtime);
+    int64_t held = 0, input = last_input_nbytes(runtime);
+    if (input >= 0)
+        for_all_held(runtime, add_to_piece, &held);
+    int64_t nbytes = pool_piece_nbytes(held && input > held ? input : held);
+    int cuts_piece = input < 0 || pool_grow(pool, nbytes) < 0 ? -1 : take_memory(runtime);
     /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
     if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || take_memory(runtime) < 0))
         cuts_piece = -1;
-    return schedule_end_reserve(schedule, cuts_piece < 0 ? -1 : 0);
+    return stream_leave(streams) < 0 || cuts_piece < 0 ? -1 : 0;
 }

@@ -227,9 +227,8 @@ int runtime_reshard_unused(struct runtime *runtime) {
 
 static int64_t count_writes(const struct runtime *runtime) {
     int64_t sum = 0;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        const struct handle *handle = runtime->units[i]->handle;
-        int64_t writes = handle ? writeback_count_writes(handle) : 0;
+    FOR_UNITS(unit, runtime) {
+        int64_t writes = unit->handle ? writeback_count_writes(unit->handle) : 0;
         if (writes < 0)
             return -1;
         sum += writes;
@@ -247,8 +246,8 @@ int runtime_check_kept(struct runtime *runtime) {
         return 0;
     int64_t writes = count_writes(runtime);
     bool anew = writes != runtime->num_writes || !torch_grad_enabled();
-    for (int64_t i = 0; i < runtime->num_units && anew; i++)
-        if (runtime->units[i]->unsharded.for_forward == FOR_NEXT_FORWARD)
-            runtime->units[i]->unsharded.for_forward = 0;
+    FOR_UNITS(unit, runtime)
+        if (anew && unit->unsharded.for_forward == FOR_NEXT_FORWARD)
+            unit->unsharded.for_forward = 0;
     return writes < 0 ? -1 : 0;
 }

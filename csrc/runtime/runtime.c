@@ -62,11 +62,10 @@ int runtime_clear(struct runtime *runtime) {
 }
 
 int runtime_release(struct runtime *runtime) {
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct handle *handle = runtime->units[i]->handle;
-        if (handle && (storage_reshard(&handle->storage, true) < 0 || handle_show_sharded(handle) < 0))
+    FOR_UNITS(unit, runtime)
+        if (unit->handle &&
+            (storage_reshard(&unit->handle->storage, true) < 0 || handle_show_sharded(unit->handle) < 0))
             return -1;
-    }
     return runtime_clear(runtime);
 }
 
@@ -136,11 +135,9 @@ static int note_ddp(struct runtime *runtime) {
 /* ---- the start of a step ---- */
 
 int runtime_collect_user_grads(struct runtime *runtime) {
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct handle *handle = runtime->units[i]->handle;
-        if (handle && handle_collect_user_grads(handle) < 0)
+    FOR_UNITS(unit, runtime)
+        if (unit->handle && handle_collect_user_grads(unit->handle) < 0)
             return -1;
-    }
     return 0;
 }
 
@@ -266,22 +263,6 @@ void runtime_let_go(struct runtime *runtime) {
 
 /* ---- the invariant between steps ---- */
 
-static void check_unit(const struct unit *unit) {
-    const struct handle *handle = unit->handle;
-    INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
-    INVARIANT(!unit->unsharded.prefetched && !unit->unsharded.mark.pending);
-    INVARIANT(!unit->reshard_hook && !unit->stepping);
-    INVARIANT(!unit->optional.open && !unit->optional.reached);
-    INVARIANT(!unit->optional.enclosing || !unit->optional.first);
-    order_check_place(&unit->runtime->order, &unit->place);
-    INVARIANT(!handle || handle->training_state == USE_IDLE ||
-              handle->training_state == USE_SUMMON_FULL_PARAMS);
-    INVARIANT(!handle || (!handle->grads.in_backward && !handle->grads.pending && !handle->grads.work));
-    INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
-    if (handle && handle->ready)
-        handle_check(handle);
-}
-
 void runtime_check(const struct runtime *runtime) {
     INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting &&
               !runtime->num_in_forward);
@@ -290,6 +271,20 @@ void runtime_check(const struct runtime *runtime) {
     schedule_check(&runtime->schedule);
     operations_check(&operations);
     INVARIANT(schedule_is_flushed(&runtime->schedule));
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        check_unit(runtime->units[i]);
+    FOR_UNITS(unit, runtime) {
+        const struct handle *handle = unit->handle;
+        INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward &&
+                  !unit->needs_pre_backward_unshard);
+        INVARIANT(!unit->unsharded.prefetched && !unit->unsharded.mark.pending);
+        INVARIANT(!unit->reshard_hook && !unit->stepping);
+        INVARIANT(!unit->optional.open && !unit->optional.reached);
+        INVARIANT(!unit->optional.enclosing || !unit->optional.first);
+        order_check_place(&runtime->order, &unit->place);
+        INVARIANT(!handle || handle->training_state == USE_IDLE ||
+                  handle->training_state == USE_SUMMON_FULL_PARAMS);
+        INVARIANT(!handle || (!handle->grads.in_backward && !handle->grads.pending && !handle->grads.work));
+        INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
+        if (handle && handle->ready)
+            handle_check(handle);
+    }
 }

@@ -53,20 +53,6 @@ int schedule_begin_step(struct schedule *schedule) {
     return gathers_wait(schedule, schedule->step_begin);
 }
 
-bool schedule_wants_memory(const struct schedule *schedule) {
-    return !schedule->pool.reserved && streams_are_real(&schedule->streams);
-}
-
-/* On the unshard stream, to which the memory belongs from then on. */
-int schedule_begin_reserve(struct schedule *schedule) {
-    schedule->pool.reserved = true;
-    return stream_enter(&schedule->streams, STREAM_UNSHARD);
-}
-
-int schedule_end_reserve(struct schedule *schedule, int result) {
-    return leave(schedule, STREAM_UNSHARD, NULL, result);
-}
-
 int schedule_begin_pre_unshard(struct schedule *schedule) {
     return stream_enter(&schedule->streams, STREAM_PRE_UNSHARD);
 }

@@ -94,10 +94,6 @@ bool schedule_is_flushed(const struct schedule *schedule);
 
 /* a gather of this step sees what the script did before it */
 int schedule_begin_step(struct schedule *schedule);
-/* The memory that gathers will take, once: is it to be taken now? */
-bool schedule_wants_memory(const struct schedule *schedule);
-int schedule_begin_reserve(struct schedule *schedule);
-int schedule_end_reserve(struct schedule *schedule, int result);
 int schedule_begin_pre_unshard(struct schedule *schedule); /* amid a gather: what it reads */
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
 int schedule_begin_unshard(struct schedule *schedule); /* an all-gather */

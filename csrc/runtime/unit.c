@@ -115,8 +115,6 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     return unit->module_ref ? 0 : -1;
 }
 
-/* ---- segments ---- */
-
 void unit_lead(struct unit *unit, struct unit *segment) {
     struct unit *last = unit;
     while (last->next_segment)
