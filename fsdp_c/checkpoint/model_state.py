@@ -22,8 +22,8 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned, units_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit, joined
-from fsdp_c.state.sharded_values import ParamLayout
-from fsdp_c.state.state_dict_saving import local_shard, split_shard
+from fsdp_c.state.sharded_values import ParamLayout, split_shard
+from fsdp_c.state.state_dict_saving import local_shard
 from fsdp_c.training.unshard_params import check_idle
 
 EXTRA_STATE = "_extra_state"

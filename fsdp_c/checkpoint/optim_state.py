@@ -29,7 +29,7 @@ from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer, names_of_numbers
 from fsdp_c.state.optim_saving import holds_elements
 from fsdp_c.state.quantized_state import dequantized, is_made_of_tensors, quantized, quantizes
-from fsdp_c.state.state_dict_saving import split_shard
+from fsdp_c.state.sharded_values import split_shard
 from fsdp_c.state.whole_state import WholeState
 
 

@@ -34,9 +34,10 @@ from fsdp_c.state.sharded_values import (
     from_memory_order,
     rows_of_shards,
     sharded_values,
+    split_shard,
+    wholes_of_parts,
     wholes_of_shards,
 )
-from fsdp_c.state.state_dict_saving import split_shard
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
 from fsdp_c.tools import collective_errors
 
@@ -296,16 +297,24 @@ def _tensors(
 ) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
     pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
+    flat: list[tuple[ShardedModule, Tensor, OptimParam, str]] = []  # of which every rank has an even part
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
     for module, same_unit in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in same_unit]
+        is_plain = handle_of(module).layout.sharded and module._fsdp_extension is None
+        is_flat = is_plain and not has_originals(module) and not options.shard_state
         for name in sorted({name for one in dtypes for name in one}):
             # of one name, they are a flat parameter evenly spread
             for known, one in zip(same_unit, dtypes, strict=True):
-                if name in one:
-                    pieces[module] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
+                if name not in one:
+                    continue
+                value = local.get(known, {}).get(name, nothing[one[name]])
+                if is_flat:
+                    flat.append((module, value.detach().reshape(-1), known, name))
+                else:
+                    pieces[module] += _pieces(known, name, value)
     values: dict[tuple[str, str], Tensor] = {}
     sharded = [module for module in params.units if handle_of(module).layout.sharded and pieces[module]]
     for module in params.units:
@@ -321,11 +330,17 @@ def _tensors(
     for module in by_rows:
         made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
         values.update(zip([piece.key for piece in pieces[module]], made, strict=True))
+    for group, states in by_group(flat):
+        found = wholes_of_shards([(module, own) for module, own, *_ in states], group, options.rank0_only)
+        for (_, _, known, name), wholes in zip(states, found, strict=True):
+            if wholes and options.returns_state:
+                made = [whole.cpu() for whole in wholes] if options.cpu_offload else wholes
+                values.update(((fqn, name), one) for fqn, one in zip(known.fqns, made, strict=True))
     gathered = [module for module in sharded if module not in by_rows]
     for group, items in by_group((module, piece) for module in gathered for piece in pieces[module]):
         given = [(module, piece.layout, piece.data) for module, piece in items]
         for (module, piece), whole in zip(
-            items, wholes_of_shards(given, group, options.rank0_only), strict=True
+            items, wholes_of_parts(given, group, options.rank0_only), strict=True
         ):
             if whole is not None:
                 whole = _with_mesh(module, piece.layout, whole, options)
@@ -371,7 +386,7 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
         return [_Piece((known.fqns[0], name), known.layout, part)]
     return [
         _Piece((fqn, name), layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
-        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value.reshape(-1)), strict=True)
+        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
     ]
 
 

@@ -9,6 +9,7 @@ under a mesh as a DTensor.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +39,11 @@ from fsdp_c.sharding.tensor_parallel import ParamExtension, full_shape
 from fsdp_c.state.redistribution import (
     DEVICE_BATCH_NBYTES,
     Partition,
+    Space,
+    are_large,
     chunk_partition,
     gather,
+    gather_flat,
     redistribute,
     shard_partition,
 )
@@ -144,6 +148,17 @@ def rows_shape(shape: torch.Size, numel: int) -> list[int]:
     return [numel // row if row else 0, *shape[1:]]
 
 
+def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLayout, Tensor]]:
+    """Views of each parameter's part of a tensor that is sharded as the unit's flat parameter is."""
+    sizes, end = [], 0  # one split costs less than a view per parameter
+    for _, offset, numel, _ in handle_of(module).layout.shard_ranges():
+        start = max(offset, end) if numel else end
+        sizes += [start - end, numel]
+        end = start + numel
+    parts = shard.split_with_sizes([*sizes, shard.numel() - end])
+    return zip(param_layouts(module), parts[1::2], strict=True)
+
+
 # ----------------------------------------------------------------- shards to rows and back
 
 
@@ -169,12 +184,45 @@ def rows_of_shards(
 
 
 def wholes_of_shards(
-    items: Sequence[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup, rank0_only: bool
-) -> Iterator[Tensor | None]:
-    """The whole of each, from this rank's 1-D part of each shard; None on ranks that get nothing. Collective.
+    shards: Sequence[tuple[ShardedModule, Tensor]], group: dist.ProcessGroup, rank0_only: bool
+) -> Iterator[list[Tensor]]:
+    """Of each unit's shard the parameters, whole; nothing on ranks that get nothing. Collective.
 
     Memory beyond the results is one batch: the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
     """
+    limit = max(
+        *(handle_of(module).layout.padded_numel * shard.itemsize for module, shard in shards),
+        FULL_BATCH_NBYTES,
+    )
+    space, nbytes = Space(), 0
+    batch: list[tuple[ShardedModule, Tensor]] = []
+    for index, (module, shard) in enumerate(shards):
+        batch.append((module, shard.to(module.compute_device)))
+        nbytes += sum(handle_of(module).layout.param_numels) * shard.itemsize
+        if nbytes < limit and index + 1 < len(shards):
+            continue
+        layouts = [param_layouts(one) for one, _ in batch]
+        count = sum(map(len, layouts))
+        wholes: Iterator[Tensor | None]
+        if rank0_only or count == 1 or are_large(nbytes, count, batch[0][1].device, group):
+            items = [(one, *part) for one, own in batch for part in split_shard(one, own)]
+            wholes = wholes_of_parts(items, group, rank0_only)
+        else:
+            sources = [[layout.shard for layout in own] for own in layouts]
+            shapes = [[layout.memory_shape for layout in own] for own in layouts]
+            flats = gather_flat([own for _, own in batch], sources, shapes, group, space)
+            orders = (layout.order for own in layouts for layout in own)
+            wholes = map(dims_from_memory, flats, orders)
+        with collective_errors.gathering(*(handle_of(one) for one, _ in batch)):
+            for own in layouts:
+                yield [whole for whole in itertools.islice(wholes, len(own)) if whole is not None]
+        batch, nbytes = [], 0
+
+
+def wholes_of_parts(
+    items: Sequence[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup, rank0_only: bool
+) -> Iterator[Tensor | None]:
+    """The whole of each, from this rank's 1-D part of each shard; None on ranks that get nothing. Collective."""
     largest = max(handle_of(module).layout.padded_numel * piece.itemsize for module, _, piece in items)
     wholes = gather(
         (piece for _, _, piece in items),
@@ -185,9 +233,8 @@ def wholes_of_shards(
         shapes=[layout.memory_shape for _, layout, _ in items],
         batch_nbytes=max(largest, FULL_BATCH_NBYTES),
     )
-    with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _, _ in items)):
-        for (_, layout, _), whole in zip(items, wholes, strict=True):
-            yield None if whole is None else dims_from_memory(whole, layout.order)
+    for (_, layout, _), whole in zip(items, wholes, strict=True):
+        yield None if whole is None else dims_from_memory(whole, layout.order)
 
 
 def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[OfUnit]]]:

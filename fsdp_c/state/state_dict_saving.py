@@ -30,6 +30,7 @@ from fsdp_c.state.sharded_values import (
     param_layouts,
     rows_of_shards,
     sharded_values,
+    split_shard,
     wholes_of_shards,
 )
 from fsdp_c.tools import collective_errors
@@ -45,17 +46,6 @@ def local_shard(module: ShardedModule) -> Tensor:
     shard = handle_of(module).local_shard
     assert shard is not None
     return shard
-
-
-def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLayout, Tensor]]:
-    """Views of each parameter's part of a tensor that is sharded as the unit's flat parameter is."""
-    sizes, end = [], 0  # one split costs less than a view per parameter
-    for _, offset, numel, _ in handle_of(module).layout.shard_ranges():
-        start = max(offset, end) if numel else end
-        sizes += [start - end, numel]
-        end = start + numel
-    parts = shard.split_with_sizes([*sizes, shard.numel() - end])
-    return zip(param_layouts(module), parts[1::2], strict=True)
 
 
 def is_shown(param: ManagedParam) -> bool:
@@ -106,13 +96,11 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
                 _copy(module, from_memory_order(piece, layout.shape, layout.order))
                 for layout, piece in pieces
             ]
-    values.update((module, []) for module in sharded)
-    for group, items in by_group((module, *item) for module in sharded for item in shard_pieces(module)):
+    for group, items in by_group((module, local_shard(module)) for module in sharded):
         config = items[0][0]._state_dict_config
-        wholes = wholes_of_shards(items, group, getattr(config, "rank0_only", False))
-        for (module, *_), whole in zip(items, wholes, strict=True):
-            if whole is not None:
-                values[module].append(whole.cpu() if config.offload_to_cpu else whole)
+        found = wholes_of_shards(items, group, getattr(config, "rank0_only", False))
+        for (module, _), wholes in zip(items, found, strict=True):
+            values[module] = [whole.cpu() for whole in wholes] if config.offload_to_cpu else wholes
     # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
     for module in shown:
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
