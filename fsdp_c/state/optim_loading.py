@@ -86,7 +86,10 @@ def load_optim_state(
         options = options._replace(group=options.group or group_of_model(params.model))
     if options.rank0_only:
         source = osd if dist.get_rank(options.group) == 0 else None
-        osd = _broadcast_structure(source, options.group)
+        # with placeholders for tensors, but for 0-d ones
+        told = [{} if source is None else _without_tensors(source)]
+        dist.broadcast_object_list(told, src=_rank_0(options.group), group=options.group)
+        osd = told[0]
     if not isinstance(osd, Mapping):
         raise TypeError(
             f"expected an optimizer's state dict but got {type(osd).__name__}: pass one on every rank"
@@ -111,13 +114,6 @@ def load_optim_state(
 
 
 # ----------------------------------------------------------------- rank 0 has it
-
-
-def _broadcast_structure(osd: StateDict | None, group: dist.ProcessGroup | None) -> ParamState:
-    """The state dict with placeholders for its tensors, but for 0-d ones."""
-    told: list[dict[str, Any]] = [{} if osd is None else _without_tensors(osd)]
-    dist.broadcast_object_list(told, src=_rank_0(group), group=group)
-    return told[0]
 
 
 def _rank_0(group: dist.ProcessGroup | None) -> int:
@@ -420,7 +416,11 @@ def _rekeyed(
             continue
         state = _state_of_param(known, states, shards, source, options)
         if not state and options.named_optim is not None:
-            state = _initial_state(param, known, options.named_optim)
+            # optimizers keyed by names want state of every parameter, also of one without elements here
+            if param in options.named_optim.state:
+                state = copy.deepcopy(options.named_optim.state[param])
+            else:
+                warnings.warn(f"optim_state[{known.fqns}] is not on rank{known.owner.rank}.", stacklevel=4)
         if state:
             if param not in key_of:
                 raise KeyError(
@@ -460,15 +460,6 @@ def _own_scalar(value: object) -> object:
     if isinstance(value, WholeState):
         return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _initial_state(param: nn.Parameter, known: OptimParam, optim: torch.optim.Optimizer) -> ParamState:
-    """Optimizers keyed by names want state of every parameter, also of one without elements here."""
-    state = optim.state.get(param)
-    if state is None:
-        warnings.warn(f"optim_state[{known.fqns}] is not on rank{known.owner.rank}.", stacklevel=5)
-        return {}
-    return copy.deepcopy(state)
 
 
 def _user_state(value: Any, original: Any, options: LoadOptions) -> Any:
@@ -559,33 +550,28 @@ def _flat_tensor(
     dtype: torch.dtype,
 ) -> Tensor:
     """One call joins the parts, and those that ``_own_parts`` left in their values, with zeros between."""
-    layout = handle_of(known.owner).layout
-    # what has it, None for zeros; the first element there, numel
-    parts: list[tuple[Tensor | None, int, int]] = []
-    end = 0
+    layout, size = handle_of(known.owner).layout, dtype.itemsize
+    # what has each part, its first element there; the first one in the shard, numel
+    parts: list[tuple[Tensor, int, int, int]] = []
     for fqn, own, (_, offset, numel, start) in zip(
         known.fqns, param_layouts(known.owner), layout.shard_ranges(), strict=True
     ):
-        if not numel or fqn not in values:
-            continue
-        parts.append((None, 0, offset - end))
-        part = shards.get((fqn, name))
-        if part is None:
-            parts.append((values[fqn], start, numel))
-        else:
-            parts.append((part if layout.sharded else to_memory_order(part, own.order), 0, numel))
+        if numel and fqn in values:
+            part = shards.get((fqn, name))
+            if part is None:
+                parts.append((values[fqn], start, offset, numel))
+            else:
+                parts.append((part if layout.sharded else to_memory_order(part, own.order), 0, offset, numel))
+    device = parts[0][0].device if parts else torch.device("cpu")
+    missing = layout.shard_numel - sum(numel for *_, numel in parts)
+    zeros = torch.zeros(missing, dtype=dtype, device=device)
+    sources, ranges, end = [zeros], [], 0
+    for part, start, offset, numel in parts:
+        ranges += [0, 0, (offset - end) * size, len(sources), start * size, numel * size]
+        sources.append(part.to(device))
         end = offset + numel
-    parts.append((None, 0, layout.shard_numel - end))
-    device = next((part.device for part, _, _ in parts if part is not None), torch.device("cpu"))
-    zeros = torch.zeros(max(numel for part, _, numel in parts if part is None), dtype=dtype, device=device)
-    sources, ranges = [zeros], []
-    for part, start, numel in parts:
-        source = 0
-        if part is not None:
-            source = len(sources)
-            sources.append(part if part.device == device else part.to(device))
-        ranges += [source, start * dtype.itemsize, numel * dtype.itemsize]
-    (flat,) = join_ranges(sources, ranges, [len(parts)], [zeros], [(layout.shard_numel,)])
+    ranges += [0, 0, (layout.shard_numel - end) * size]
+    (flat,) = join_ranges(sources, ranges, [2 * len(parts) + 1], [zeros], [(layout.shard_numel,)])
     return flat
 
 

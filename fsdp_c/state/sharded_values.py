@@ -483,7 +483,10 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     not divided into rows over the ranks of its group (X-142).
     """
     if isinstance(value, DTensor):
-        return _rows_of_dtensor(value, module)
+        mesh = value.device_mesh
+        if mesh.size(-1) == module.world_size and value.placements == _placements(mesh, value.dim() > 0):
+            return value.to_local()
+        return own_rows(value.full_tensor(), module.rank, module.world_size)
     if not isinstance(value, ShardedTensor):
         if isinstance(value, Tensor) and not layout.shape:
             return value
@@ -518,12 +521,3 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
     # torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over
     (whole,) = wholes_of_rows([(layout, rows)], group, module.compute_device)
     return own_rows(whole, module.rank, module.world_size)
-
-
-def _rows_of_dtensor(value: DTensor, module: ShardedModule) -> Tensor:
-    local = value.to_local()
-    mesh = value.device_mesh
-    same = mesh.size(-1) == module.world_size and value.placements == _placements(mesh, value.dim() > 0)
-    if same:
-        return local
-    return own_rows(value.full_tensor(), module.rank, module.world_size)

@@ -459,20 +459,14 @@ def _finish_buffers(
         else:
             if fsdp_module._state_dict_config.offload_to_cpu:
                 state_dict[key] = state_dict[key].cpu()
-            if casts and buffer in recorded:
-                state_dict[key] = _in_original_dtype(fsdp_module, recorded[buffer], state_dict[key])
-
-
-def _in_original_dtype(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> Tensor:
-    if name in fsdp_module._ignored_buffer_names:
-        return buffer
-    dtypes = fsdp_module._buffer_name_to_orig_dtype
-    if name not in dtypes:
-        raise AssertionError(
-            f"{name} is missing from pre-computed dict on rank {fsdp_module.rank}: the original dtypes of "
-            f"buffers are known of {list(dtypes)}"
-        )
-    return buffer.to(dtypes[name], copy=True)
+            if casts and buffer in recorded and recorded[buffer] not in fsdp_module._ignored_buffer_names:
+                dtypes = fsdp_module._buffer_name_to_orig_dtype
+                if recorded[buffer] not in dtypes:
+                    raise AssertionError(
+                        f"{recorded[buffer]} is missing from pre-computed dict on rank {fsdp_module.rank}: the "
+                        f"original dtypes of buffers are known of {list(dtypes)}"
+                    )
+                state_dict[key] = state_dict[key].to(dtypes[recorded[buffer]], copy=True)
 
 
 def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
