@@ -414,7 +414,16 @@ def _rekeyed(
         unknown.difference_update(names)
         if not names:
             continue
-        state = _state_of_param(known, states, shards, source, options)
+        state: ParamState = {}
+        if known.module is None:
+            state = _user_state(states[names[0]], source and source["state"][names[0]], options)
+        elif not known.is_original:
+            state = _flat_state(known, states, shards)
+        else:
+            (_, _, numel, _) = handle_of(known.module).layout.shard_ranges()[known.indices[0]]
+            for name, value in states[names[0]].items():
+                if numel or isinstance(value, WholeState):
+                    state[name] = shards[names[0], name] if _is_tensor(value) else _own_scalar(value)
         if not state and options.named_optim is not None:
             # optimizers keyed by names want state of every parameter, also of one without elements here
             if param in options.named_optim.state:
@@ -432,28 +441,6 @@ def _rekeyed(
         if name in unknown:
             result[name] = _user_state(states[name], source and source["state"][name], options)
     return result
-
-
-def _state_of_param(
-    known: OptimParam,
-    states: dict[str, ParamState],
-    shards: dict[tuple[str, str], Tensor],
-    source: StateDict | None,
-    options: LoadOptions,
-) -> ParamState:
-    if known.module is None:
-        name = known.fqns[0]
-        state: ParamState = _user_state(states[name], source and source["state"][name], options)
-        return state
-    if not known.is_original:
-        return _flat_state(known, states, shards)
-    (fqn,) = known.fqns
-    (_, _, numel, _) = handle_of(known.owner).layout.shard_ranges()[known.indices[0]]
-    return {
-        name: shards[fqn, name] if _is_tensor(value) else _own_scalar(value)
-        for name, value in states[fqn].items()
-        if numel or isinstance(value, WholeState)
-    }
 
 
 def _own_scalar(value: object) -> object:
@@ -533,8 +520,8 @@ def _check_alike(known: OptimParam, name: str, values: dict[str, Any]) -> None:
     if missing or differing:
         raise ValueError(
             "All unflattened parameters comprising a single flat parameter must have scalar state with the "
-            f"same value and dtype: {first_fqn} has {name}={first}, {differing or missing} "
-            f"{'differ' if differing else 'have none'}; load with use_orig_params=True"
+            f"same value and dtype: {first_fqn} has {name}={first}, {differing or missing} have another or none; "
+            "load with use_orig_params=True"
         )
 
 
