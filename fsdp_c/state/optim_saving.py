@@ -25,7 +25,7 @@ from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
-from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, with_params
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
 from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
