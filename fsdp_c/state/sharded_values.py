@@ -175,10 +175,8 @@ def rows_of_shards(
     result: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
     for group, items in by_group((module, *item) for module in result for item in layouts_of(module)):
         with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _, _ in items)):
-            device = items[0][0].compute_device
-            made = _rows([(layout, piece) for _, layout, piece in items], group, device)
             # what is offloaded goes before the next batch is made
-            for (module, *_), rows in zip(items, made, strict=True):
+            for (module, _, _), rows in zip(items, _rows(items, group), strict=True):
                 result[module].append(rows.cpu() if offloads(module) else rows)
     return result
 
@@ -247,11 +245,12 @@ def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[
 
 
 def _rows(
-    items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
+    items: Sequence[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup
 ) -> Iterator[Tensor]:
     """This rank's rows of each, from its 1-D part of each shard."""
-    direct = [(layout, piece) for layout, piece in items if layout.rows is not None]
-    others = [(layout, piece) for layout, piece in items if layout.rows is None]
+    device = items[0][0].compute_device
+    direct = [(layout, piece) for _, layout, piece in items if layout.rows is not None]
+    others = [(layout, piece) for _, layout, piece in items if layout.rows is None]
     # the same on every rank, and so whether or not rows are offloaded: ranks may differ in that
     batch_nbytes = None if device.type == "cpu" else DEVICE_BATCH_NBYTES
     rows = redistribute(
@@ -271,7 +270,7 @@ def _rows(
         device=device,
         batch_nbytes=batch_nbytes,
     )
-    for layout, _ in items:
+    for _, layout, _ in items:
         if layout.rows is not None:
             yield dims_from_memory(next(rows), layout.order)
         else:
