@@ -321,8 +321,13 @@ class WholeParameters(Optimizer):
             count = _bucket_count(list(by_owner.values()), self._bucket_nbytes)
             buckets: list[list[_Whole]] = [[] for _ in range(count)]
             for queue in by_owner.values():
-                for whole, place in zip(queue, _places(queue), strict=True):
-                    buckets[int(place * count)].append(whole)
+                cost = sum(whole.cost for whole in queue) or 1
+                nbytes = sum(whole.nbytes for whole in queue) or 1
+                before = 0.0  # how far in the work and the bytes of the queue a parameter begins
+                for whole in queue:
+                    part = (whole.cost / cost + whole.nbytes / nbytes) / 2
+                    buckets[int(min(before + part / 2, 1 - 1e-9) * count)].append(whole)
+                    before += part
             yield from filter(None, buckets)
         if not wholes:
             yield []  # an optimizer steps, though nothing has a gradient: it may count
@@ -488,16 +493,6 @@ def _bucket_count(queues: Sequence[Sequence[_Whole]], bucket_nbytes: int | None)
     largest = max(sizes) * len(queues)
     least = sum(sizes) // max(largest, 1)
     return max(1, min(-(-sum(sizes) // bucket_nbytes), max(least, min(map(len, queues)))))
-
-
-def _places(queue: Sequence[_Whole]) -> Iterator[float]:
-    """How far in the work and the bytes of a queue the middle of each parameter is, in [0, 1)."""
-    cost, nbytes = sum(whole.cost for whole in queue) or 1, sum(whole.nbytes for whole in queue) or 1
-    before = 0.0
-    for whole in queue:
-        part = (whole.cost / cost + whole.nbytes / nbytes) / 2
-        yield min(before + part / 2, 1 - 1e-9)
-        before += part
 
 
 def _held_numel(whole: _Whole, rank: int) -> int:
