@@ -273,13 +273,12 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
                 "state of shared parameters can be keyed by ids only"
             )
         names[param] = clean_name(name)
-    by_param = params.by_param if params else {}
-    known = {param: one.fqns for param, one in by_param.items() if one.module is not None}
-    for param in names:
-        if param in known and len(known[param]) != 1:
-            raise RuntimeError(
-                f"Each parameter should only map to one parameter name but got {list(known[param])} for "
-                f"{names[param]!r}; "
-                "wrap with use_orig_params=True, or save a full state dict"
-            )
-    return {param: known[param][0] if param in known else name for param, name in names.items()}
+        known = params.by_param.get(param) if params else None
+        if known is not None and known.module is not None:
+            if len(known.fqns) != 1:
+                raise RuntimeError(
+                    f"Each parameter should only map to one parameter name but got {list(known.fqns)} for "
+                    f"{names[param]!r}; wrap with use_orig_params=True, or save a full state dict"
+                )
+            names[param] = known.fqns[0]
+    return names
