@@ -4,7 +4,6 @@ are killed."""
 from __future__ import annotations
 
 import os
-import pickletools
 import signal
 import sys
 import threading
@@ -38,11 +37,10 @@ def contents(path: Path) -> dict[str, Any]:
     return {key: read_entry(found, key) for key in found.entries}
 
 
-def pickle_end(content: bytes) -> int:
-    """The number of bytes of the pickle that ``content`` begins with."""
-    *_, (_, _, last) = pickletools.genops(content)
-    assert last is not None
-    return last + 1
+def pickle_of(content: bytes) -> bytes:
+    """A ``.metadata`` of ours without its end: a line of JSON, and one that says how long that is."""
+    last = content.splitlines(keepends=True)[-1]
+    return content[: -len(last) - int(last.split()[2], 16)]
 
 
 def with_right_checksums(path: Path, pickled: bytes | None = None, layout: bytes | None = None) -> None:
@@ -52,7 +50,7 @@ def with_right_checksums(path: Path, pickled: bytes | None = None, layout: bytes
     if layout is not None:
         (path / footer.data / LAYOUT).write_bytes(layout)
         footer.files[LAYOUT] = len(layout), zlib.crc32(layout)
-    pickled = content[: pickle_end(content)] if pickled is None else pickled
+    pickled = pickle_of(content) if pickled is None else pickled
     (path / METADATA).write_bytes(b"".join(with_footer([pickled], footer)))
 
 

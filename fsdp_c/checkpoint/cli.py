@@ -72,7 +72,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     def opened() -> Checkpoint:
         checkpoint = read_checkpoint(path)
-        checkpoint.hold(checkpoint.files.sizes)
+        checkpoint.hold(checkpoint.file_sizes)
         return checkpoint
 
     check_path(path)
@@ -85,10 +85,10 @@ def _verify(args: argparse.Namespace) -> int:
     for problem in problems(checkpoint):
         count += 1
         _print(problem)
-    writer = "fsdp_c, with checksums" if checkpoint.files.framing else "torch, without checksums"
+    writer = "fsdp_c, with checksums" if checkpoint.framing else "torch, without checksums"
     nbytes = sum(entry.nbytes for entry in checkpoint.entries.values() if isinstance(entry, TensorEntry))
     _print(
-        f"{args.path}: written by {writer}: {len(checkpoint.files.sizes)} files, {len(checkpoint.entries)} entries, "
+        f"{args.path}: written by {writer}: {len(checkpoint.file_sizes)} files, {len(checkpoint.entries)} entries, "
         f"{nbytes} bytes: {count or 'no'} problems"
     )
     return 1 if count else 0
@@ -96,7 +96,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Read everything, a piece at a time, and describe each damage; without checksums, each unreadable part."""
-    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.files.framing}
+    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
     for key, entry in checkpoint.entries.items():
         for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
             if part.place is not None and part.file in data:
@@ -111,11 +111,11 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
                 yield str(error)
     for name, ranges in data.items():
         crc32 = last = 0
-        size = checkpoint.files.sizes[name]
+        size = checkpoint.file_sizes[name]
         with checkpoint.open(name) as file:
             for start, end in [*sorted(ranges), (size, size)]:
                 crc32, last = crc32_of(file, last, start, crc32), max(last, end)
-        if crc32 != checkpoint.files.framing[name]:
+        if crc32 != checkpoint.framing[name]:
             path = checkpoint.folder / name
             if path.name == LAYOUT:
                 yield f"{path}: damaged: loads read {METADATA} in its place"

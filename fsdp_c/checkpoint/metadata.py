@@ -171,7 +171,7 @@ class Checkpoint:
     held: dict[str, BinaryIO] = field(default_factory=dict)  # files that stay open
 
     def __post_init__(self) -> None:
-        self.folder = self.files.folder
+        self.folder, self.file_sizes, self.framing = self.files.folder, self.files.sizes, self.files.framing
         weakref.finalize(self, _close_all, self.held)
 
     def tensor(self, key: str) -> TensorEntry:

@@ -44,7 +44,7 @@ from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, layout_file
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.metadata import TensorEntry
-from tests.checkpoints import contents, pickle_end, with_right_checksums
+from tests.checkpoints import contents, pickle_of, with_right_checksums
 
 NOTE = "note.distcp"  # the file of an object that is made to harm
 SECONDS_OF_A_TRIAL = 20
@@ -214,8 +214,7 @@ class Headers(Subject):
 
     def change(self, rng: random.Random) -> str:
         if rng.random() < 0.5:
-            content = self.sound[METADATA]
-            content = mutated(content[: pickle_end(content)], rng)
+            content = mutated(pickle_of(self.sound[METADATA]), rng)
         else:
             content = changed(pickle.loads(self.sound[METADATA]), rng)
         with_right_checksums(self.folder, content)

@@ -474,9 +474,9 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
     save(path, 1)
     with mock.patch("resource.getrlimit", return_value=(1, 1)):
         found = metadata.read_checkpoint(path)
-        found.hold(found.files.sizes)
+        found.hold(found.file_sizes)
     save(path, 2)
-    (name,) = [name for name in found.files.sizes if name.endswith(".distcp")]
+    (name,) = [name for name in found.file_sizes if name.endswith(".distcp")]
     with pytest.raises(CheckpointError, match="__0_0.distcp: gone while the checkpoint was read"):
         with found.open(name):
             pass

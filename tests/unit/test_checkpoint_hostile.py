@@ -33,7 +33,7 @@ from fsdp_c.checkpoint import CheckpointError, cli
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from fsdp_c.checkpoint.pickles import Value, read_metadata
 from fsdp_c.checkpoint.storage import read_nested
-from tests.checkpoints import pickle_end
+from tests.checkpoints import pickle_of
 from tests.fuzz.checkpoint import SUBJECTS
 from tests.processes import ROOT, output_of_python
 
@@ -253,7 +253,7 @@ def test_pieces_without_checksums_are_an_interrupted_copy(tmp_path: Path) -> Non
     path = tmp_path / "ckpt"
     checkpoint.save(nn.Linear(3, 2, bias=False), None, path)
     content = (path / ".metadata").read_bytes()
-    for end in (len(content) - 1, content.rindex(b"fsdp_c 1 "), pickle_end(content)):
+    for end in (len(content) - 1, content.rindex(b"fsdp_c 1 "), len(pickle_of(content))):
         (path / ".metadata").write_bytes(content[:end])
         refused(path, "its last line, which has its checksum, is missing")
 
@@ -277,7 +277,7 @@ def test_a_bad_end_of_metadata_is_refused(text: bytes, nbytes: int | None, tmp_p
     path = tmp_path / "ckpt"
     checkpoint.save(nn.Linear(3, 2, bias=False), None, path)
     content = (path / ".metadata").read_bytes()
-    content = content[: pickle_end(content)] + text
+    content = pickle_of(content) + text
     content += b"fsdp_c 1 %010x " % (len(text) if nbytes is None else nbytes)
     (path / ".metadata").write_bytes(content + b"%08x\n" % zlib.crc32(content))
     refused(path, ".metadata: damaged at its end")
