@@ -14,6 +14,7 @@ from fsdp_c.checkpoint.values import (
     RangeTensor,
     box_of_rank,
     in_box,
+    is_part,
     mapped_tensors,
     unless_part,
     whole_value,
@@ -153,10 +154,11 @@ def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
 def _params_of_units(model: nn.Module, waits: bool) -> dict[nn.Module, dict[str, Tensor]]:
     """By the module and the name there."""
     found: dict[nn.Module, dict[str, Tensor]] = {}
-    for name, param in params_of_script(model):
-        mapped_tensors(name, param, unless_part)
     for module in units_of(model):
         if module._handle is not None:
+            if any(map(is_part, module._handle.flat_param._params or ())):
+                for name, param in params_of_script(model):
+                    mapped_tensors(name, param, unless_part)
             parts = split_shard(module, _settled_shard(module, waits))
             values = [part_value(module, layout, part) for layout, part in parts]
             for managed in module._handle.managed_params:

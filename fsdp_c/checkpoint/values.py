@@ -223,14 +223,18 @@ def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: boo
     return RangeTensor(flat, shape, 0, order, box, is_replica)
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether a plain tensor holds parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``."""
+    return hasattr(tensor, "global_offsets") and not isinstance(tensor, DTensor | RangeTensor)
+
+
 def unless_part(tensor: Tensor) -> Tensor:
-    """``tensor``, unless it is a plain one that by the attributes of DCP's ``CheckpointableTensor``, which torch has
-    since 2.14, holds parts of a larger one: NotImplementedError, as it would be saved as if it were whole."""
-    is_plain = not isinstance(tensor, DTensor | RangeTensor)
-    if is_plain and hasattr(tensor, "global_shape") and hasattr(tensor, "global_offsets"):
+    """``tensor``. NotImplementedError for a part of a larger one, which would be saved as if it were whole."""
+    if is_part(tensor):
+        shape = tuple(getattr(tensor, "global_shape", ()))
         raise NotImplementedError(
-            f"its attributes say that it is a part of a tensor of shape {tuple(tensor.global_shape)} "
-            "(CheckpointableTensor): make it a DTensor, or take the attributes off"
+            f"its attributes say that it is a part of a tensor of shape {shape} (CheckpointableTensor): make it a "
+            "DTensor, or take the attributes off"
         )
     return tensor
 
