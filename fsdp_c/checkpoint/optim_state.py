@@ -78,7 +78,8 @@ def optim_state(model: nn.Module, optimizer: Optimizers) -> StateDict:
     """{"state": {fqn: {...}}, "param_groups": [...]}; tensors sharded as parameters are as ``RangeTensor``.
 
     Several optimizers have one dict, with the groups of one after those of another. The memory is the
-    optimizer's own; see ``model_state``. Collective for WholeParameters alone: a rank has entries of what it
+    optimizer's own; see ``model_state``. State in 8 or 4 bits is a float32 copy on the CPU, into which
+    ``dcp.load`` is refused. Collective for WholeParameters alone: a rank has entries of what it
     holds. Raises ValueError for a parameter of two optimizers, and for state that is not a parameter's own:
     LBFGS's, and in other optimizers over shards what is of another shape or nested.
     """

@@ -37,7 +37,8 @@ def optim_state_dict(
 
     ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole
     tensors, on rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as
-    ShardedTensor or, where the model has a mesh, DTensor. No tensor is shared with the optimizer.
+    ShardedTensor or, where the model has a mesh, DTensor. No tensor is shared with the optimizer. State in 8 or 4 bits
+    of torchao's and bitsandbytes' optimizers is float32.
 
     Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should
     have, ValueError for state that is not of its parameter's shape, AssertionError where scalars differ
@@ -91,7 +92,7 @@ def optim_state_dict_to_load(
 
     It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With
     ``rank0_only`` only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays
-    as it is. Collective.
+    as it is. State that ``optim`` keeps in 8 or 4 bits is quantized. Collective.
 
     Raises ValueError for a dict without "state" or values that do not fit their parameters.
     """
