@@ -138,7 +138,7 @@ void grads_release_reduce_input(struct grads *grads);
 /* After grads_save_reduced: the reduction's input and output. */
 void grads_reduce_release(struct grads *grads);
 
-/* ---- shown as .grad: grad.c ---- */
+/* ---- shown as .grad: grads.c ---- */
 
 void grads_watch_nothing(struct grads *grads); /* what is shown may go: the handle goes with it */
 int grads_hand_over(struct grads *grads);      /* saved_shard becomes .grad */

@@ -2,7 +2,7 @@
  * is a sequence here.
  *
  *   flat_param   what it is                         storage    shard and unsharded parameters
- *   param_views  what the modules show              gradients  from autograd to .grad
+ *   param_views  what the modules show              grads      from autograd to .grad
  *   writeback    what the user did to both
  *
  * Invariants: a component writes its own fields alone.
