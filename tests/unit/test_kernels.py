@@ -211,6 +211,16 @@ def test_pack_reads_random_strides_however_threads_cut_them(seed: int) -> None:
         assert_same_bits(out, torch.cat(expected))
 
 
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("behind", [-1, 0, 1])
+def test_pack_cut_beside_the_end_of_a_tensor(behind: int, gap: int) -> None:
+    first = values(60_000 + behind, torch.float32)
+    second = values(60_000 - behind - gap, torch.float32, 1)
+    out = torch.full((120_000,), math.nan)
+    on_threads(lambda: OPS.pack_gradients(out, [first, second], [0, first.numel() + gap], 1.0), (2,))
+    assert_same_bits(out, torch.cat([first, torch.zeros(gap), second]))
+
+
 def test_pack_gives_the_same_bits_on_one_and_on_several_threads() -> None:
     grads = [values(200_003, torch.float32).view(-1), values(400 * 700, torch.float32).view(400, 700).t()]
     offsets, threads = [8, 200_016], torch.get_num_threads()
