@@ -88,6 +88,17 @@ def test_full_shard_forward_holds_the_root_and_one_unit(
 
 @both_views
 @on_ranks(2)
+def test_no_shard_frees_every_low_precision_copy_after_its_forward(use_orig_params: bool) -> None:
+    meter = Meter(BF16_NBYTES)
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    model = build("NO_SHARD", use_orig_params=use_orig_params, mixed_precision=low)
+    output = model(batch())
+    assert output.requires_grad
+    assert meter.live() == HELD_BACK
+
+
+@both_views
+@on_ranks(2)
 def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params, forward_prefetch=True)
