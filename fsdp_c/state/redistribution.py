@@ -398,27 +398,29 @@ def _exchange_large(
     made: list[Tensor] = []
     works: list[dist.Work | None] = []
     for tag, (piece, source) in enumerate(zip(pieces, sources, strict=True)):
-        if targets is None:
-            start, end = 0, source.numel
-            outgoing = [(peer, 0, len(piece)) for peer in range(group.size()) if len(piece)]
-            incoming = _C.partition_overlaps(rank0_partition(end), source, 0)
-        else:
-            start, end = targets[tag].bounds(rank)
-            outgoing = list(_C.partition_overlaps(source, targets[tag], rank))
-            incoming = _C.partition_overlaps(targets[tag], source, rank)
+        start, end = (0, source.numel) if targets is None else targets[tag].bounds(rank)
         own = piece.new_empty(end - start)
         _C.prefer_large_pages(own)
-        for peer, offset, numel in outgoing:
-            if peer != rank:
-                data = piece[offset : offset + numel].view(torch.uint8)
-                works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
-        for peer, offset, numel in incoming:
-            place = own[offset : offset + numel]
-            if peer != rank:
-                works.append(dist.irecv(place.view(torch.uint8), group=group, group_src=peer, tag=tag))
-            else:
-                first = start + offset - source.bounds(rank)[0]
-                place.copy_(piece[first : first + numel])
+        if targets is None:
+            for peer in range(group.size()):
+                first, last = source.bounds(peer)
+                if peer == rank:
+                    own[first:last] = piece
+                if first < last:
+                    data = own[first:last].view(torch.uint8)
+                    works.append(dist.broadcast(data, group=group, group_src=peer, async_op=True))
+        else:
+            for peer, offset, numel in _C.partition_overlaps(source, targets[tag], rank):
+                if peer != rank:
+                    data = piece[offset : offset + numel].view(torch.uint8)
+                    works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
+            for peer, offset, numel in _C.partition_overlaps(targets[tag], source, rank):
+                place = own[offset : offset + numel]
+                if peer != rank:
+                    works.append(dist.irecv(place.view(torch.uint8), group=group, group_src=peer, tag=tag))
+                else:
+                    first = start + offset - source.bounds(rank)[0]
+                    place.copy_(piece[first : first + numel])
         made.append(own if shapes is None else own.view(shapes[tag]))
     for work in works:
         if work is not None:
