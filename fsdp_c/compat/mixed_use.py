@@ -1,7 +1,8 @@
 """Units of ours in the hands of torch's own FSDP1 functions, in a process where fsdp_c is not installed.
 
 They find our units through the base class that both share. What reads names and sizes, or sets what units
-show as attributes, works as it is: ``state_dict_type`` and its kin, ``fsdp_modules``, ``no_sync``. What would run a
+show as attributes, works as it is: ``state_dict_type`` and its kin, ``fsdp_modules``. ``no_sync`` finds no unit of its
+class, so that each backward reduces: more is sent, and gradients are right. What would run a
 unit (``summon_full_params``, ``clip_grad_norm_``, ``apply``, a unit of torch's around ours) meets one error at the
 first attribute that it sets there, and so does torch.distributed.checkpoint, which gives parameters wrong names where
 it does not know a class.

@@ -51,11 +51,6 @@ def summon(trained: Trained) -> None:
         pass
 
 
-def no_sync(trained: Trained) -> None:
-    with TorchFSDP.no_sync(trained.model):
-        pass
-
-
 def around(trained: Trained) -> None:
     outer = TorchFSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), trained.model), **trained.arguments)
     trained.step(outer)
@@ -79,7 +74,6 @@ REFUSED: dict[str, Callable[[Trained], Any]] = {
     ),
     "summon_full_params": summon,
     "clip_grad_norm_": lambda t: TorchFSDP.clip_grad_norm_(t.model, 1.0),
-    "no_sync": no_sync,
     "apply": lambda t: TorchFSDP.apply(t.model, lambda module: None),
     "a unit of torch's around ours": around,
 }
@@ -87,7 +81,6 @@ BEFORE_A_STEP = [
     "get_state_dict",
     "summon_full_params",
     "clip_grad_norm_",
-    "no_sync",
     "apply",
     "a unit of torch's around ours",
 ]
@@ -119,6 +112,23 @@ def test_settings_work() -> None:
         assert FSDP.get_state_dict_type(model) == TorchFSDP.get_state_dict_type(model)
         assert {type(value).__name__ for value in model.state_dict().values()} == {"ShardedTensor"}
     assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+
+
+@both_views
+@on_ranks(2)
+def test_torchs_no_sync_leaves_gradients_right(rank: int, use_orig_params: bool) -> None:
+    """Torch looks for units of its own class: each backward reduces, and the sum is the same."""
+    grads = []
+    for no_sync in (TorchFSDP.no_sync, FSDP.no_sync):
+        torch.manual_seed(0)
+        trained = Trained(use_orig_params, stepped=True)
+        trained.model.zero_grad()
+        with no_sync(trained.model):
+            trained.model(torch.ones(2, WIDTH) * (rank + 1)).sum().backward()
+        trained.step(trained.model)
+        grads.append([param.grad for param in trained.model.parameters() if param.numel()])
+    torch.testing.assert_close(*grads)
+    assert any(grad.abs().sum() > 0 for grad in grads[0])
 
 
 @both_views

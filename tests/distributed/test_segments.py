@@ -497,15 +497,6 @@ def test_it_moves_and_is_cast(rank: int, world_size: int, use_orig_params: bool)
     assert_same(full_state(model), dict(reference.state_dict()))
 
 
-@both_views
-@on_ranks(2)
-def test_a_layer_called_past_its_unit_is_named(rank: int, use_orig_params: bool) -> None:
-    model = wrapped("lora", use_orig_params)
-    for layer in (model.blocks[0].module.base, model.blocks[0].module.down):
-        with pytest.raises(RuntimeError, match="unit Block.*are sharded now"):
-            layer(batch(rank, 0))
-
-
 @on_ranks(2)
 def test_the_warning_of_frozen_parameters_names_the_remedy() -> None:
     with pytest.warns(UserWarning, match=r"wrap under fsdp_c\.wrap\.split_frozen"):

@@ -59,7 +59,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_c import checkpoint as fsdp_c_checkpoint
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from fsdp_c.checkpoint.storage import narrowed, read_tensor
-from fsdp_c.checkpoint.values import PartialTensor
+from fsdp_c.checkpoint.values import RangeTensor
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.models import WIDTH
 from tests.parity.engine import OPTIMIZERS, Point, Run, implementation
@@ -549,7 +549,7 @@ class ProgramRun(Run):
             )
             for fqn, own in state.items()
             for name, value in own.items()
-            if isinstance(value, PartialTensor)
+            if isinstance(value, RangeTensor)
         ]
         path = folder_of_ranks() / "checkpoint"
         handle = fsdp_c_checkpoint.save(self.model, self.optimizer, path, background=True)
