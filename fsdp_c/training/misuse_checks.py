@@ -3,6 +3,7 @@ first backward, and the first after something was registered, in an optimizer's 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -26,7 +27,9 @@ from fsdp_c.training import replacements
 _AVERAGE = (
     "param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))"
 )
-_checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots, since something was registered anywhere
+_checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots, since something was registered in them
+# by module, which does not know in which tree it is
+_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 _unstepped: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots
 _step_hooks: list[RemovableHandle] = []
 
@@ -48,8 +51,13 @@ def _watch_registrations() -> None:
 
 
 def _registered(module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
-    while _checked and not (isinstance(added, nn.Parameter) and is_flattened(added)):
-        _check_next_backward(_checked.pop())
+    if isinstance(added, nn.Parameter) and is_flattened(added):
+        return
+    with contextlib.suppress(TypeError):  # a module may have no hash
+        reference = _roots.get(module)
+        if reference is not None and (root := reference()) is not None:
+            _checked.discard(root)
+            _check_next_backward(root)
 
 
 def _check_next_backward(root: ShardedModule) -> None:
@@ -89,6 +97,10 @@ def check_backward(root: ShardedModule) -> None:
             f"{_AVERAGE}. If the script does so after the backward, or ranks are to differ, filter this warning.",
             stacklevel=6,
         )
+    reference = weakref.ref(root)
+    for module in root.modules():
+        with contextlib.suppress(TypeError):
+            _roots[module] = reference
     _checked.add(root)
 
 

@@ -110,6 +110,19 @@ def test_a_head_that_was_replaced_between_steps_is_refused(rank: int, use_orig_p
             backward(model, rank)
 
 
+@on_ranks(2)
+def test_modules_made_elsewhere_cost_no_further_check(rank: int) -> None:
+    model = wrapped()
+    backward(model, rank)
+    runtime = model._unit.runtime
+    nn.Sequential(nn.Linear(2, 2))
+    assert not runtime.unchecked
+    model.module.added = nn.Identity()
+    assert runtime.unchecked
+    backward(model, rank)
+    assert not runtime.unchecked
+
+
 def freeze(model: Any, rank: int) -> None:
     replace_head(model, rank).requires_grad_(False)
 
