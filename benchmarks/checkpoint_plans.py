@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import layout_file, metadata
-from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Footer, file_of, size_and_crc32, with_footer
+from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Counted, Footer, file_of, with_footer
 from fsdp_c.checkpoint.storage import Item, read_items
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
@@ -136,10 +136,8 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     listed = {file_of(rank): (2**40, 0) for rank in results}
     top = 0.0
     (folder / DATA).mkdir()
-    contents = {
-        "pickled": metadata_content(table, order, folder, files),
-        f"{DATA}/{LAYOUT}": layout_file.layout_content(table, order),
-    }
+    layout = Counted(layout_file.layout_content(table, order))
+    contents = {"pickled": metadata_content(table, order, folder, files), f"{DATA}/{LAYOUT}": layout}
     for name, content in contents.items():
         start = time.process_time()
         with (folder / name).open("wb") as file:
@@ -148,7 +146,7 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
                 top = max(top, resident_mb())
         times.append(time.process_time() - start)
     sizes = [(folder / name).stat().st_size / 1e6 for name in contents]
-    listed[LAYOUT] = size_and_crc32(folder / DATA / LAYOUT)
+    listed[LAYOUT] = layout.size, layout.crc32
     whole = with_footer([(folder / "pickled").read_bytes()], Footer(DATA, listed, []))
     (folder / METADATA).write_bytes(b"".join(whole))
     grown += top - before

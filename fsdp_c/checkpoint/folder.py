@@ -188,14 +188,25 @@ class Footer(NamedTuple):
     identity: tuple[int, int] = (0, 0)  # size and CRC-32 of ``.metadata``
 
 
+class Counted:
+    """Parts of a file as they are written, with their size and CRC-32 so far."""
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self.parts, self.size, self.crc32 = parts, 0, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self.parts:
+            self.size += len(part)
+            self.crc32 = zlib.crc32(part, self.crc32)
+            yield part
+
+
 def with_footer(pickled: Iterable[bytes], footer: Footer) -> Iterator[bytes]:
     """A ``.metadata`` of ours, part by part."""
     text = json.dumps(footer[:3]).encode() + b"\n"
-    crc32 = 0
-    for part in itertools.chain(pickled, (text, b"fsdp_c 1 %010x " % len(text))):
-        crc32 = zlib.crc32(part, crc32)
-        yield part
-    yield b"%08x\n" % crc32
+    content = Counted(itertools.chain(pickled, (text, b"fsdp_c 1 %010x " % len(text))))
+    yield from content
+    yield b"%08x\n" % content.crc32
 
 
 def read_footer(folder: Path, *, compare: bool = False) -> Footer | None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, file_of, publish, size_and_crc32, write_file
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, Counted, file_of, publish, write_file
 from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
@@ -143,8 +143,9 @@ class Writer:
         publish it. See [Note: The layout of a checkpoint]."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
         table = stored(self.planned, by_rank)
-        write_file(self.data / LAYOUT, layout_content(table, [*self.state]))
-        files = {LAYOUT: size_and_crc32(self.data / LAYOUT)}
+        layout = Counted(layout_content(table, [*self.state]))
+        write_file(self.data / LAYOUT, layout)
+        files = {LAYOUT: (layout.size, layout.crc32)}
         for rank, each in by_rank.items():
             self._check_is_there(self.data / file_of(rank), each.size)
             files[file_of(rank)] = each.size, each.framing_crc32
