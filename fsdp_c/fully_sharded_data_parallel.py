@@ -245,6 +245,7 @@ class FullyShardedDataParallel(ShardedModule):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
+        sharded_errors.explain_optimizers()
         if self._handle is not None:
             self._fully_sharded_module_to_handle[module] = self._handle
         if not use_orig_params:

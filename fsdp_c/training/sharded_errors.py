@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fsdp_c.compat.errors import first_names
-from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_of
+from fsdp_c.sharding.construction import is_flattened
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, parts_of, units_of
 from fsdp_c.sharding.wrap import unit_name
 
 # what kernels say of 1-D parts, and of parameters of which nothing is there
@@ -19,6 +24,8 @@ _OF_SHARDS = (
     "storage of size 0",
     "not gathered",
 )
+# what optimizers say of shards, and of a list of the 2-D parameters among them
+_OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 
 
 def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:
@@ -62,3 +69,34 @@ def _add(error: BaseException, line: str, units: list[ShardedModule]) -> None:
     are_sharded = any(unit._handle is not None and unit._handle.shows_sharded for unit in units)
     if of_shards and are_sharded and len(error.args) == 1:
         error.args = (f"{error.args[0]}\n{line}",)
+
+
+# ----------------------------------------------------------------- optimizers that need whole parameters
+
+
+@functools.cache
+def explain_optimizers() -> None:
+    """From now on optimizers that refuse shards for their shape name WholeParameters."""
+    for kind in (torch.optim.Optimizer, torch.optim.Muon):
+        kind.__init__ = _explaining_init(kind.__init__)  # type: ignore[method-assign]
+
+
+def _explaining_init(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def explained(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except ValueError as error:
+            params = [param for group in vars(self).get("param_groups", ()) for param in group["params"]]
+            handles = [unit._handle for unit in claimed_units() if unit._handle is not None]
+            of_shards = (
+                any(map(is_flattened, params)) if params else any(one.layout.sharded for one in handles)
+            )
+            if of_shards and _OF_2D_PARAMS.search(str(error)) and "WholeParameters" not in str(error):
+                error.args = (
+                    f"{error.args[0]}\n(A rank has a 1-D part of each parameter of a FullyShardedDataParallel: "
+                    f"fsdp_c.optim.WholeParameters(model, {type(self).__name__}, ...) steps each parameter whole.)",
+                )
+            raise
+
+    return explained
