@@ -223,11 +223,10 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     if (!to || follow_to(handle, to) == 0)
         return to ? 0 : -1;
     /* what could not be followed is left for what was there before; the exception stays */
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (follow_to(handle, data) < 0)
         PyErr_WriteUnraisable(handle->param.name);
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
     return -1;
 }
 

@@ -227,10 +227,9 @@ int grads_call_param_hooks(struct grads *grads) {
     }
     if (result == 0)
         return 0;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (show_grad(grads, grads->kind == GRAD_UNSHARDED ? *grads_previous(grads) : NULL) < 0)
         PyErr_WriteUnraisable(grads->param->name);
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
     return -1;
 }

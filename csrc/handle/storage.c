@@ -331,17 +331,13 @@ int storage_free_full(struct storage *storage) {
     PyObject *left;
     if (buffer_free(full) == 0)
         return 0;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     int exported = buffer_is_exported(full);
     if (exported <= 0) {
-        PyErr_Clear();
-        PyErr_Restore(type, value, traceback);
+        PyErr_SetRaisedException(error);
         return -1;
     }
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
+    Py_DECREF(error);
     if (torch_leave_inference_mode(&left) < 0)
         return -1;
     int result = renew_full(storage);

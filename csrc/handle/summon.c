@@ -14,11 +14,10 @@ static int restore_flat_param(struct handle *handle) {
 
 /* Back to the precision of a step; an exception that is set stays. */
 static int leave_full_precision(struct handle *handle) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     int result = handle_use_precision(handle, PRECISION_COMPUTE);
-    if (type)
-        PyErr_Restore(type, value, traceback);
+    if (error)
+        PyErr_SetRaisedException(error);
     return result;
 }
 
@@ -103,18 +102,17 @@ static int leave(struct handle *handle) {
  * leaves half done would be taken for the user's writeback. The first exception is the one that stays.
  * `result`, or -1. */
 static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int result) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (verb(handle) < 0) {
         result = -1;
-        if (type)
+        if (error)
             PyErr_Clear();
         else
-            PyErr_Fetch(&type, &value, &traceback);
+            error = PyErr_GetRaisedException();
         if (verb(handle) < 0)
             PyErr_WriteUnraisable(handle->param.name);
     }
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
     return result;
 }
 

@@ -118,12 +118,11 @@ static int fill_own_part(struct storage *storage) {
 /* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is
  * enqueued. */
 void storage_abandon_unshard(struct storage *storage) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (deferred_free_forget(storage->full_free, &storage->copy->full) == 0)
         buffer_free(&storage->copy->full);
     buffer_free(&storage->device_shard);
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
 }
 
 static int abandon(struct storage *storage) {

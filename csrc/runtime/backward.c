@@ -242,9 +242,9 @@ static int post_backward(struct unit *unit) {
 /* Of all gradients of the unit that have come. */
 static int post_backward_of_new(struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    OWNED *module = unit_module(unit);
     /* helps to find out which hooks do not run, under some ways of checkpointing (D-065) */
-    if (param->verbose && param->use_orig_params && module && module != Py_None &&
+    if (param->verbose && param->use_orig_params && module &&
         callbacks_tell(callbacks.log_post_backward, module, NULL) < 0)
         return -1;
     int awaits = awaits_gradients(unit);
@@ -396,8 +396,8 @@ int runtime_final_callback(void *target) {
     no_gradient_note_backward_end(runtime);
     if (!ends_step || !runtime->unchecked)
         return 0;
-    PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
-    if (module && module != Py_None && callbacks_tell(callbacks.check_backward, module, NULL) < 0)
+    OWNED *module = unit_module(runtime->units[0]);
+    if (module && callbacks_tell(callbacks.check_backward, module, NULL) < 0)
         return -1; /* the next backward is looked at as well */
     runtime->unchecked = false;
     return 0;

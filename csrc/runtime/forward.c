@@ -284,8 +284,8 @@ static int post_forward(struct unit *unit, PyObject **output) {
 static int ensure_lazy_init(struct unit *unit) {
     if (unit->runtime)
         return 0;
-    PyObject *module = PyWeakref_GetObject(unit->module_ref); /* borrowed: it is in its own forward */
-    if (!module || callbacks_tell(callbacks.lazy_init, module, NULL) < 0)
+    OWNED *module = unit_module(unit);
+    if (module && callbacks_tell(callbacks.lazy_init, module, NULL) < 0)
         return -1;
     if (unit->runtime)
         return 0;

@@ -33,8 +33,8 @@ int no_gradient_warn(struct runtime *runtime) {
             return -1;
     }
     runtime->no_gradient.ended_backward = false;
-    PyObject *module = names ? PyWeakref_GetObject(runtime->units[0]->module_ref) : NULL;
-    if (!module || module == Py_None)
+    OWNED *module = names ? unit_module(runtime->units[0]) : NULL;
+    if (!module)
         return 0;
     runtime->no_gradient.warned = true;
     return callbacks_tell(callbacks.warn_of_units_without_gradient, module, names);

@@ -341,12 +341,11 @@ static int forget_hooks(struct unit *unit) {
  * needed (parity 54). What it has made belongs to it. 0 or -1, with the exception that is set where none is
  * under way. */
 static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     OWNED *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
     OWNED *innermost = peek ? PyObject_CallNoArgs(peek) : NULL;
     bool is_transformed = innermost && innermost != Py_None;
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
     if (!is_transformed)
         return -1;
     PyErr_Clear();

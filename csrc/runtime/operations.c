@@ -27,8 +27,8 @@ static PyObject *handle_or_none(const struct unit *unit) {
 
 PyObject *operations_call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
     OWNED *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
-    OWNED *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
-    return PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
+    OWNED *module = unit_module(unit);
+    return PyObject_CallFunctionObjArgs(function, module ? module : Py_None, a, b, c, NULL);
 }
 
 static int call_unshard(struct unit *unit) {
@@ -56,9 +56,9 @@ static int call_post_backward_reshard(struct unit *unit) {
 }
 
 static int call_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *result = operations_call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs,
-                                       handle_or_none(unit));
+    OWNED *module = unit_module(unit);
+    PyObject *result = operations_call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS,
+                                       module ? module : Py_None, *outputs, handle_or_none(unit));
     if (!result)
         return -1;
     ref_set(outputs, result);

@@ -244,13 +244,12 @@ static int take(struct unit *part, void *arg) {
 static int take_memory(struct runtime *runtime) {
     struct taken taken = {.pool = &runtime->schedule.pool};
     int result = for_all_held(runtime, take, &taken);
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     FOR_UNITS(unit, runtime)
         if (unit->handle && storage_release_reserved(&unit->handle->storage) < 0)
             result = -1;
-    if (type)
-        PyErr_Restore(type, value, traceback);
+    if (error)
+        PyErr_SetRaisedException(error);
     return result < 0 ? -1 : taken.cuts_piece;
 }
 

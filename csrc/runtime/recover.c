@@ -13,13 +13,11 @@
 /* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is
  * its whole tree's: units that had finished wait for a backward that will not come. */
 void unit_abandon_forward(struct unit *unit) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     /* An error of a kernel on parameters that another unit keeps sharded names that unit. */
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (module && value)
-        callbacks_tell(callbacks.explain_error, value, module);
+    OWNED *module = unit_module(unit);
+    if (module && error)
+        callbacks_tell(callbacks.explain_error, error, module);
     PyErr_Clear(); /* nothing of Python's is called with an exception set */
     unit_set_phase(unit, PHASE_IDLE);
     optional_abandon(unit);
@@ -34,24 +32,20 @@ void unit_abandon_forward(struct unit *unit) {
     if (unit->is_root && !unit->runtime->callback_queued)
         runtime_reset(unit->runtime);
     PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
 }
 
 /* ---- a whole tree ---- */
 
-/* The first exception of several. A collective that fails again must not leave the units behind it as they
- * were. */
-struct first_error {
-    PyObject *type, *value, *traceback; /* owned; NULL: there is none */
-};
-
-static void note_result(struct first_error *first, int result) {
-    if (result < 0 && !first->type)
-        PyErr_Fetch(&first->type, &first->value, &first->traceback);
+/* Keep the first exception of several in `first` and go on: a collective that fails again must not leave the
+ * units behind it as they were. */
+static void note_result(PyObject **first, int result) {
+    if (result < 0 && !*first)
+        *first = PyErr_GetRaisedException();
     PyErr_Clear();
 }
 
-static void reset_unit(struct unit *unit, struct first_error *first) {
+static void reset_unit(struct unit *unit, PyObject **first) {
     struct handle *handle = unit->handle;
     if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
         return; /* summon_full_params ends by itself */
@@ -72,7 +66,7 @@ static void reset_unit(struct unit *unit, struct first_error *first) {
 }
 
 static int reset(struct runtime *runtime) {
-    struct first_error first = {NULL};
+    PyObject *first = NULL;
     PyErr_Clear();
     runtime->reducing = NULL;
     note_result(&first,
@@ -84,9 +78,9 @@ static int reset(struct runtime *runtime) {
     order_forget_forwards(&runtime->order);
     note_result(&first, schedule_flush(&runtime->schedule));
     runtime->callback_queued = false; /* at the end: until then a forward waits */
-    if (!first.type)
+    if (!first)
         return 0;
-    PyErr_Restore(first.type, first.value, first.traceback);
+    PyErr_SetRaisedException(first);
     return -1;
 }
 

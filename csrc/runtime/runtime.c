@@ -143,10 +143,10 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 
 int runtime_pre_forward(struct runtime *runtime) {
     struct unit *root = runtime->units[0];
-    PyObject *module = PyWeakref_GetObject(root->module_ref);
+    OWNED *module = unit_module(root);
     TRACE(TRACED_ROOT_PRE_FORWARD, root->name_index);
-    if (!module || (root->options.full_precision_in_eval && /* buffers follow the mode as well (D-021) */
-                    callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0))
+    if (module && root->options.full_precision_in_eval && /* buffers follow the mode as well (D-021) */
+        callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0)
         return -1;
     if (runtime_check_holder(runtime) < 0)
         return -1;

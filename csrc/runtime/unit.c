@@ -34,15 +34,13 @@ int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format,
 /* Add rank, unit and phase to the error of a collective. While it is being enqueued only errors of the backend
  * are a collective's. Returns -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
-    PyObject *type, *value, *traceback;
     TRACE(part, unit->name_index);
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (ref_done(PyObject_CallFunction(
-            callbacks.explain_failed_collective, "OiLOi", value, (int)traced_parts[part].phase,
+            callbacks.explain_failed_collective, "OiLOi", error, (int)traced_parts[part].phase,
             (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued)) < 0)
         PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
     return -1;
 }
 
@@ -72,9 +70,17 @@ int unit_set_training_state(struct unit *unit, enum training_state state) {
     return 0;
 }
 
+PyObject *unit_module(const struct unit *unit) {
+    PyObject *module;
+    PyWeakref_GetRef(unit->module_ref, &module);
+    return module;
+}
+
 int unit_is_training(const struct unit *unit) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    OWNED *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
+    OWNED *module = unit_module(unit);
+    if (!module)
+        return RAISED(PyExc_ReferenceError, "unit %S: the module was deleted", unit->name);
+    OWNED *wrapped = PyObject_GetAttrString(module, "_fsdp_wrapped_module");
     OWNED *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
     return training ? PyObject_IsTrue(training) : -1;
 }

@@ -129,6 +129,8 @@ void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE */
 int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
+PyObject *
+unit_module(const struct unit *unit); /* new reference, or NULL without an exception: it was deleted */
 int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
 
 /* The only writer of the phase. 0, or -1 with RuntimeError naming both phases. */

@@ -111,11 +111,10 @@ static void hook_dealloc(PyObject *self) {
     struct hook *hook = (struct hook *)self;
     PyObject_GC_UnTrack(self);
     if (hook->on_drop && hook->target) {
-        PyObject *error_type, *value, *traceback;
-        PyErr_Fetch(&error_type, &value, &traceback);
+        PyObject *error = PyErr_GetRaisedException();
         if (hook->on_drop(hook->target, hook) < 0)
             PyErr_WriteUnraisable((PyObject *)type);
-        PyErr_Restore(error_type, value, traceback);
+        PyErr_SetRaisedException(error);
     }
     hook_clear(self);
     PyObject_GC_Del(self);
@@ -218,11 +217,10 @@ int torch_set_grad(PyObject *tensor, PyObject *grad) {
 /* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not
  * the end. The exception stays set. */
 void torch_restore_data(PyObject *tensor, PyObject *data) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (torch_set_data(tensor, data) < 0)
         PyErr_WriteUnraisable(tensor);
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
 }
 
 /* `.grad` accepts what fits the tensor: so let other data fit for a moment. */

@@ -39,13 +39,12 @@ static void give_back_kept(void) {
 
 /* Before the last reference goes. */
 static void keep_if_need_be(PyObject *pool) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     give_back_kept();
     if (pool && must_keep() &&
         ((!kept_pools && !(kept_pools = PyList_New(0))) || PyList_Append(kept_pools, pool) < 0))
         PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
 }
 
 /* A pool is of the device that is current when it is made. -1 and the one before stays. */
@@ -120,15 +119,14 @@ int pool_enter(struct pool *pool) {
 int pool_leave(struct pool *pool) {
     if (!pool->entered)
         return 0;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     pool->entered = false;
     int result = call(pool->leave, pool) < 0 ? -1 : call(pool->release, pool);
     num_entered--;
     if (!result)
         give_back_kept();
-    if (type)
-        PyErr_Restore(type, value, traceback);
+    if (error)
+        PyErr_SetRaisedException(error);
     return result;
 }
 

@@ -7,6 +7,34 @@
 #include <stdio.h>
 #include <string.h>
 
+#if Py_LIMITED_API + 0 < 0x030C0000 /* in CPython since 3.12 */
+static inline PyObject *PyErr_GetRaisedException(void) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (!type)
+        return NULL;
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback)
+        PyException_SetTraceback(error, traceback);
+    Py_DECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+static inline void PyErr_SetRaisedException(PyObject *error) {
+    PyErr_Restore(error ? Py_NewRef((PyObject *)Py_TYPE(error)) : NULL, error,
+                  error ? PyException_GetTraceback(error) : NULL);
+}
+#endif
+
+#if Py_LIMITED_API + 0 < 0x030D0000 /* in CPython since 3.13 */
+static inline int PyWeakref_GetRef(PyObject *reference, PyObject **object) {
+    PyObject *borrowed = PyWeakref_GetObject(reference);
+    *object = borrowed && borrowed != Py_None ? Py_NewRef(borrowed) : NULL;
+    return borrowed ? *object != NULL : -1;
+}
+#endif
+
 static inline void ref_release(PyObject **reference) {
     Py_XDECREF(*reference);
 }
@@ -59,27 +87,21 @@ static inline PyObject *context_enter(PyObject *context) {
 
 /* Steals what context_enter gave. 0 or -1; an exception that is set stays. */
 static inline int context_leave(PyObject *context) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     int result = ref_done(PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None));
     Py_DECREF(context);
-    if (type)
-        PyErr_Restore(type, value, traceback);
+    if (error)
+        PyErr_SetRaisedException(error);
     return result;
 }
 
 /* The current exception's text into `message`; the exception is cleared. */
 static inline void ref_take_exception(char *message, size_t nbytes) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    OWNED *text = value ? PyObject_Str(value) : NULL;
+    OWNED *error = PyErr_GetRaisedException();
+    OWNED *text = error ? PyObject_Str(error) : NULL;
     OWNED *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
     snprintf(message, nbytes, "%s", bytes ? PyBytes_AsString(bytes) : "unknown error");
     PyErr_Clear();
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
 }
 
 #endif

@@ -180,16 +180,16 @@ int stream_enter_lasting(struct streams *streams) {
 int stream_leave(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
-    PyObject *type, *value, *traceback, *left = streams->left_device;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *left = streams->left_device;
+    PyObject *error = PyErr_GetRaisedException();
     streams->left_device = NULL;
     streams->entered = false;
     int result = set_current(streams, streams->roles[STREAM_COMPUTE].object);
     if (!result && left)
         result = ref_done(PyObject_CallMethod(streams->module, "set_device", "O", left));
     Py_XDECREF(left);
-    if (type)
-        PyErr_Restore(type, value, traceback);
+    if (error)
+        PyErr_SetRaisedException(error);
     return result;
 }
 
