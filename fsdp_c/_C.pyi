@@ -16,6 +16,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import disjoint_base
 
@@ -308,10 +309,8 @@ class Runtime:
     handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
     _backward_prefetch_limit: int  # writable, for the clients that write them: units prefetched
     _forward_prefetch_limit: int
-    def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
-        """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's
-        parameters. In the first iteration across ranks (RuntimeError), later against the first (UserWarning,
-        once)."""
+    def check_order(self, validate: Callable[[int, int], None], /) -> None:
+        """Call ``validate`` in training mode with a unit's index and the iteration, before the unit's all-gather."""
     def set_optional(self, pairs: list[tuple[Unit, Unit]], /) -> None:
         """Units that a rank need not run in a step, each with the unit around it, which every rank runs and
         with which it is gathered and reduced; both are of this root. In traversal order, once, before the
@@ -345,6 +344,7 @@ def bind_callbacks(
     ],
     hook_inputs: Callable[[tuple[Any, ...], dict[str, Any], Callable[[], None]], RemovableHandle | None],
     tensors_of: Callable[[object], list[Tensor]],
+    check_ddp: Callable[[Any, DistributedDataParallel], None],
     cast_buffers_for_mode: Callable[[Any], None],
     step_in_backward: Callable[[Any], None],
     log_post_backward: Callable[[Any], None],
@@ -359,7 +359,8 @@ def bind_callbacks(
     Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime;
     ``convert_inputs`` where inputs are not on the device or not of the dtype, and leaves be what is None;
     ``hook_inputs`` for a frozen unit: the hook is called once all inputs that require a gradient have theirs;
-    ``tensors_of`` for outputs that are no tensor, list, tuple or dict; ``cast_buffers_for_mode`` with
+    ``tensors_of`` for outputs that are no tensor, list, tuple or dict; ``check_ddp`` before a root's first forward
+    inside a DistributedDataParallel; ``cast_buffers_for_mode`` with
     full_precision_in_eval, before a forward of the root; ``warn_of_units_without_gradient`` once for each root,
     with the names of units to which the backward before has not come; ``explain_error`` with what one has raised.
 

@@ -76,7 +76,9 @@ from fsdp_c.training import (
     tree,
     unshard_params,
 )
+from fsdp_c.training.ddp_checks import check_ddp
 from fsdp_c.training.execution_order import ExecutionOrder
+from fsdp_c.training.order_validation import OrderValidation
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel"]
 __all__ += api.__all__
@@ -417,9 +419,8 @@ class FullyShardedDataParallel(ShardedModule):
         optimizer_steps.watch(self)
         misuse_checks.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:
-            runtime.check_order(
-                [_param_names(*module) for module in modules], self.process_group, self.compute_device
-            )
+            names = [_param_names(*module) for module in modules]
+            runtime.check_order(OrderValidation(names, self.process_group, self.compute_device))
         for path, module in modules:
             module._exec_order_data = self._exec_order_data
             if module._debug_level == dist.DebugLevel.INFO:
@@ -892,6 +893,7 @@ _C.bind_callbacks(
     convert_inputs=tree.convert_inputs,
     hook_inputs=tree.hook_inputs,
     tensors_of=tree.tensors_of,
+    check_ddp=check_ddp,
     cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
     step_in_backward=FlatParamHandle.step_in_backward,
     log_post_backward=FullyShardedDataParallel._log_post_backward,

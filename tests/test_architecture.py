@@ -201,10 +201,6 @@ def headers_of(files: dict[str, str]) -> dict[str, list[str]]:
     return headers
 
 
-def stem_of(name: str) -> str:
-    return name.rpartition("/")[2].partition(".")[0]
-
-
 def declaration_violations(root: Path) -> list[str]:
     """Functions that are neither static nor declared in one header, and what two headers declare."""
     files = c_files(root)
@@ -219,23 +215,6 @@ def declaration_violations(root: Path) -> list[str]:
             if not re.search(r"\bstatic\b|\bPyMODINIT_FUNC\b", head) and function not in headers:
                 found.append(f"{function} in {name} is declared in no header")
     return found
-
-
-def prefix_violations(root: Path) -> list[str]:
-    """Functions of the stateful layers that are called neither after their file nor after their component's
-    header."""
-    files = c_files(root)
-    headers = headers_of(files)
-    return [
-        f"{function} in {name}"
-        for name, text in files.items()
-        for head, function, _ in definitions_of(without_preprocessor(text))
-        if name.split("/")[0] in STATEFUL
-        and not re.search(r"\bstatic\b(?!\s+inline)", head)
-        and not any(
-            f"{function}_".startswith(f"{stem_of(one)}_") for one in (name, *headers.get(function, []))
-        )
-    ]
 
 
 def call_violations(root: Path) -> list[str]:
@@ -446,7 +425,6 @@ CHECKS: list[Check] = [
     language_violations,
     state_violations,
     declaration_violations,
-    prefix_violations,
     call_violations,
     ownership_violations,
     lookup_violations,
@@ -555,7 +533,6 @@ PLANTED: list[tuple[Check, str, str]] = [
     (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
     (declaration_violations, "csrc/base/second.h", "extern int memory_count;"),
     (declaration_violations, "csrc/base/second.c", "int memory_stray(void) { return 0; }"),
-    (prefix_violations, "csrc/handle/second.c", "int handle_verb(void) { return 0; }"),
     (
         call_violations,
         "csrc/handle/lower.c",

@@ -25,7 +25,7 @@ struct handle *handle_of(PyObject *object) {
 
 /* ---- life ---- */
 
-static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"layout",
                             "flat_param",
                             "params",
@@ -71,7 +71,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
 OBJECT_LIFE(handle_visit, handle_fini)
 
 /* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
-static void handle_object_finalize(PyObject *self) {
+static void object_finalize(PyObject *self) {
     grads_watch_nothing(&inside(self)->grads);
 }
 
@@ -284,15 +284,13 @@ static int set_name(PyObject *self, PyObject *name, void *unused) {
 }
 
 /* An enum is an int, and NULL is None. */
-#define READ_ONLY(name, type, field)                                                                         \
-    {name, type, offsetof(struct handle_object, handle.field), READONLY, NULL}
 static PyMemberDef members[] = {
-    READ_ONLY("flat_param", T_OBJECT, param.tensor),
-    READ_ONLY("layout", T_OBJECT, param.layout_owner),
-    READ_ONLY("param_state", T_INT, storage.param_state),
-    READ_ONLY("training_state", T_INT, training_state),
-    READ_ONLY("local_shard", T_OBJECT, storage.local_shard),
-    READ_ONLY("op_id", T_LONGLONG, param.op_id),
+    READ_ONLY("flat_param", T_OBJECT, struct handle_object, handle.param.tensor),
+    READ_ONLY("layout", T_OBJECT, struct handle_object, handle.param.layout_owner),
+    READ_ONLY("param_state", T_INT, struct handle_object, handle.storage.param_state),
+    READ_ONLY("training_state", T_INT, struct handle_object, handle.training_state),
+    READ_ONLY("local_shard", T_OBJECT, struct handle_object, handle.storage.local_shard),
+    READ_ONLY("op_id", T_LONGLONG, struct handle_object, handle.param.op_id),
     {"optimizer_in_backward", T_BOOL, offsetof(struct handle_object, handle.optimizer_in_backward), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -306,6 +304,10 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-OBJECT_TYPE(handle, "fsdp_c._C.Handle", Py_TPFLAGS_BASETYPE,
-            "One flat parameter: its storage, views and gradients.",
-            {Py_tp_finalize, handle_object_finalize}, )
+OBJECT_SPEC(struct handle_object, "fsdp_c._C.Handle", Py_TPFLAGS_BASETYPE,
+            "One flat parameter: its storage, views and gradients.", {Py_tp_finalize, object_finalize}, );
+
+PyObject *handle_type_create(PyObject *module) {
+    handle_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
+    return (PyObject *)handle_type;
+}

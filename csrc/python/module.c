@@ -43,7 +43,7 @@ static PyObject *replace(PyObject *self, PyObject *args) {
 }
 
 static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs) {
-    return none_or_error(callbacks_bind(args, kwargs));
+    return none_or_error(callbacks_bind(kwargs));
 }
 
 static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {

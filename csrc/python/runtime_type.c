@@ -33,7 +33,7 @@ static struct unit **units_of(PyObject *objects) {
     return units;
 }
 
-static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"units", NULL};
     PyObject *sequence;
     if (inside(self)->units)
@@ -89,13 +89,9 @@ static PyObject *release(PyObject *self, PyObject *unused) {
     return none_or_error(runtime_release(runtime));
 }
 
-static PyObject *check_order(PyObject *self, PyObject *args) {
-    struct runtime *runtime = inside(self);
-    PyObject *names, *group, *device;
-    if (!PyArg_ParseTuple(args, "O!OO", &PyList_Type, &names, &group, &device))
-        return NULL;
-    order_set_validation(&runtime->order, order_validation_new(names, group, device));
-    return none_or_error(runtime->order.validation ? 0 : -1);
+static PyObject *check_order(PyObject *self, PyObject *validate) {
+    order_set_validation(&inside(self)->order, validate);
+    return Py_NewRef(Py_None);
 }
 
 /* Pairs of an optional unit and the unit around it. From the last to the first, as each comes before the
@@ -119,7 +115,7 @@ static PyObject *set_optional(PyObject *self, PyObject *pairs) {
 
 static PyMethodDef methods[] = {
     {"set_optional", set_optional, METH_O, NULL},
-    {"check_order", check_order, METH_VARARGS, NULL},
+    {"check_order", check_order, METH_O, NULL},
     {"final_callback", final_callback, METH_NOARGS, NULL},
     {"recover", recover, METH_NOARGS, NULL},
     {"hold", hold, METH_NOARGS, NULL},
@@ -172,11 +168,9 @@ static int set_limit(PyObject *self, PyObject *value, void *forward) {
 }
 
 /* An enum is an int, and NULL is None. */
-#define READ_ONLY(name, type, field)                                                                         \
-    {name, type, offsetof(struct runtime_object, runtime.field), READONLY, NULL}
 static PyMemberDef members[] = {
-    READ_ONLY("iteration", T_LONGLONG, order.iteration),
-    READ_ONLY("callback_queued", T_BOOL, callback_queued),
+    READ_ONLY("iteration", T_LONGLONG, struct runtime_object, runtime.order.iteration),
+    READ_ONLY("callback_queued", T_BOOL, struct runtime_object, runtime.callback_queued),
     {"unchecked", T_BOOL, offsetof(struct runtime_object, runtime.unchecked), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -189,5 +183,10 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-OBJECT_TYPE(runtime, "fsdp_c._C.Runtime", 0,
-            "One root and its units: execution order, prefetch, final callback.", )
+OBJECT_SPEC(struct runtime_object, "fsdp_c._C.Runtime", 0,
+            "One root and its units: execution order, prefetch, final callback.", );
+
+PyObject *runtime_type_create(PyObject *module) {
+    runtime_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
+    return (PyObject *)runtime_type;
+}

@@ -1,7 +1,7 @@
-/* What the module is made of: the Python types over the structs of the layers below, and functions over
- * layout/. Each
- * `*_type_create` gives a new heap type, or NULL; each `*_of` the struct inside an object, borrowed while
- * that lives, or NULL with TypeError. */
+/* The module's contents: Python types over the structs of the layers below, and functions over layout/.
+ *
+ * Each `*_type_create` returns a new heap type, or NULL. Each `*_of` returns the struct inside an object,
+ * borrowed while the object lives, or NULL with TypeError. */
 #ifndef FSDP_PYTHON_TYPES_H
 #define FSDP_PYTHON_TYPES_H
 
@@ -10,9 +10,6 @@
 
 #include "layout/layout.h"
 #include "runtime/runtime.h"
-
-/* Python passes what a function does not ask for: itself, or no arguments. */
-#pragma GCC diagnostic ignored "-Wunused-parameter"
 
 PyObject *layout_type_create(PyObject *module);
 PyObject *handle_type_create(PyObject *module);
@@ -43,27 +40,21 @@ int layout_functions_add(PyObject *module); /* partitions, exchange plans and bo
         Py_DECREF(type);                                                                                     \
     }
 
-/* The end of a type's file: `noun`_type_create, of a type with the methods, members and attributes above, with what
- * OBJECT_LIFE defines, and with further slots, each with a comma behind it. */
-#define OBJECT_TYPE(noun, full_name, more_flags, doc, ...)                                                   \
-    static PyType_Slot slots[] = {{Py_tp_init, noun##_object_init},                                          \
-                                  {Py_tp_traverse, object_traverse},                                         \
-                                  {Py_tp_clear, object_clear},                                               \
-                                  {Py_tp_dealloc, object_dealloc},                                           \
-                                  {Py_tp_methods, methods},                                                  \
-                                  {Py_tp_members, members},                                                  \
-                                  {Py_tp_getset, attributes},                                                \
-                                  {Py_tp_doc, doc},                                                          \
+/* The spec of a type with the initialiser, methods, members and attributes of this file, the functions of
+ * OBJECT_LIFE, and further slots, each with a comma behind it. */
+#define OBJECT_SPEC(struct_object, full_name, more_flags, doc, ...)                                          \
+    static PyType_Slot slots[] = {{Py_tp_init, object_init},   {Py_tp_traverse, object_traverse},            \
+                                  {Py_tp_clear, object_clear}, {Py_tp_dealloc, object_dealloc},              \
+                                  {Py_tp_methods, methods},    {Py_tp_members, members},                     \
+                                  {Py_tp_getset, attributes},  {Py_tp_doc, doc},                             \
                                   __VA_ARGS__{0, NULL}};                                                     \
     static PyType_Spec type_spec = {.name = full_name,                                                       \
-                                    .basicsize = sizeof(struct noun##_object),                               \
+                                    .basicsize = sizeof(struct_object),                                      \
                                     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | (more_flags),         \
-                                    .slots = slots};                                                         \
-    PyObject *noun##_type_create(PyObject *module) {                                                         \
-        PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);                                 \
-        noun##_type = (PyTypeObject *)type;                                                                  \
-        return type;                                                                                         \
-    }
+                                    .slots = slots}
+/* A read-only attribute: its name, its type of structmember.h, and the field of the object's struct. */
+#define READ_ONLY(name, type, struct_object, field)                                                          \
+    {name, type, offsetof(struct_object, field), READONLY, NULL}
 
 /* A method without arguments that is one verb of the struct that `here` has for the object, or NULL. */
 #define METHOD(name, here, verb)                                                                             \

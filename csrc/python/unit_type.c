@@ -41,7 +41,7 @@ static int lead(struct unit *unit) {
     return 0;
 }
 
-static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"module",
                             "handle",
                             "name",
@@ -178,10 +178,9 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
 }
 
 /* An enum is an int, and NULL is None. */
-#define READ_ONLY(name, type, field) {name, type, offsetof(struct unit_object, unit.field), READONLY, NULL}
 static PyMemberDef members[] = {
-    READ_ONLY("handle", T_OBJECT, handle_object),
-    READ_ONLY("runtime", T_OBJECT, runtime_object),
+    READ_ONLY("handle", T_OBJECT, struct unit_object, unit.handle_object),
+    READ_ONLY("runtime", T_OBJECT, struct unit_object, unit.runtime_object),
     {"name_index", T_INT, offsetof(struct unit_object, unit.name_index), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -193,5 +192,10 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-OBJECT_TYPE(unit, "fsdp_c._C.Unit", 0,
-            "One FullyShardedDataParallel instance: the entry points of the step.", )
+OBJECT_SPEC(struct unit_object, "fsdp_c._C.Unit", 0,
+            "One FullyShardedDataParallel instance: the entry points of the step.", );
+
+PyObject *unit_type_create(PyObject *module) {
+    unit_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
+    return (PyObject *)unit_type;
+}

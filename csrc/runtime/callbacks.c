@@ -5,27 +5,26 @@
 
 struct callbacks callbacks;
 
-static PyObject **const functions[] = {
-#define ADDRESS(name) &callbacks.name,
-    CALLBACKS(ADDRESS)
-#undef ADDRESS
+static const struct {
+    const char *name;
+    PyObject **function;
+} table[] = {
+#define ENTRY(name) {#name, &callbacks.name},
+    CALLBACKS(ENTRY)
+#undef ENTRY
 };
 
-enum { NUM_FUNCTIONS = sizeof functions / sizeof *functions };
+enum { NUM_FUNCTIONS = sizeof table / sizeof *table };
 
-int callbacks_bind(PyObject *args, PyObject *kwargs) {
-    static char *names[NUM_FUNCTIONS + 1] = {
-#define QUOTE(name) #name,
-        CALLBACKS(QUOTE)
-#undef QUOTE
-            NULL,
-    };
-    PyObject *new[NUM_FUNCTIONS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOOO", names, &new[0], &new[1], &new[2], &new[3],
-                                     &new[4], &new[5], &new[6], &new[7], &new[8], &new[9], &new[10]))
-        return -1;
+int callbacks_bind(PyObject *functions) {
     for (int i = 0; i < NUM_FUNCTIONS; i++)
-        ref_set(functions[i], Py_NewRef(new[i]));
+        if (!functions || !PyDict_GetItemString(functions, table[i].name))
+            return RAISED(PyExc_TypeError, "bind_callbacks() needs the function %s", table[i].name);
+    if (PyDict_Size(functions) > NUM_FUNCTIONS)
+        return RAISED(PyExc_TypeError, "bind_callbacks() takes %d functions, got %zd", NUM_FUNCTIONS,
+                      PyDict_Size(functions));
+    for (int i = 0; i < NUM_FUNCTIONS; i++)
+        ref_set(table[i].function, Py_NewRef(PyDict_GetItemString(functions, table[i].name)));
     return 0;
 }
 

@@ -14,6 +14,7 @@
     X(convert_inputs)                 /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */  \
     X(hook_inputs)                    /* (args, kwargs, hook) -> what removes it, or None */                 \
     X(tensors_of)                     /* (output) -> list of the tensors in it that require a gradient */    \
+    X(check_ddp)                      /* (module, ddp) */                                                    \
     X(cast_buffers_for_mode)          /* (module) */                                                         \
     X(step_in_backward)               /* (handle): its optimizers step */                                    \
     X(log_post_backward)              /* (module) */                                                         \
@@ -30,8 +31,9 @@ struct callbacks { /* owned for ever, all of them */
 
 extern struct callbacks callbacks;
 
-/* Take all of them, by keyword. 0, or -1 with TypeError where one is missing or unknown. */
-int callbacks_bind(PyObject *args, PyObject *kwargs);
+/* Bind all functions of a dict by name. 0, or -1 with TypeError where one is missing or unknown: nothing is
+ * bound then. */
+int callbacks_bind(PyObject *functions);
 
 /* function(a, b), of which the first NULL ends the arguments, and no result. 0 or -1. */
 int callbacks_tell(PyObject *function, PyObject *a, PyObject *b);

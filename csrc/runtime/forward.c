@@ -236,14 +236,19 @@ int unit_register_post_backward_hook(struct unit *unit) {
     return trainable ? node_attach_views(unit) : node_detach_views(unit);
 }
 
+static int validate_order(const struct order *order, const struct order_place *place) {
+    return ref_done(
+        PyObject_CallFunction(order->validate, "LL", (long long)place->unit, (long long)order->iteration));
+}
+
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(TRACED_PRE_FORWARD, unit->name_index);
     struct order *order = &unit->runtime->order;
     if (unit_precision_for_forward(unit) < 0)
         return -1;
-    if (order->validation && unit->handle && !unit->optional.enclosing) {
+    if (order->validate && unit->handle && !unit->optional.enclosing) {
         int training = unit_is_training(unit); /* nothing marks the end of an iteration in evaluation */
-        if (training < 0 || (training && order_validate(order, &unit->place) < 0))
+        if (training < 0 || (training && validate_order(order, &unit->place) < 0))
             return -1;
     }
     if (unit_unshard_for_forward(unit) < 0 || convert_inputs(unit, args, kwargs) < 0 ||

@@ -76,49 +76,13 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
 
 /* ---- DistributedDataParallel around the root ---- */
 
-/* It averages the gradients of flat parameters that are whole on each rank, by hooks that come after the
- * anchor's. What it cannot average is said when the root's forward begins. */
-
-static int check_part(const struct unit *part, PyObject *managed) {
-    const struct flat_param *param = &part->handle->param;
-    bool whole = !param->sharded && !part->handle->storage.offload;
-    bool reached = !param->use_orig_params && !part->handle->storage.copies[PRECISION_COMPUTE].low_precision;
-    if (whole && reached)
-        return 0;
-    /* are its parameters among those that are looked after, and trained? */
-    PyObject *own = param->use_orig_params ? PyList_GetItem(param->params, 0) : param->tensor;
-    Py_ssize_t i = 0;
-    while (i < PyList_Size(managed) && PyList_GetItem(managed, i) != own)
-        i++;
-    int trains = i < PyList_Size(managed) ? flat_param_is_trainable(param) : 0;
-    if (trains <= 0)
-        return trains;
-    if (param->use_orig_params || whole) /* torch trains on (parity 48) */
-        return PyErr_WarnFormat(
-            PyExc_UserWarning, 1,
-            "rank %lld, unit %S: DistributedDataParallel never averages its gradients, as autograd does "
-            "not reach %s: replicas drift apart. Use HYBRID_SHARD in place of DistributedDataParallel, "
-            "or a group of one rank, use_orig_params=False and full precision",
-            (long long)param->layout.rank, param->name,
-            param->use_orig_params ? "original parameters" : "flat parameters of low precision");
-    return flat_param_error(
-        param, PyExc_RuntimeError,
-        "DistributedDataParallel cannot average the gradient of its flat parameter, which "
-        "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU "
-        "offload",
-        param->sharded ? "sharded, each rank's being of another part" : "offloaded");
-}
-
+/* DDP averages gradients of flat parameters that are whole on each rank, by hooks that come after the anchor's. */
 static int note_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
     int result = 0;
     if (ddp != Py_None && runtime->ddp != ddp) {
-        OWNED *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
-        if (!managed)
-            PyErr_Clear();
-        bool is_list = managed && PyList_Check(managed);
-        for (int64_t i = 0; is_list && !result && i < runtime->num_units; i++)
-            result = runtime->units[i]->handle ? check_part(runtime->units[i], managed) : 0;
+        OWNED *module = unit_module(runtime->units[0]);
+        result = module ? callbacks_tell(callbacks.check_ddp, module, ddp) : 0;
     }
     runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
     Py_XDECREF(ddp);

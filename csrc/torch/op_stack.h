@@ -15,9 +15,6 @@
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
-/* A boxed kernel is given the counts that its schema says. */
-#pragma GCC diagnostic ignored "-Wunused-parameter"
-
 /* Leave the op with a RuntimeError. Legal only inside an op: elsewhere nothing catches what torch throws. */
 __attribute__((format(printf, 3, 4))) _Noreturn static inline void op_fail(const char *function, int line,
                                                                            const char *format, ...) {

@@ -114,7 +114,6 @@ void profile_end(PyObject *range) {
 
 static int64_t num_writes; /* of each unit */
 
-#pragma GCC diagnostic ignored "-Wunused-parameter"
 #define ANSWERS(answer, type, name, ...)                                                                     \
     type name(__VA_ARGS__) {                                                                                 \
         return answer;                                                                                       \
@@ -173,6 +172,8 @@ ENDS(PyObject *, collective_all_gather_together, const struct collective_group *
 ENDS(int, callbacks_tell, PyObject *function, PyObject *a, PyObject *b)
 ENDS(void, PyErr_Fetch, PyObject **type, PyObject **value, PyObject **traceback)
 ENDS(void, PyErr_NormalizeException, PyObject **type, PyObject **value, PyObject **traceback)
+ENDS(int, PyException_SetTraceback, PyObject *error, PyObject *traceback)
+ENDS(PyObject *, PyException_GetTraceback, PyObject *error)
 ENDS(void, PyErr_Restore, PyObject *type, PyObject *value, PyObject *traceback)
 ENDS(PyObject *, PyObject_CallFunction, PyObject *function, const char *format, ...)
 ENDS(PyObject *, PyDict_GetItemWithError, PyObject *dict, PyObject *key)

@@ -19,6 +19,7 @@ STRICT = [
     "-std=c11",
     "-Wall",
     "-Wextra",
+    "-Wno-unused-parameter",
     "-Wshadow",
     "-Wstrict-prototypes",
     "-Wmissing-prototypes",

@@ -1,0 +1,72 @@
+"""Validation of the order in which units run, under TORCH_DISTRIBUTED_DEBUG=DETAIL alone.
+
+Ranks that run other units than each other hang in an all-gather, or mix up parameters. In the first iteration
+every unit is compared across ranks before its all-gather; later iterations are compared with the first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["OrderValidation"]
+
+
+class OrderValidation:
+    """Called by the runtime with the index of a unit in training mode, before the unit's all-gather.
+
+    Collective over ``group`` in the first iteration. Raises RuntimeError where ranks are about to gather
+    different units. Warns once, with UserWarning, where a later iteration deviates from the first.
+    """
+
+    def __init__(
+        self, names: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """``names`` are those of each unit's parameters; ``device`` holds the tensors that are compared."""
+        self._names, self._group, self._device = names, group, device
+        self._first: list[int] = []
+        self._iteration = self._position = 0
+        self._warned = False
+
+    def __call__(self, unit: int, iteration: int) -> None:
+        if iteration == 0:
+            self._compare_ranks(unit)
+            self._first.append(unit)
+            return
+        if iteration != self._iteration:
+            self._iteration, self._position = iteration, 0
+        expected = self._first[self._position] if self._position < len(self._first) else None
+        self._position += 1
+        if self._warned or unit == expected:
+            return
+        self._warned = True
+        came = "no more" if expected is None else f"{self._names[expected]} next"
+        warnings.warn(
+            f"Forward order differs from that of the first iteration on rank {self._group.rank()}. Collectives "
+            f"are unchecked and may give incorrect results or hang.\nIn the first iteration came {came}, but "
+            f"{self._names[unit]} was run",
+            stacklevel=2,
+        )
+
+    def _compare_ranks(self, unit: int) -> None:
+        self._gather(1)  # torch sends the number of units first: programs that count collectives find as many
+        first, *others = self._gather(unit)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise RuntimeError(
+                    "Forward order differs across ranks: rank 0 is all-gathering parameters for "
+                    f"{self._names[first]} while rank {rank} is all-gathering parameters for "
+                    f"{self._names[other]}. Every rank must run the same units in the same order."
+                )
+
+    def _gather(self, value: int) -> list[int]:
+        """The value of each rank: 0 everywhere where a replaced all-gather fills nothing."""
+        own = torch.full((1,), value, device=self._device)
+        everyone = own.new_zeros(self._group.size())
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(everyone, own, group=self._group)
+        values: list[int] = everyone.tolist()
+        return values
