@@ -7,6 +7,7 @@ every unit is compared across ranks before its all-gather; later iterations are 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,10 @@ class OrderValidation:
         self, names: Sequence[Sequence[str]], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         """``names`` are those of each unit's parameters; ``device`` holds the tensors that are compared."""
-        self._names, self._group, self._device = names, group, device
+        self._names, self._device = names, device
+        self._rank, self._world_size = group.rank(), group.size()
+        # the unit keeps the group, and drops it before the interpreter ends
+        self._group = weakref.ref(group)
         self._first: list[int] = []
         self._iteration = self._position = 0
         self._warned = False
@@ -45,7 +49,7 @@ class OrderValidation:
         self._warned = True
         came = "no more" if expected is None else f"{self._names[expected]} next"
         warnings.warn(
-            f"Forward order differs from that of the first iteration on rank {self._group.rank()}. Collectives "
+            f"Forward order differs from that of the first iteration on rank {self._rank}. Collectives "
             f"are unchecked and may give incorrect results or hang.\nIn the first iteration came {came}, but "
             f"{self._names[unit]} was run",
             stacklevel=2,
@@ -65,8 +69,8 @@ class OrderValidation:
     def _gather(self, value: int) -> list[int]:
         """The value of each rank: 0 everywhere where a replaced all-gather fills nothing."""
         own = torch.full((1,), value, device=self._device)
-        everyone = own.new_zeros(self._group.size())
+        everyone = own.new_zeros(self._world_size)
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(everyone, own, group=self._group)
+        all_gather(everyone, own, group=self._group())
         values: list[int] = everyone.tolist()
         return values
