@@ -34,13 +34,6 @@ USE_BACKWARD_PRE: int
 USE_BACKWARD_POST: int
 USE_SUMMON_FULL_PARAMS: int
 
-# Handle.__init__(strategy=...): the values of torch's ShardingStrategy
-FULL_SHARD: int
-SHARD_GRAD_OP: int
-NO_SHARD: int
-HYBRID_SHARD: int
-HYBRID_SHARD_ZERO2: int
-
 # Handle.__init__(param_views=...): how a module is made to show something else
 SET_DIRECTLY: int  # in its dicts
 SET_BY_SETATTR: int  # by delattr and setattr, in every forward
@@ -136,6 +129,7 @@ class Handle:
 
     def __init__(
         self,
+        config: tuple[Any, ...],  # a UnitConfig of fsdp_c/sharding/configuration.py
         *,
         layout: FlatLayout,
         flat_param: nn.Parameter,  # holds this rank's shard
@@ -144,24 +138,11 @@ class Handle:
         strides: tuple[tuple[int, ...] | None, ...],  # None for a contiguous parameter
         # (parameter, module, name, SET_...): each parameter once in order, then shared
         param_views: list[tuple[int, nn.Module, str, int]],
-        process_group: ProcessGroup,
-        replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
-        device: torch.device,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        name: str,
         flat_param_owner: dict[str, nn.Parameter | None] | None,  # the ``_parameters`` where it is registered
         flat_param_name: str,  # by which it is registered there
-        # what the modules show for the views
+        # makes what the modules show from the views
         wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,
-        strategy: int,
-        use_orig_params: bool,
-        keep_low_precision_grads: bool,
-        skip_writeback_check: bool,
-        verbose: bool,  # warn of what is taken over and made up, and call log_post_backward()
-        predivide: float,
-        postdivide: float,
-        offload: bool,  # the shard is in CPU memory, wherever ``device`` is
+        name: str,
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
@@ -255,15 +236,8 @@ class Unit:
         self,
         module: nn.Module,  # which owns the unit, and which callbacks are given
         handle: Handle | None,  # None when the unit has no parameters of its own
-        *,
+        config: tuple[Any, ...],  # a UnitConfig of fsdp_c/sharding/configuration.py
         name: str,
-        param_dtype: torch.dtype | None,  # cast of floating inputs: the mixed precision's param_dtype
-        cast_forward_inputs: bool,
-        cast_root_forward_inputs: bool,
-        backward_prefetch: int,  # 0 none, 1 BACKWARD_PRE, 2 BACKWARD_POST
-        forward_prefetch: bool,
-        limit_all_gathers: bool,
-        full_precision_in_eval: bool,  # forward calls cast_buffers_for_mode() when it is the root
         # of further flat parameters of ``module``; ValueError for units that can be none
         segments: tuple[Unit, ...],
     ) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +37,8 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
-from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
+from fsdp_c.sharding.configuration import UnitConfig, configure
+from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo
 from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.sharded_module import (
     Segment,
@@ -173,6 +173,7 @@ class FullyShardedDataParallel(ShardedModule):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        arguments = dict(locals())
         super().__init__()
         check_module(module)
         sharding_strategy = construction.public_strategy(sharding_strategy)
@@ -190,58 +191,59 @@ class FullyShardedDataParallel(ShardedModule):
         groups = construction.resolve_process_groups(
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
-        if not construction.is_built_by_policy():
+        name = unit_name(module)
+        senders = [group for group in reversed(groups) if group is not None] if sync_module_states else []
+        if senders and not construction.is_built_by_policy():
             with phases.enter(_C.PROGRESS_WRAP):
-                if sync_module_states:
-                    both = [group for group in (groups.shard, groups.replicate) if group is not None]
-                    agreement.agree_to_sync(unit_name(module), both, device)
+                agreement.agree_to_sync(name, senders[::-1], device)
         if auto_wrap_policy is not None:
-            root_kwargs = {
-                "process_group": tuple(groups) if groups.replicate and device_mesh is None else process_group,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": ignored.params,
-                "device_mesh": device_mesh,
-            }
+            own = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules")
+            inherited = {name: value for name, value in arguments.items() if name not in own}
+            inherited |= {"sharding_strategy": sharding_strategy, "ignored_states": ignored.params}
+            if groups.replicate and device_mesh is None:
+                inherited["process_group"] = tuple(groups)
             with construction.sharing(ignored.params):
                 homes = auto_wrap(
                     tree,
                     auto_wrap_policy,
                     ignored.modules,
                     ignored.params,
-                    root_kwargs,
+                    inherited,
                     FullyShardedDataParallel,
                 )
             tree = Subtree(module, homes=homes)
-        self._init_groups(groups)
-        name = unit_name(module)
+        rank = groups.shard.rank()
+        sharding_strategy = construction.resolve_strategy(sharding_strategy, groups.shard.size())
+        buffer_dtypes = buffers.original_dtypes(tree)
+        before = construction.own_params(tree, ignored.params)
+        tree, params, device = materialization.materialize(
+            tree, name, rank, ignored, param_init_fn, device, device_id
+        )
+        if senders:
+            materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {rank}")
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self._device_mesh = device_mesh
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.params
         self._ignored_buffer_names = ignored.buffer_names
-        self._device_mesh = device_mesh
-        self.sharding_strategy = construction.resolve_strategy(sharding_strategy, self.world_size)
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = bool(forward_prefetch)
-        self.limit_all_gathers = bool(limit_all_gathers)
-        self._use_orig_params = bool(use_orig_params)  # compared with that of other units and ranks
-        self._fsdp_extension = construction.tensor_parallel_extension(device_mesh, device)
-        self._init_state(tree)
-        before = construction.own_params(tree, ignored.params)
-        tree, params = self._materialize(tree, name, device, device_id, param_init_fn)
-        if sync_module_states:
-            senders = [group for group in reversed(groups) if group is not None]
-            materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {self.rank}")
-        self._segments = self._flatten(tree, name, params)
+        self._configure(
+            configure(
+                groups.shard,
+                groups.replicate,
+                device,
+                sharding_strategy,
+                use_orig_params=bool(use_orig_params),
+                offload_params=self.cpu_offload.offload_params,
+                mixed_precision=self.mixed_precision,
+                backward_prefetch=backward_prefetch,
+                forward_prefetch=bool(forward_prefetch),
+                limit_all_gathers=bool(limit_all_gathers),
+                extension=construction.tensor_parallel_extension(device_mesh, device),
+            )
+        )
+        self._init_state(buffer_dtypes)
+        self._flatten(tree, name, params)
         self._params_before = [weakref.ref(param) for param in before if not construction.is_flattened(param)]
         for inner in filter(is_sharded_module, tree.units):
             inner._enclosing = weakref.ref(self)
@@ -258,23 +260,30 @@ class FullyShardedDataParallel(ShardedModule):
 
     # ---- construction
 
-    def _init_groups(self, groups: construction.ProcessGroups) -> None:
-        construction.note_groups(groups)
-        data_parallel_size = groups.data_parallel_size
-        predivide = predivide_factor(data_parallel_size)
-        self.process_group = groups.shard
-        self.rank = groups.shard.rank()
-        self.world_size = groups.shard.size()
-        self._gradient_predivide_factor = predivide
-        self._gradient_postdivide_factor = data_parallel_size / predivide
-        if groups.replicate is not None:
-            self._inter_node_pg = groups.replicate
-            self._inter_node_state = DefaultState(groups.replicate)
+    def _configure(self, config: UnitConfig) -> None:
+        """Set the attributes that show ``config``, by torch's names."""
+        construction.note_groups(config)
+        self._config = config
+        self.process_group = config.shard_group
+        self.rank = config.shard_group.rank()
+        self.world_size = config.shard_group.size()
+        if config.replicate_group is not None:
+            self._inter_node_pg = config.replicate_group
+            self._inter_node_state = DefaultState(config.replicate_group)
+        self.compute_device = config.device
+        self._device_handle = torch.get_device_module(config.device)
+        self.sharding_strategy = config.strategy
+        self.backward_prefetch = config.backward_prefetch
+        self.forward_prefetch = config.forward_prefetch
+        self.limit_all_gathers = config.limit_all_gathers
+        self._use_orig_params = config.use_orig_params  # compared with that of other units and ranks
+        self._use_full_prec_in_eval = config.full_precision_in_eval
+        self._gradient_predivide_factor = config.predivide
+        self._gradient_postdivide_factor = config.postdivide
+        self._fsdp_extension = config.extension
 
-    def _init_state(self, tree: Subtree) -> None:
+    def _init_state(self, buffer_dtypes: dict[str, torch.dtype]) -> None:
         """Set the attributes that other libraries read, to their values before the first step."""
-        buffer_dtypes = buffers.original_dtypes(tree)
-        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
         self._debug_level = dist.get_debug_level()
         self._exec_order_data = ExecutionOrder()
         self._fully_sharded_module_to_handle = {}
@@ -289,90 +298,21 @@ class FullyShardedDataParallel(ShardedModule):
         self._optim_state_dict_config = FullOptimStateDictConfig()
         self._enclosing = None
 
-    def _materialize(
-        self,
-        tree: Subtree,
-        name: str,
-        device: torch.device,
-        device_id: int | torch.device | None,
-        param_init_fn: Callable[[nn.Module], None] | None,
-    ) -> tuple[Subtree, list[nn.Parameter]]:
-        """Bring the module's own tensors to life and to the compute device, which this sets.
-
-        Returns the tree as it is then and the unit's own parameters.
-        """
-        ignored_modules, ignored_params = self._ignored_modules, self._ignored_params
-        params = construction.own_params(tree, ignored_params)
-        construction.check_params(tree, params, name)
-        construction.check_single_device(tree, params, device_id, name, self.rank)
-        tree, params = materialization.materialize(
-            tree, params, ignored_modules, ignored_params, param_init_fn, device
-        )
-        if device_id is not None:
-            materialization.move_to_device(tree, params, ignored_modules, device)
-        else:
-            materialization.warn_of_cpu_initialization(params, device)
-            device = next((param.device for param in params if param.device.type != "cpu"), device)
-        construction.check_compute_device(tree, params, device, name, self.rank)
-        self.compute_device = device
-        self._device_handle = torch.get_device_module(device)
-        return tree, params
-
-    def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> list[Segment]:
-        """Flatten ``params`` and keep this rank's share, in as many flat parameters as needed: segments."""
-        own, *further = grouping.groups_of(params, self._use_orig_params) or [[]]
-        found = [Segment(self, number) for number in range(1, len(further) + 1)]
-        handles = [
-            self._handle_for(tree, name, group, flat_param_name(number)) if group else None
-            for number, group in enumerate([own, *further])
-        ]
-        for segment, handle in zip(found, handles[1:], strict=True):
-            segment._unit = self._unit_for(segment, handle, name, ())
-        self._unit = self._unit_for(self, handles[0], name, tuple(segment._unit for segment in found))
-        return found
-
-    def _handle_for(
-        self, tree: Subtree, name: str, params: list[nn.Parameter], flat_param_name: str
-    ) -> FlatParamHandle:
-        param_dtype, reduce_dtype = grouping.precision_for(params[0].dtype, self.mixed_precision)
-        handle = FlatParamHandle(
-            params,
-            tree.root,
-            self.compute_device,
-            self.sharding_strategy,
-            self.cpu_offload.offload_params,
-            param_dtype,
-            reduce_dtype,
-            self.mixed_precision.keep_low_precision_grads,
-            self.process_group,
-            self._use_orig_params,
-            fsdp_extension=self._fsdp_extension,
-            replicate_group=self._replicate_group,
-            tree=tree,
-            flat_param_name=flat_param_name,
-        )
-        handle.name = name
-        handle.shard()
-        construction.claim_params(params, handle.flat_param._fqns, name)
-        return handle
-
-    def _unit_for(
-        self, part: ShardedModule, handle: FlatParamHandle | None, name: str, inner: tuple[_C.Unit, ...]
-    ) -> _C.Unit:
-        """The unit in C of ``part``, this module or a segment; ``inner``: those of this module's segments."""
-        return _C.Unit(
-            part,
-            handle,
-            name=name,
-            param_dtype=self.mixed_precision.param_dtype,
-            cast_forward_inputs=self.mixed_precision.cast_forward_inputs,
-            cast_root_forward_inputs=self.mixed_precision.cast_root_forward_inputs,
-            backward_prefetch=self.backward_prefetch.value if self.backward_prefetch is not None else 0,
-            forward_prefetch=self.forward_prefetch,
-            limit_all_gathers=self.limit_all_gathers,
-            full_precision_in_eval=self._use_full_prec_in_eval,
-            segments=inner,
-        )
+    def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> None:
+        """Make the unit of C over ``params``, with one flat parameter, or with more: a segment for each further."""
+        groups = grouping.groups_of(params, self._use_orig_params)
+        handles = []
+        for number, group in enumerate(groups):
+            handle = FlatParamHandle.of_unit(self._config, group, tree, flat_param_name(number))
+            handle.name = name
+            handle.shard()
+            construction.claim_params(group, handle.flat_param._fqns, name)
+            handles.append(handle)
+        self._segments = [Segment(self, number) for number in range(1, len(handles))]
+        for segment, handle in zip(self._segments, handles[1:], strict=True):
+            segment._unit = _C.Unit(segment, handle, self._config, name, ())
+        inner = tuple(segment._unit for segment in self._segments)
+        self._unit = _C.Unit(self, handles[0] if handles else None, self._config, name, inner)
 
     # ---- the step
 

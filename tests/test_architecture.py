@@ -18,7 +18,7 @@ LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime
 PYTHON_LAYERS = (  # packages, and modules beside them
     ("compat",),
     ("_C", "operator_kernels"),
-    ("sharding",),
+    ("sharding", "compat.handle_names"),
     ("tools",),
     ("training",),
     ("state",),
@@ -35,10 +35,10 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 )
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
 STATE_READERS = {  # modules of Python that read it, and what for: none moves it, and none reads the rest
+    "compat.handle_names": "attributes that torch has on a handle",
     "compat.standins.common_utils": "what torch's helper of this name asserts",
     "fully_sharded_data_parallel": "names and moves inside summon_full_params",
     "interop._runtime_utils": "what outside code asks and answers in the runtime's place",
-    "sharding.flat_param": "attributes that torch has on a handle",
     "sharding.sharded_module": "attributes that torch has on a unit, and whether full parameters are shown",
     "training.forward_methods": "whether a method is called where parameters are gathered already",
     "training.grad_clipping": "to refuse clipping amid a step",
@@ -363,8 +363,9 @@ def cycle_violations(root: Path) -> list[str]:
 
 
 def python_layer_of(name: str) -> int:
-    """The place of a module in PYTHON_LAYERS, -1 for one that is in none."""
-    return next((place for place, layer in enumerate(PYTHON_LAYERS) if name.split(".")[0] in layer), -1)
+    """The place of a module in PYTHON_LAYERS, or else that of its package; -1 for one that is in none."""
+    places = {name: place for place, layer in enumerate(PYTHON_LAYERS) for name in layer}
+    return places.get(name, places.get(name.split(".")[0], -1))
 
 
 def python_layer_violations(root: Path) -> list[str]:
@@ -455,17 +456,18 @@ def test_every_layer_of_the_list_is_there() -> None:
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
     assert folders == set(LAYERS)
     assert all(any((ROOT / "csrc" / layer).glob("*.[ch]")) for layer in LAYERS)
-    assert {name.split(".")[0] for name in python_modules(ROOT)} == {
-        name for layer in PYTHON_LAYERS for name in layer
-    }
+    modules, named = python_modules(ROOT), {name for layer in PYTHON_LAYERS for name in layer}
+    assert {name for name in named if "." not in name} == {name.split(".")[0] for name in modules}
+    assert {name for name in named if "." in name} <= modules.keys()
 
 
 def test_the_page_lists_the_layers_in_their_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| ((?:`(?:csrc|fsdp_c)/[\w./]+`(?:, )?)+) \|", page, re.MULTILINE)
-    listed = [tuple(re.findall(r"`(\w+/\w+)", row)) for row in rows]
+    listed = [tuple(re.findall(r"`(\w+/[\w/]*\w)", row)) for row in rows]
     layers = [(f"csrc/{layer}",) for layer in LAYERS]
-    assert listed == layers + [tuple(f"fsdp_c/{name}" for name in layer) for layer in PYTHON_LAYERS]
+    layers += [tuple(f"fsdp_c/{name.replace('.', '/')}" for name in layer) for layer in PYTHON_LAYERS]
+    assert listed == layers
 
 
 HANDLE_C = """

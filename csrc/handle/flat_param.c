@@ -66,28 +66,29 @@ static int init_shapes(struct flat_param *param) {
 }
 
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
+    const struct config *config = &spec->config;
     param->op_id = op_id;
     param->tensor = Py_NewRef(spec->flat_param);
     param->params = spec->params == Py_None ? NULL : Py_NewRef(spec->params);
     param->name = Py_NewRef(spec->name);
-    param->device = Py_NewRef(spec->device);
+    param->device = Py_NewRef(config->device);
     param->layout = *spec->layout;
     param->layout_owner = Py_NewRef(spec->layout_owner);
     param->num_params = spec->layout->num_params;
     param->shapes = Py_NewRef(spec->shapes);
     param->strides = Py_NewRef(spec->strides);
     param->param_views = Py_NewRef(spec->param_views);
-    param->strategy = (enum sharding_strategy)spec->strategy;
+    param->strategy = (enum sharding_strategy)config->strategy;
     param->sharded = param->strategy != NO_SHARD;
-    param->use_orig_params = spec->use_orig_params;
-    param->keep_low_precision_grads = spec->keep_low_precision_grads;
-    param->skip_writeback_check = spec->skip_writeback_check;
-    param->verbose = spec->verbose;
-    if (init_shapes(param) < 0 || collective_group_init(&param->shard_group, spec->process_group) < 0)
+    param->use_orig_params = config->use_orig_params;
+    param->keep_low_precision_grads = config->keep_low_precision_grads;
+    param->skip_writeback_check = config->skip_writeback_check;
+    param->verbose = config->verbose;
+    if (init_shapes(param) < 0 || collective_group_init(&param->shard_group, config->shard_group) < 0)
         return -1;
-    return spec->replicate_group == Py_None
+    return config->replicate_group == Py_None
                ? 0
-               : collective_group_init(&param->replicate_group, spec->replicate_group);
+               : collective_group_init(&param->replicate_group, config->replicate_group);
 }
 
 void flat_param_fini(struct flat_param *param) {

@@ -13,15 +13,8 @@
 #include <stdint.h>
 
 #include "collective/collective.h"
+#include "handle/config.h"
 #include "layout/layout.h"
-
-enum sharding_strategy {
-    FULL_SHARD = 1,
-    SHARD_GRAD_OP,
-    NO_SHARD,
-    HYBRID_SHARD,
-    HYBRID_SHARD_ZERO2
-}; /* torch's values */
 
 /* Who is using a unit's parameters: `training_state` of a handle, in the order of torch's
  * HandleTrainingState. */
@@ -69,17 +62,14 @@ struct flat_param {
 
 /* Everything handle_init needs; references are borrowed for the call. */
 struct handle_spec {
+    struct config config;
     const struct flat_layout *layout;
     PyObject *layout_owner; /* the object that owns the layout's arrays */
-    PyObject *flat_param, *params /* or None */, *shapes, *strides,
-        *param_views /* list of (param, module, name, setting) */;
-    PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
+    PyObject *flat_param, *params /* or None */, *shapes, *strides, *name;
+    PyObject *param_views;      /* list of (param, module, name, setting) */
     PyObject *flat_param_owner; /* the dict where it is registered, or None */
     PyObject *flat_param_name;  /* by which it is registered there */
     PyObject *wrap_views;       /* or None */
-    int strategy;
-    int use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose, offload; /* truths */
-    double predivide, postdivide;
 };
 
 /* 0 or -1; flat_param_fini follows in any case. */

@@ -103,9 +103,9 @@ void grads_watch_nothing(struct grads *grads) {
 
 /* ---- life ---- */
 
-void grads_init(struct grads *grads, const struct handle_spec *spec) {
-    grads->predivide = spec->predivide;
-    grads->postdivide = spec->postdivide;
+void grads_init(struct grads *grads, const struct config *config) {
+    grads->predivide = config->predivide;
+    grads->postdivide = config->postdivide;
 }
 
 void grads_fini(struct grads *grads) {

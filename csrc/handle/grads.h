@@ -73,7 +73,7 @@ struct grads {
 
 /* ---- grads.c ---- */
 
-void grads_init(struct grads *grads, const struct handle_spec *spec);
+void grads_init(struct grads *grads, const struct config *config);
 void grads_fini(struct grads *grads);
 int grads_visit(const struct grads *grads, visitproc visit, void *arg);
 int grads_lazy_init(struct grads *grads); /* after the storage's. 0 or -1 */

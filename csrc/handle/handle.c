@@ -55,11 +55,12 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
     zero(handle);
     int64_t op_id = handle_table_add(handle);
     if (op_id < 0 || flat_param_init(&handle->param, spec, op_id) < 0 ||
-        storage_init(&handle->storage, spec) < 0 || param_views_init(&handle->param_views, spec) < 0) {
+        storage_init(&handle->storage, &spec->config) < 0 ||
+        param_views_init(&handle->param_views, spec) < 0) {
         handle_fini(handle);
         return -1;
     }
-    grads_init(&handle->grads, spec);
+    grads_init(&handle->grads, &spec->config);
     handle->summon.flat_param_owner =
         spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
     handle->summon.flat_param_name = Py_NewRef(spec->flat_param_name);

@@ -9,9 +9,11 @@
 
 /* ---- life ---- */
 
-int storage_init(struct storage *storage, const struct handle_spec *spec) {
-    storage->may_offload = spec->offload;
-    storage->fallback_dtypes = PyTuple_Pack(2, spec->param_dtype, spec->reduce_dtype);
+int storage_init(struct storage *storage, const struct config *config) {
+    PyObject *param_dtype = config->param_dtype, *reduce_dtype = config->reduce_dtype;
+    storage->may_offload = config->offload_params;
+    storage->fallback_dtypes =
+        PyTuple_Pack(2, param_dtype, reduce_dtype == Py_None ? param_dtype : reduce_dtype);
     return storage->fallback_dtypes ? 0 : -1;
 }
 

@@ -95,7 +95,7 @@ struct unshard_batch {
 };
 
 /* 0 or -1; fini follows in any case */
-int storage_init(struct storage *storage, const struct handle_spec *spec);
+int storage_init(struct storage *storage, const struct config *config);
 void storage_fini(struct storage *storage);
 int storage_visit(const struct storage *storage, visitproc visit, void *arg);
 

@@ -26,44 +26,20 @@ struct handle *handle_of(PyObject *object) {
 /* ---- life ---- */
 
 static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"layout",
-                            "flat_param",
-                            "params",
-                            "shapes",
-                            "strides",
-                            "param_views",
-                            "process_group",
-                            "replicate_group",
-                            "device",
-                            "param_dtype",
-                            "reduce_dtype",
-                            "name",
-                            "flat_param_owner",
-                            "flat_param_name",
-                            "wrap_views",
-                            "strategy",
-                            "use_orig_params",
-                            "keep_low_precision_grads",
-                            "skip_writeback_check",
-                            "verbose",
-                            "predivide",
-                            "postdivide",
-                            "offload",
-                            NULL};
+    static char *names[] = {"config",          "layout",     "flat_param",  "params",
+                            "shapes",          "strides",    "param_views", "flat_param_owner",
+                            "flat_param_name", "wrap_views", "name",        NULL};
     struct handle_spec spec = {0};
-    PyObject *layout;
+    PyObject *config, *layout;
     if (inside(self)->param.tensor)
         return RAISED(PyExc_RuntimeError, "a Handle is initialised once");
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOO!O!O!OOOOOUOUOippppddp", names, &layout, &spec.flat_param, &spec.params,
+            args, kwargs, "OOOOO!O!O!OUOU", names, &config, &layout, &spec.flat_param, &spec.params,
             &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.param_views,
-            &spec.process_group, &spec.replicate_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype,
-            &spec.name, &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views, &spec.strategy,
-            &spec.use_orig_params, &spec.keep_low_precision_grads, &spec.skip_writeback_check, &spec.verbose,
-            &spec.predivide, &spec.postdivide, &spec.offload))
+            &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views, &spec.name))
         return -1;
     spec.layout_owner = layout;
-    if (!(spec.layout = layout_of(layout)))
+    if (config_read(&spec.config, config) < 0 || !(spec.layout = layout_of(layout)))
         return -1;
     return handle_init(inside(self), &spec);
 }

@@ -42,28 +42,14 @@ static int lead(struct unit *unit) {
 }
 
 static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"module",
-                            "handle",
-                            "name",
-                            "param_dtype",
-                            "cast_forward_inputs",
-                            "cast_root_forward_inputs",
-                            "backward_prefetch",
-                            "forward_prefetch",
-                            "limit_all_gathers",
-                            "full_precision_in_eval",
-                            "segments",
-                            NULL};
+    static char *names[] = {"module", "handle", "config", "name", "segments", NULL};
     struct unit_spec spec = {0};
-    PyObject *handle;
+    PyObject *handle, *config;
     if (inside(self)->module_ref)
         return RAISED(PyExc_RuntimeError, "a Unit is initialised once");
-    struct unit_options *options = &spec.options;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipppO!", names, &spec.module, &handle, &spec.name,
-                                     &options->param_dtype, &options->cast_forward_inputs,
-                                     &options->cast_root_forward_inputs, &options->backward_prefetch,
-                                     &options->forward_prefetch, &options->limit_all_gathers,
-                                     &options->full_precision_in_eval, &PyTuple_Type, &spec.segments))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOUO!", names, &spec.module, &handle, &config,
+                                     &spec.name, &PyTuple_Type, &spec.segments) ||
+        config_read(&spec.config, config) < 0)
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;

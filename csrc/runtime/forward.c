@@ -28,7 +28,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
     OWNED *dtype = PyObject_GetAttr(value, torch_names.dtype);
     if (!dtype)
         PyErr_Clear();
-    return dtype && (dtype == unit->options.param_dtype || !dtype_is_known(view.dtype));
+    return dtype && (dtype == unit->param_dtype || !dtype_is_known(view.dtype));
 }
 
 static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
@@ -56,12 +56,12 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool is_full = unit->handle && storage_precision(&unit->handle->storage) == PRECISION_FULL;
     bool casts_as_root = unit->is_root && options->cast_root_forward_inputs && !unit->evaluating;
     bool cast =
-        options->param_dtype && !is_full && (casts_as_root || (unit->handle && options->cast_forward_inputs));
+        unit->param_dtype && !is_full && (casts_as_root || (unit->handle && options->cast_forward_inputs));
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
     OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
                                                     mover ? mover->param.device : Py_None,
-                                                    cast ? options->param_dtype : Py_None, NULL);
+                                                    cast ? unit->param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;

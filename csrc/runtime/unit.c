@@ -106,9 +106,8 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->handle_object = Py_XNewRef(spec->handle_object);
     unit->handle = spec->handle;
     unit->name = Py_NewRef(spec->name);
-    unit->options = spec->options;
-    PyObject *param_dtype = spec->options.param_dtype; /* or None */
-    unit->options.param_dtype = param_dtype == Py_None ? NULL : Py_NewRef(param_dtype);
+    unit->options = spec->config.options;
+    unit->param_dtype = spec->config.param_dtype == Py_None ? NULL : Py_NewRef(spec->config.param_dtype);
     unit->segments = Py_NewRef(spec->segments);
     unit->sync_gradients = unit->nesting.may_nest = true;
     unit->name_index = -1;
@@ -170,7 +169,7 @@ int unit_clear(struct unit *unit) {
     unit->handle = NULL;
     Py_CLEAR(unit->handle_object);
     Py_CLEAR(unit->name);
-    Py_CLEAR(unit->options.param_dtype);
+    Py_CLEAR(unit->param_dtype);
     return 0;
 }
 

@@ -18,8 +18,6 @@
 #include "runtime/schedule.h"
 #include "runtime/trace.h"
 
-enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD_POST }; /* torch's values */
-
 /* Whether the unit, with or without parameters, is in use. */
 enum unit_phase {
     PHASE_IDLE,
@@ -29,14 +27,6 @@ enum unit_phase {
 };
 
 struct runtime;
-
-/* What the constructor was given. */
-struct unit_options {
-    PyObject *param_dtype; /* owned; dtype that inputs are cast to, or NULL */
-    int backward_prefetch; /* of enum backward_prefetch; the others are truths */
-    int cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
-    int full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
-};
 
 static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
 
@@ -75,6 +65,7 @@ struct unit {
     struct runtime *runtime;     /* borrowed from runtime_object */
     PyObject *name;              /* owned; str */
     int32_t name_index;          /* index of the name in progress.c, or -1 */
+    PyObject *param_dtype;       /* owned; dtype that inputs are cast to, or NULL */
     struct unit_options options; /* the constructor's */
 
     struct unit *leader;       /* borrowed; the unit that a segment is part of, else NULL */
@@ -105,7 +96,7 @@ struct unit_spec {
     PyObject *module, *handle_object /* or NULL */, *name;
     PyObject *segments; /* tuple of Unit objects, of units that have no segments themselves */
     struct handle *handle;
-    struct unit_options options;
+    struct config config;
 };
 
 /* The unit that a flat parameter is of: the segment's leader, or the unit itself. */

@@ -37,7 +37,7 @@ from fsdp_c.checkpoint.folder import (
 from fsdp_c.checkpoint.pickles import read_metadata
 from fsdp_c.checkpoint.pieces import Place
 from fsdp_c.sharding.common import collector_paused
-from fsdp_c.sharding.flat_param import are_dense
+from fsdp_c.sharding.flattening import are_dense
 
 _MAX_METADATA_NBYTES = 8 * 2**30
 MAX_DIMS = 64  # as torch has it for most operations

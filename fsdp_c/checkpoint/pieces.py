@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_c.sharding.flat_param import are_dense
+from fsdp_c.sharding.flattening import are_dense
 
 MAX_NBYTES = 64 * 2**20  # of a piece: what reading one in part costs in memory
 _COPY_NBYTES = 8 * 2**20

@@ -30,6 +30,7 @@ from fsdp_c.compat.upstream import (
     dtensor_extensions,
     fsdp2_module_class,
 )
+from fsdp_c.sharding.configuration import UnitConfig
 from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
 from fsdp_c.sharding.traversal import Subtree, clean_name, is_composable, is_unit, joined
 
@@ -251,11 +252,6 @@ class ProcessGroups(NamedTuple):
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None
-
-    @property
-    def data_parallel_size(self) -> int:
-        """How many ranks' gradients are averaged."""
-        return self.shard.size() * (self.replicate.size() if self.replicate is not None else 1)
 
 
 def resolve_process_groups(
@@ -552,8 +548,9 @@ _groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
 
 
-def note_groups(groups: ProcessGroups) -> None:
-    """A unit is made with them: their threads may hold its tensors when the process ends."""
+def note_groups(config: UnitConfig) -> None:
+    """Remember the groups of a unit: their threads may hold its tensors when the process ends."""
+    groups = (config.shard_group, config.replicate_group)
     _groups_of_units.update(group for group in groups if group is not None)
 
 
@@ -577,7 +574,9 @@ def _forget_groups() -> None:
         for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
             attributes = getattr(owner, "__dict__", {})
             attributes.update(
-                (name, None) for name, it in attributes.items() if isinstance(it, dist.ProcessGroup)
+                (name, None)
+                for name, it in attributes.items()
+                if isinstance(it, dist.ProcessGroup | UnitConfig)
             )
 
 

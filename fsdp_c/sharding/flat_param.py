@@ -1,49 +1,41 @@
 """The flat parameter of a unit and the Python face of its handle: names and metadata; C has the storage."""
 
 import functools
-import itertools
 import logging
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_c import _C
-from fsdp_c.compat import left_out
-from fsdp_c.compat.errors import IGNORED_AND_TRAINED, first_names
-from fsdp_c.compat.mixed_use import refuse_torchs_functions
+from fsdp_c.compat.errors import IGNORED_AND_TRAINED
+from fsdp_c.compat.handle_names import HandleNames
 from fsdp_c.compat.upstream import (
     FSDPExtensions,
     HandleShardingStrategy,
-    HandleTrainingState,
+    MixedPrecision,
     ShardingStrategy,
     _ShardParamInfo,
 )
 from fsdp_c.sharding import registrations, subclasses, tensor_parallel
+from fsdp_c.sharding.configuration import UnitConfig, configure, is_set
+from fsdp_c.sharding.flattening import (
+    check_uniform,
+    is_truly_contiguous,
+    own_part,
+    shard_param_infos,
+    without_gaps,
+)
 from fsdp_c.sharding.freed_views import FreedView
 from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
-
-__all__ = [
-    "FlatParamHandle",
-    "FlatParamShardMetadata",
-    "FlatParameter",
-    "HandleShardingStrategy",
-    "ParamInfo",
-    "SharedParamInfo",
-]
 
 logger = logging.getLogger(__name__)
 
 _C.bind_freed_view(FreedView)
-
-ALIGNMENT_NBYTES = 16
-PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor
 
 
 class SharedParamInfo(NamedTuple):
@@ -55,17 +47,6 @@ class SharedParamInfo(NamedTuple):
     prim_param_name: str
     prim_module: nn.Module
     prim_module_name: str
-
-
-class FlatParamShardMetadata(NamedTuple):
-    """What this rank's shard holds: per parameter in it, inclusive (start, end) offsets in the parameter."""
-
-    param_names: tuple[str, ...]
-    param_shapes: tuple[torch.Size, ...]
-    param_strides: tuple[tuple[int, ...], ...]
-    param_contiguities: tuple[bool, ...]
-    param_numels: tuple[int, ...]
-    param_offsets: tuple[tuple[int, int], ...]
 
 
 class ManagedParam(NamedTuple):
@@ -129,41 +110,6 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return param
 
 
-def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether ``tensor`` is contiguous, with a last stride of 1 even if that size is 1 (C-020)."""
-    return (not stride or stride[-1] == 1) and tensor.is_contiguous()
-
-
-def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or
-    elements that share memory."""
-    is_whole = are_dense(tensor.shape, tensor.stride()) or not tensor.numel()
-    return tensor if is_whole else tensor.detach().contiguous()
-
-
-def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor of these fills one piece of memory, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _memory_order(dense: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps in the order they have in memory, 1-D, without a copy."""
-    data = dense.detach()
-    return (
-        data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
-    )
-
-
-def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
-    """The alignment of a unit's parameters in elements; 0 for none (C-012)."""
-    return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
-
-
 class Occurrences:
     """Every place in the tree where one of the parameters stands, in flatten order (C-010)."""
 
@@ -199,7 +145,7 @@ class Occurrences:
             info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
 
     def param_views(self) -> list[tuple[int, nn.Module, str, int]]:
-        bypass = os.environ.get("FSDP_USE_UNSAFE_SETATTR", "") == "1"
+        bypass = is_set("FSDP_USE_UNSAFE_SETATTR")
         places: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(self.infos), *self.shared]
         return [
             (index, info.module, info.param_name, _C.SET_BYPASSING if bypass else _way_to_set(info.module))
@@ -219,41 +165,6 @@ def _way_to_set(module: nn.Module) -> int:
     is_plain = all(getattr(each, "__module__", None) == nn.Module.__module__ for each in methods)
     is_wrapped = any(hasattr(each, "__wrapped__") for each in methods)
     return _C.SET_DIRECTLY if are_ours and is_plain and not is_wrapped else _C.SET_BY_SETATTR
-
-
-def check_uniform(
-    params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool, floating: bool = True
-) -> None:
-    """Raise ValueError, naming the parameters, unless they can live in one flat parameter (C-011)."""
-    dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
-    for fqn, param in zip(fqns, params, strict=True):
-        if getattr(param, "_is_flat_param", False):
-            raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
-        if param.is_complex() or (floating and not param.is_floating_point()):
-            kind = "complex" if param.is_complex() else "integer"
-            raise ValueError(
-                f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states. "
-                f"{IGNORED_AND_TRAINED}."
-            )
-        if param.dtype != dtype:
-            raise ValueError(
-                f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} "
-                f"({fqn}). Cast the module to one dtype, or wrap the modules of the other dtype as units of "
-                "their own."
-            )
-        if param.device != device:
-            raise ValueError(
-                f"Must flatten tensors on the same device but got both {device} ({fqns[0]}) and "
-                f"{param.device} ({fqn}). Move the module to one device."
-            )
-        if not use_orig_params and param.requires_grad != requires_grad:
-            trainable = [name for name, p in zip(fqns, params, strict=True) if p.requires_grad]
-            frozen = [name for name, p in zip(fqns, params, strict=True) if not p.requires_grad]
-            raise ValueError(
-                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: trainable "
-                f"are {first_names(trainable)}, frozen are {first_names(frozen)}. Pass use_orig_params=True, "
-                "or wrap the frozen modules on their own."
-            )
 
 
 class _Watched(type):
@@ -277,18 +188,16 @@ class _Watched(type):
         cls._note(name)
 
     def _note(cls, name: str) -> None:
-        if name == "unshard" and cls.__base__ is _C.Handle:
+        if name == "unshard" and cls.__base__ is HandleNames:
             unshard = getattr(cls, name)
             _C.replace(name, None if unshard is _C.Handle.unshard else unshard)
 
 
-class FlatParamHandle(_C.Handle, metaclass=_Watched):
-    """One flat parameter: built here, run in C.
+class FlatParamHandle(HandleNames, metaclass=_Watched):
+    """One flat parameter: built here, run in C. Its base in fsdp_c/compat/ has further names of torch's.
 
-    Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``.
-    ``replicate_group`` is the group over which a hybrid strategy reduces its shards' gradients,
-    ``tree`` what a walk over the module has found already. With a ``flat_param_name``, under which
-    a unit registers it, parameters may be integers. ValueError for parameters that cannot share one.
+    ``FlatParamHandle(...)`` takes the arguments of torch's; ``params`` must lie in ``fully_sharded_module``.
+    ValueError for parameters that cannot share a flat one.
     """
 
     flat_param: FlatParameter
@@ -308,36 +217,55 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         use_orig_params: bool,
         *,
         fsdp_extension: FSDPExtensions | None = None,
-        replicate_group: dist.ProcessGroup | None = None,
-        tree: Subtree | None = None,
-        flat_param_name: str | None = None,
     ) -> None:
         if not params:
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
-        found = Occurrences(tree or Subtree(fully_sharded_module), params)
+        config = configure(
+            process_group,
+            None,
+            device,
+            ShardingStrategy(sharding_strategy.value),
+            use_orig_params=use_orig_params,
+            offload_params=offload_params,
+            mixed_precision=MixedPrecision(
+                mp_param_dtype, mp_reduce_dtype, keep_low_precision_grads=keep_low_precision_grads
+            ),
+            extension=fsdp_extension,
+        )
+        self._build(config, params, Subtree(fully_sharded_module))
+
+    @classmethod
+    def of_unit(
+        cls, config: UnitConfig, params: Sequence[nn.Parameter], tree: Subtree, flat_param_name: str
+    ) -> "FlatParamHandle":
+        """The handle of ``params``, which may be integers; the root of ``tree`` registers its flat parameter."""
+        if not params[0].dtype.is_floating_point:  # mixed precision leaves integers alone
+            config = config._replace(param_dtype=None, reduce_dtype=None)
+        handle = cls.__new__(cls)
+        handle._build(config, params, tree, flat_param_name, floating=False)
+        return handle
+
+    def _build(
+        self,
+        config: UnitConfig,
+        params: Sequence[nn.Parameter],
+        tree: Subtree,
+        flat_param_name: str = FLAT_PARAM,
+        floating: bool = True,
+    ) -> None:
+        found = Occurrences(tree, params)
         found.check_modules()
-        check_uniform(found.params, found.fqns, use_orig_params, floating=flat_param_name is None)
-        extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
-        self._fully_sharded_module = fully_sharded_module
-        self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
-        self.uses_sharded_strategy = self._sharding_strategy != HandleShardingStrategy.NO_SHARD
-        self._use_orig_params = use_orig_params
-        self._offload_params = offload_params
-        self._keep_low_precision_grads = keep_low_precision_grads
-        self._fsdp_extension = fsdp_extension
-        self.device = device
-        self.process_group = process_group
-        self.replicate_group = replicate_group
-        self.rank = process_group.rank()
-        self.world_size = process_group.size()
-        self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
-        self._debug_level = dist.get_debug_level()
-        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
-        self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
-        self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
-        self._mixed_precision_dtypes = (mp_param_dtype, mp_reduce_dtype)
+        check_uniform(found.params, found.fqns, config.use_orig_params, floating)
+        extensions = tensor_parallel.flatten(found.params, found.fqns, config.extension)
+        self._config = config
+        self._fully_sharded_module = tree.root
+        self._fsdp_extension = config.extension
+        self.uses_sharded_strategy = config.strategy != ShardingStrategy.NO_SHARD
+        self.device = config.device
+        self.process_group = config.shard_group
+        self.rank = config.shard_group.rank()
+        self.world_size = config.shard_group.size()
         self._follow_dtype(found.params[0].dtype)
-        self._aligned_numel = aligned_numel(self._fwd_bwd_param_dtype, use_orig_params)
         layout = _C.FlatLayout(
             [param.numel() for param in found.params],
             self._aligned_numel,
@@ -345,58 +273,43 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.rank,
             self.uses_sharded_strategy,
         )
-        shapes = [param.shape for param in found.params]
-        dense = [_without_gaps(param) for param in found.params]
-        strides = [param.stride() for param in dense]
-        contiguities = [_is_truly_contiguous(*each) for each in zip(dense, strides, strict=True)]
-        requires_grad = any(param.requires_grad for param in found.params)
-        shard = _own_part(dense, layout)
-        if offload_params and device.type != "cpu" and shard.device.type != "meta":
+        dense = [without_gaps(param) for param in found.params]
+        shard = own_part(dense, layout)
+        if config.offload_params and self.device.type != "cpu" and shard.device.type != "meta":
             shard = shard.cpu().pin_memory()
-        flat_param = FlatParameter(shard, requires_grad)
-        _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
+        flat_param = FlatParameter(shard, any(param.requires_grad for param in found.params))
+        _describe(flat_param, found, layout, dense, extensions, config.use_orig_params)
         self._guises = [subclasses.guise_of(param) for param in found.params]
         self._wrap_views = tensor_parallel.views_wrapper(
-            extensions, fsdp_extension
+            extensions, config.extension
         ) or subclasses.views_wrapper(self._guises)
         param_views = found.param_views()
-        data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
-        predivide = predivide_factor(data_parallel_size)
-        super().__init__(
+        strides = zip(flat_param._strides, flat_param._contiguities, strict=True)
+        _C.Handle.__init__(
+            self,
+            config,
             layout=layout,
             flat_param=flat_param,
             params=flat_param._params,
-            shapes=tuple(shapes),
-            strides=tuple(
-                None if contiguous else stride
-                for stride, contiguous in zip(strides, contiguities, strict=True)
-            ),
+            shapes=tuple(flat_param._shapes),
+            strides=tuple(None if contiguous else stride for stride, contiguous in strides),
             param_views=param_views,
-            process_group=process_group,
-            replicate_group=replicate_group,
-            device=device,
-            param_dtype=mp_param_dtype,
-            reduce_dtype=mp_reduce_dtype or mp_param_dtype,
-            name=type(fully_sharded_module).__name__,
-            flat_param_owner=unwrapped(fully_sharded_module)._parameters,
-            flat_param_name=flat_param_name or FLAT_PARAM,
+            flat_param_owner=unwrapped(tree.root)._parameters,
+            flat_param_name=flat_param_name,
             wrap_views=self._wrap_views,
-            strategy=self._sharding_strategy.value,
-            use_orig_params=use_orig_params,
-            keep_low_precision_grads=keep_low_precision_grads,
-            skip_writeback_check=self._skip_writeback_check,
-            verbose=self._debug_level == dist.DebugLevel.INFO,
-            predivide=predivide,
-            postdivide=data_parallel_size / predivide,
-            offload=offload_params,
+            name=type(tree.root).__name__,
         )
-        if use_orig_params:
+        if config.use_orig_params:
             found.come_last()
         registrations.watch((view[1:3] for view in param_views), self)
+        self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
+        self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
         if self._use_fake_all_gather:
-            self.fake_all_gather(_fake_group(process_group))
+            self.fake_all_gather(_fake_group(self.process_group))
         if self._use_fake_reduce:
-            self.fake_reduce_scatter(_fake_group(process_group))
+            self.fake_reduce_scatter(_fake_group(self.process_group))
+        if config.skip_writeback_check:
+            _warn_once("FSDP_SKIP_WRITEBACK_CHECK")
 
     @property
     def is_parallel(self) -> bool:
@@ -454,14 +367,14 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         with torch.inference_mode(False), torch.no_grad():
             super().flat_param_to(*args, **kwargs)
         self._follow_dtype(self.flat_param.dtype)
-        if self.flat_param.device != self.device and not self._offload_params:
+        if self.flat_param.device != self.device and not self._config.offload_params:
             # the gradients that were set to None, and go now, are another stream's memory
             self._device_handle.synchronize(self.device)
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
         """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` changes (C-018)."""
-        param_dtype, reduce_dtype = self._mixed_precision_dtypes
+        param_dtype, reduce_dtype = self._config.param_dtype, self._config.reduce_dtype
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
         self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
@@ -470,61 +383,13 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         """Whether ``tensor`` has the size of a shard; never under NO_SHARD."""
         return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
 
-    @property
-    def _skipped_use_sharded_views(self) -> bool:
-        """True between forward and backward where the strategy keeps the modules' views meanwhile (C-091)."""
-        flat_param = self.flat_param
-        if not self._use_orig_params or not self.uses_sharded_strategy or self.training_state != _C.USE_IDLE:
-            return False
-        info = flat_param._param_infos[0]
-        shown = info.module._parameters.get(info.param_name)
-        return shown is not None and not isinstance(shown, nn.Parameter)
-
-    @property
-    def _training_state(self) -> HandleTrainingState:
-        return list(HandleTrainingState)[self.training_state]
-
-    @_training_state.setter
-    def _training_state(self, state: HandleTrainingState) -> None:
-        refuse_torchs_functions(self.name)
-
-    def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Torch's ``optim_state_dict`` calls it. Nothing is left to do: every step follows gradients."""
-
-    @property
-    def _uses_param_mixed_precision(self) -> bool:
-        return self._fwd_bwd_param_dtype != self._orig_param_dtype
-
-    @property
-    def _uses_reduce_mixed_precision(self) -> bool:
-        return self._reduce_dtype != self._orig_param_dtype
-
-    @property
-    def _force_full_precision(self) -> bool:
-        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is
-        asked for by FSDP_USE_FULL_PREC_IN_EVAL."""
-        if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
-            return False
-        in_eval = self._use_full_prec_in_eval and not self._fully_sharded_module.training
-        return in_eval or self.training_state == _C.USE_SUMMON_FULL_PARAMS
-
-    @property
-    def _has_optim_in_backward(self) -> bool:
-        """True when the user has attached an optimizer to an original parameter
-        (_apply_optimizer_in_backward)."""
-        return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
-
-    @_has_optim_in_backward.setter
-    def _has_optim_in_backward(self, value: bool) -> None:
-        refuse_torchs_functions(self.name)
-
     def step_in_backward(self) -> None:
         """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced
         (D-089), on the device's stream for that.
 
         One that several parameters share steps once: afterwards none of those has a gradient.
         """
-        if self._offload_params and self.device.type != "cpu":
+        if self._config.offload_params and self.device.type != "cpu":
             self._device_handle.current_stream(self.device).synchronize()  # for the gradients
         for param in self.flat_param._params or ():
             optimizers = getattr(param, "_in_backward_optimizers", None)
@@ -541,151 +406,12 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         """What the script has of the unit: the original parameters, or the flat one."""
         return self.flat_param._params or [self.flat_param]
 
-    @property
-    def _fqns_in_shard(self) -> list[str]:
-        flat_param = self.flat_param
-        infos = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)
-        return [fqn for fqn, info in infos if info.in_shard]
-
-    def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
-        """One 1-D tensor of ``tensors``, of one dtype, in memory order; padded as parameters are (C-016).
-
-        ``aligned_numel`` is the alignment in elements, 0 for none. ValueError for tensors that do not fit.
-        """
-        if not tensors:
-            raise ValueError("Expects non-empty `tensors`")
-        if aligned_numel < 0:
-            raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
-        check_uniform(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
-        numels = [tensor.numel() for tensor in tensors]
-        return _own_part(tensors, _C.FlatLayout(numels, aligned_numel, self.world_size, self.rank, False))
-
-    def flatten_tensors_into_flat_param(
-        self, tensors: Sequence[torch.Tensor], aligned_numel: int, requires_grad: bool
-    ) -> FlatParameter:
-        """``flatten_tensors`` as a new flat parameter, without metadata."""
-        return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
-
-    if not TYPE_CHECKING:  # which would find any attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            left_out.explain("FlatParamHandle", name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @property
-    def _device_handle(self) -> ModuleType:
-        module: ModuleType = torch.get_device_module(self.device)
-        return module
-
-    @property
-    def _low_prec_param_dtype_specified(self) -> bool:
-        return self._mixed_precision_dtypes[0] is not None
-
-    @property
-    def _low_prec_reduce_dtype_specified(self) -> bool:
-        return self._mixed_precision_dtypes[1] is not None
-
-    def _get_modules(self) -> set[nn.Module]:
-        return set(self.flat_param._modules)
-
-    def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """(first, last) element of each piece of the unsharded flat parameter, with padding, as in torch."""
-        ends = list(itertools.accumulate(self.layout.numels_with_padding))
-        return [
-            (end - numel, end - 1) for end, numel in zip(ends, self.layout.numels_with_padding, strict=True)
-        ]
-
-    def _get_shard_metadata(
-        self, unsharded_start_idx: int, unsharded_end_idx: int
-    ) -> tuple[_ShardParamInfo, ...]:
-        """What a shard of these elements of the unsharded flat parameter, both included, has of each one."""
-        first, last = unsharded_start_idx, unsharded_end_idx
-        starts = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
-        return tuple(_part_in_range(start, start + numel - 1, first, last) for start, numel in starts)
-
-    def _get_unflat_views_aligned(self, tensor: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The parameters as views of ``tensor``, an unsharded flat one; by default of the flat parameter."""
-        whole = self.flat_param if tensor is None else tensor
-        layout, flat_param = self.layout, self.flat_param
-        places = zip(
-            layout.param_offsets, layout.param_numels, flat_param._shapes, flat_param._strides, strict=True
-        )
-        views = tuple(
-            whole.narrow(0, offset, numel).as_strided(shape, strides)
-            for offset, numel, shape, strides in places
-        )
-        return list(views if self._wrap_views is None else self._wrap_views(views))
-
-    def _get_unflat_views_unaligned(self, tensor: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The same, as an iterator."""
-        return iter(self._get_unflat_views_aligned(tensor))
-
-    @property
-    def _get_unflat_views(self) -> Callable[[torch.Tensor | None], Iterable[torch.Tensor]]:
-        """The first of the two with use_orig_params, else the second, as in torch."""
-        return self._get_unflat_views_aligned if self._use_orig_params else self._get_unflat_views_unaligned
-
-    @staticmethod
-    def _get_unpadded_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-        """What ``rank`` holds of ``tensor``, a 1-D view, and how many elements of padding follow."""
-        flat = _memory_order(_without_gaps(tensor))
-        step = -(-flat.numel() // world_size)
-        start = min(rank * step, flat.numel())
-        part = flat.narrow(0, start, min(step, flat.numel() - start))
-        return part, step - part.numel()
-
-    @staticmethod
-    def _get_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-        """A copy of what ``rank`` holds of ``tensor``, padded with zeros, and how many they are."""
-        part, padding = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
-        return torch.cat([part, part.new_zeros(padding)]), padding
-
-    @staticmethod
-    def _get_sharded_size(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Size:
-        """Of the shard of a 1-D ``tensor``, padding included. AssertionError for another shape."""
-        if tensor.dim() != 1:
-            raise AssertionError(f"expected a 1-D tensor, got one of shape {tuple(tensor.shape)}")
-        return torch.Size((-(-tensor.numel() // world_size),))
-
-    def _get_padded_unsharded_flat_param(self) -> torch.Tensor | None:
-        return self.padded_unsharded_flat_param
-
-    def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's shard holds."""
-        of, infos = self.flat_param, self.flat_param._shard_param_infos
-        bounds = [(info.intra_param_start_idx, info.intra_param_end_idx) for info in infos]
-        columns = (of._fqns, of._shapes, of._strides, of._contiguities, of._numels, bounds)
-        held: list[tuple[Any, ...]] = [
-            tuple(one for one, info in zip(column, infos, strict=True) if info.in_shard) for column in columns
-        ]
-        return FlatParamShardMetadata(*held)
-
-    def param_module_names(self) -> Iterator[tuple[str, str]]:
-        """(parameter name, module name) of every occurrence, shared ones last."""
-        infos: list[ParamInfo | SharedParamInfo] = [
-            *self.flat_param._param_infos,
-            *self.flat_param._shared_param_infos,
-        ]
-        return ((info.param_name, info.module_name) for info in infos)
-
-    def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
-        """(parameter name, module name) of the further occurrences of shared parameters."""
-        return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
-
     def __repr__(self) -> str:
         return f"FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
 
 
 def _clean_fqn(info: ParamInfo | SharedParamInfo) -> str:
     return clean_name(joined(info.module_name, info.param_name))
-
-
-def predivide_factor(data_parallel_size: int) -> float:
-    """The power of two near the square root by which gradients are divided before they are summed (D-082)."""
-    factor = 1
-    while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
-        factor *= 2
-    return float(factor)
 
 
 _WARNINGS = {
@@ -696,8 +422,8 @@ _WARNINGS = {
 
 
 def _switched_on(name: str) -> bool:
-    """Whether the environment sets ``name`` to 1, which is logged once per process (C-002, C-003)."""
-    if os.environ.get(name, "") != "1":
+    """``is_set(name)``, which is logged once per process."""
+    if not is_set(name):
         return False
     _warn_once(name)
     return True
@@ -717,56 +443,11 @@ def _fake_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def _own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
-    """This rank's part of the flattened parameters: only it is ever written, never the whole."""
-    shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
-    if shard.device.type == "meta":
-        return shard
-    places = zip(layout.param_offsets, layout.param_numels, strict=True)
-    ranges = layout.shard_ranges() if layout.sharded else [(True, *place, 0) for place in places]
-    end = 0
-    for param, (in_shard, offset, numel, offset_in_param) in zip(params, ranges, strict=True):
-        if not in_shard or numel == 0:
-            continue
-        _fill(shard, end, offset, PADDING_VALUE)
-        shard.narrow(0, offset, numel).copy_(_memory_order(param).narrow(0, offset_in_param, numel))
-        end = offset + numel
-    _fill(shard, end, layout.shard_numel_valid, PADDING_VALUE)
-    _fill(shard, layout.shard_numel_valid, layout.shard_numel, 0.0)
-    return shard
-
-
-def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
-    if start < end:
-        shard.narrow(0, start, end - start).fill_(value)
-
-
-ShardParamInfo = _ShardParamInfo  # of earlier pickles
-_NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
-
-
-def _shard_param_infos(layout: _C.FlatLayout) -> tuple[_ShardParamInfo, ...]:
-    return tuple(
-        _ShardParamInfo(True, offset, numel, start, start + numel - 1) if in_shard else _NOT_IN_SHARD
-        for in_shard, offset, numel, start in layout.shard_ranges()
-    )
-
-
-def _part_in_range(start: int, last: int, range_start: int, range_last: int) -> _ShardParamInfo:
-    """What a shard of [range_start, range_last] has of a parameter of [start, last]; all inclusive."""
-    begin, end = max(start, range_start), min(last, range_last)
-    if begin > end:
-        return _NOT_IN_SHARD
-    return _ShardParamInfo(True, begin - range_start, end - begin + 1, begin - start, end - start)
-
-
 def _describe(
     flat_param: FlatParameter,
     found: Occurrences,
     layout: _C.FlatLayout,
-    shapes: list[torch.Size],
-    strides: list[tuple[int, ...]],
-    contiguities: list[bool],
+    dense: list[torch.Tensor],
     extensions: list[tensor_parallel.ParamExtension],
     use_orig_params: bool,
 ) -> None:
@@ -775,9 +456,10 @@ def _describe(
     shared_infos = tuple(info for _, info in found.shared)
     flat_param._num_params = num_params
     flat_param._param_infos = found.infos
-    flat_param._shapes = shapes
-    flat_param._strides = strides
-    flat_param._contiguities = contiguities
+    flat_param._shapes = [param.shape for param in found.params]
+    flat_param._strides = [param.stride() for param in dense]
+    contiguities = zip(dense, flat_param._strides, strict=True)
+    flat_param._contiguities = [is_truly_contiguous(*each) for each in contiguities]
     flat_param._fqns = found.fqns
     flat_param._param_extensions = extensions
     flat_param._numels = layout.param_numels
@@ -788,7 +470,7 @@ def _describe(
     flat_param._unpadded_unsharded_size = torch.Size((layout.numel,))
     flat_param._sharded_size = torch.Size((layout.shard_numel,))
     flat_param._shard_numel_padded = layout.shard_numel_padded
-    flat_param._shard_param_infos = _shard_param_infos(layout)
+    flat_param._shard_param_infos = shard_param_infos(layout)
     flat_param._params = found.params if use_orig_params else None
     flat_param._shared_params = (
         [found.params[index] for index, _ in found.shared] if use_orig_params else None

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from fsdp_c.compat.upstream import MixedPrecision
-
 splits_by_default = False  # set by ``python -m fsdp_c --split-frozen``
 _splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
 
@@ -48,12 +46,3 @@ def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[lis
     if not splits_frozen() and use_orig_params and len({dtype for _, dtype in groups}) == 1:
         return [list(params)]
     return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], not key[1].is_floating_point))]
-
-
-def precision_for(
-    dtype: torch.dtype, mixed_precision: MixedPrecision
-) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of computation and reduction: those of ``mixed_precision``, but for integers."""
-    if not dtype.is_floating_point:
-        return None, None
-    return mixed_precision.param_dtype, mixed_precision.reduce_dtype

@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_c.sharding.construction import CPU, own_params
+from fsdp_c.sharding.construction import (
+    CPU,
+    IgnoredStates,
+    check_compute_device,
+    check_params,
+    check_single_device,
+    own_params,
+)
 from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit, named_buffers
 
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
@@ -28,26 +35,52 @@ def check_init_fn(param_init_fn: object) -> None:
 
 def materialize(
     tree: Subtree,
-    params: list[nn.Parameter],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
+    unit: str,
+    rank: int,
+    ignored: IgnoredStates,
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
-) -> tuple[Subtree, list[nn.Parameter]]:
-    """Give values to a module on the meta device: by ``param_init_fn``, or by ``reset_parameters()``.
+    device_id: int | torch.device | None,
+) -> tuple[Subtree, list[nn.Parameter], torch.device]:
+    """Give a module on the meta device its values, and move what is on the CPU to ``device`` where a ``device_id``
+    was passed.
 
-    ``params`` are those the unit will own. Returns the tree and them as they are then.
+    Returns the tree and the unit's own parameters as they are then, and the device that computes. ValueError and
+    RuntimeError for parameters that no unit can hold, or on several devices.
     """
-    if not any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored_modules))):
-        return tree, params
-    targets = list(_modules_to_materialize(tree.root, ignored_modules))
+    params = own_params(tree, ignored.params)
+    check_params(tree, params, unit)
+    check_single_device(tree, params, device_id, unit, rank)
+    if any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored.modules))):
+        _initialize(tree.root, ignored.modules, param_init_fn, device)
+        tree = Subtree(tree.root, homes=tree.homes)
+        params = own_params(tree, ignored.params)
+        _check_materialized(tree, params)
+    if device_id is not None:
+        _move_to_device(tree, params, ignored.modules, device)
+    else:
+        _warn_of_cpu_initialization(params, device)
+        device = next((param.device for param in params if param.device.type != "cpu"), device)
+    check_compute_device(tree, params, device, unit, rank)
+    return tree, params, device
+
+
+def _initialize(
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> None:
+    """Call ``param_init_fn``, or ``reset_parameters()``, on all modules outside of inner units."""
+    targets = list(_modules_to_materialize(root, ignored_modules))
     if param_init_fn is None:
         _reset_parameters(targets, device)
     else:
         for target in targets:
             param_init_fn(target)
-    tree = Subtree(tree.root, homes=tree.homes)
-    params = own_params(tree, ignored_params)
+
+
+def _check_materialized(tree: Subtree, params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if param.is_meta:
             raise ValueError(
@@ -55,7 +88,6 @@ def materialize(
                 "param_init_fn, or the module's reset_parameters(), allocate it, as "
                 "module.to_empty(device=..., recurse=False) does"
             )
-    return tree, params
 
 
 def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:
@@ -94,7 +126,7 @@ def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> Non
             raise
 
 
-def move_to_device(
+def _move_to_device(
     tree: Subtree, params: Iterable[nn.Parameter], ignored_modules: set[nn.Module], device: torch.device
 ) -> None:
     """Move what of ``params`` is on the CPU, gradients with it, and of the buffers that are not ignored."""
@@ -111,7 +143,7 @@ def move_to_device(
                 buffer.data = buffer.to(device)
 
 
-def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: torch.device) -> None:
+def _warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: torch.device) -> None:
     """UserWarning when a module that an accelerator will compute is sharded on the CPU."""
     if compute_device != CPU and any(param.device == CPU for param in params):
         warnings.warn(

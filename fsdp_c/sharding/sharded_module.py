@@ -28,6 +28,7 @@ from fsdp_c.compat.upstream import (
     StateDictType,
     TrainingState,
 )
+from fsdp_c.sharding.configuration import UnitConfig
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.sharding.traversal import (
     FLAT_PARAM,
@@ -65,6 +66,8 @@ class ShardedModule(nn.Module, _FSDPState):
     _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter
     _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
     _exec_order_data: PrefetchLimits  # from lazy initialisation on, it is the root's
+
+    _config: UnitConfig
 
     # what the constructor was given, or decided
     sharding_strategy: ShardingStrategy

@@ -99,26 +99,17 @@ def refused_handle() -> Callable[[], Any]:
     def cycle() -> None:
         for one in (handle, _C.Handle.__new__(_C.Handle)):
             with suppress(RuntimeError, TypeError):
-                _C.Handle.__init__(one, layout=handle.layout, flat_param=handle.flat_param)
+                _C.Handle.__init__(one, handle._config, layout=handle.layout, flat_param=handle.flat_param)
 
     return cycle
 
 
 def unit_alone() -> Callable[[], Any]:
-    names = ["cast_forward_inputs", "cast_root_forward_inputs", "forward_prefetch", "limit_all_gathers"]
+    config = unit()._config
 
     def cycle() -> None:
         module = nn.Identity()
-        module.unit = _C.Unit(
-            module,
-            None,
-            name="nothing",
-            param_dtype=None,
-            backward_prefetch=1,
-            full_precision_in_eval=False,
-            segments=(),
-            **dict.fromkeys(names, True),
-        )
+        module.unit = _C.Unit(module, None, config, "nothing", ())
 
     return cycle
 

@@ -24,7 +24,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardedGradScaler, StateDictType, checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.optim_state import optim_state
-from fsdp_c.sharding import flat_param
+from fsdp_c.sharding import flattening
 from tests.ranks import both_views
 
 RANK = 1
@@ -332,7 +332,7 @@ def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, 
 def test_an_error_that_lists_parameters_names_ten() -> None:
     params = [nn.Parameter(torch.ones(1), requires_grad=index % 2 == 0) for index in range(80)]
     with pytest.raises(ValueError, match="'p18'] and 30 more, frozen are .*'p19'] and 30 more. Pass"):
-        flat_param.check_uniform(params, [f"p{index}" for index in range(80)], use_orig_params=False)
+        flattening.check_uniform(params, [f"p{index}" for index in range(80)], use_orig_params=False)
 
 
 @pytest.mark.parametrize(

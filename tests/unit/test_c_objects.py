@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fsdp_c import _C
 from tests.processes import output_of_python
@@ -74,6 +75,12 @@ def test_a_method_of_an_object_that_init_has_not_made_says_so(of: type, name: st
 def test_so_does_an_attribute(name: str) -> None:
     with pytest.raises(RuntimeError, match=NOT_INITIALISED):
         getattr(_C.Handle.__new__(_C.Handle), name)
+
+
+@pytest.mark.parametrize("config", [None, {}, ()])
+def test_a_unit_without_a_configuration_is_refused(config: Any) -> None:
+    with pytest.raises(TypeError, match="expected a UnitConfig|takes exactly 20 arguments"):
+        _C.Unit(nn.Identity(), None, config, "unit", ())
 
 
 def test_pairs_of_optional_units_are_tuples() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 
-from fsdp_c import _C
+from fsdp_c import _C, MixedPrecision, ShardingStrategy
+from fsdp_c.sharding.configuration import configure
 from fsdp_c.training import tree
 
 NAMES = (
@@ -41,19 +43,16 @@ def test_an_unknown_callback_is_refused() -> None:
 
 
 def test_a_refused_binding_leaves_what_was_bound() -> None:
-    unit = _C.Unit(
-        nn.Identity(),
+    config = configure(
+        FakeProcessGroup._create_internal(rank=0, world_size=1),
         None,
-        name="unit",
-        param_dtype=None,
-        cast_forward_inputs=False,
-        cast_root_forward_inputs=False,
-        backward_prefetch=0,
-        forward_prefetch=False,
-        limit_all_gathers=False,
-        full_precision_in_eval=False,
-        segments=(),
+        torch.device("cpu"),
+        ShardingStrategy.NO_SHARD,
+        use_orig_params=False,
+        offload_params=False,
+        mixed_precision=MixedPrecision(),
     )
+    unit = _C.Unit(nn.Identity(), None, config, "unit", ())
     with pytest.raises(TypeError):
         _C.bind_callbacks(**dict.fromkeys((*NAMES, "other"), refuse))  # type: ignore[arg-type]
     hooked = torch.ones(1, requires_grad=True)

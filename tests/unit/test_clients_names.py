@@ -44,7 +44,8 @@ from fsdp_c._fsdp_extensions import FSDPExtensions, _ext_post_unflatten_transfor
 from fsdp_c._traversal_utils import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
 from fsdp_c._wrap_utils import _construct_wrap_fn, _or_policy, _post_order_apply, _recursive_wrap
 from fsdp_c.api import TrainingState
-from fsdp_c.sharding.flat_param import FlatParamHandle, HandleShardingStrategy
+from fsdp_c.compat.upstream import HandleShardingStrategy
+from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
 from tests.collectives import fake_ranks
 from tests.ranks import both_views

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
-from fsdp_c.sharding.flat_param import HandleShardingStrategy
+from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.collectives import fake_ranks
@@ -130,7 +130,7 @@ def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:  #
     from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
     assert (
-        fsdp_c.sharding.flat_param.predivide_factor(size)
+        fsdp_c.sharding.configuration.predivide_factor(size)
         == factor
         == DefaultState._get_gradient_predivide_factor(size)
     )

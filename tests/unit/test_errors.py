@@ -24,9 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_c import fully_sharded_data_parallel
 from fsdp_c.api import HandleTrainingState
 from fsdp_c.compat.errors import with_note
-from fsdp_c.compat.upstream import torch_version
+from fsdp_c.compat.upstream import HandleShardingStrategy, torch_version
 from fsdp_c.sharding import construction
-from fsdp_c.sharding.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.errors import CPU, Implementation, Net, Row, check, forget_torchs_units, of, rows

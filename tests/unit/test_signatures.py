@@ -14,7 +14,6 @@ from fsdp_c import FullyShardedDataParallel
 from fsdp_c.compat.standins.finder import FSDP, OURS
 
 PUBLIC = ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")
-DELIBERATE = {"_flat_param.FlatParamHandle.__init__"}  # takes what construction has made already
 OF_EVERY_OBJECT = {*vars(object), *vars(Enum), *vars(type("Plain", (), {}))} - {"__init__"}
 
 
@@ -54,7 +53,7 @@ def differences(module: str) -> Iterator[str]:
             if own is None or own is object.__init__:
                 if module in PUBLIC and not any(one.startswith("_") for one in path.split(".")):
                     yield f"{module}.{path} is missing"
-            elif f"{module}.{path}" not in DELIBERATE and arguments(known) not in (None, arguments(own)):
+            elif arguments(known) not in (None, arguments(own)):
                 yield f"{module}.{path}{arguments(own)}, torch has {arguments(known)}"
             elif is_plain(known) and not path.endswith("__") and repr(known) != repr(own):
                 yield f"{module}.{path} = {own!r}, torch has {known!r}"
