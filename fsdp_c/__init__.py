@@ -36,12 +36,11 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_c.compat import upstream
+from fsdp_c.compat import _flat_param, _init_utils, _runtime_utils, _traversal_utils, upstream
+from fsdp_c.compat.installation import install as install
+from fsdp_c.compat.installation import is_installed as is_installed
+from fsdp_c.compat.installation import uninstall as uninstall
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_c.interop import _flat_param, _init_utils, _runtime_utils, _traversal_utils
-from fsdp_c.interop import install as install
-from fsdp_c.interop import is_installed as is_installed
-from fsdp_c.interop import uninstall as uninstall
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 from fsdp_c.sharding.flat_param import FlatParameter as FlatParameter
 from fsdp_c.sharding.optional import optional as optional

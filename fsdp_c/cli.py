@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp_c import interop
+from fsdp_c.compat import installation, scripts
 from fsdp_c.tools import environment
 
 SPLIT_FROZEN = "--split-frozen"
@@ -59,11 +59,11 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv[:own])
     if args.script is None and args.module is None:
         parser.error("name a SCRIPT, or -m MODULE")
-    start = interop.run_script if args.module is None else interop.run_module
+    start = scripts.run_script if args.module is None else scripts.run_module
     try:
         start(args.module or args.script, list(argv[own:]), args.split_frozen)
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        if interop.is_installed():  # the script has started: the error is its own
+        if installation.is_installed():  # the script has started: the error is its own
             raise
         parser.error(str(error))
     return 0

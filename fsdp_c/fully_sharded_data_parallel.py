@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
-from torch.distributed.algorithms._comm_hooks.default_hooks import (
-    DefaultState,
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -35,7 +31,9 @@ from fsdp_c.api import (
 from fsdp_c.compat import left_out
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import with_note
+from fsdp_c.compat.execution_order import ExecutionOrder
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
+from fsdp_c.compat.unit_names import UnitNames, low_precision_dtype
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
 from fsdp_c.sharding.configuration import UnitConfig, configure
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo
@@ -59,6 +57,7 @@ from fsdp_c.sharding.traversal import (
     Subtree,
     check_module,
     clean_path,
+    current_auto_wrapping,
     flat_param_name,
     other_params,
     unwrapped,
@@ -72,12 +71,10 @@ from fsdp_c.training import (
     grad_clipping,
     misuse_checks,
     optimizer_steps,
-    sharded_errors,
     tree,
     unshard_params,
 )
 from fsdp_c.training.ddp_checks import check_ddp
-from fsdp_c.training.execution_order import ExecutionOrder
 from fsdp_c.training.order_validation import OrderValidation
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel"]
@@ -105,7 +102,7 @@ class UnshardWork:
             self._unit = None
 
 
-class FullyShardedDataParallel(ShardedModule):
+class FullyShardedDataParallel(UnitNames):
     """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over ranks.
 
     The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the
@@ -193,7 +190,7 @@ class FullyShardedDataParallel(ShardedModule):
         )
         name = unit_name(module)
         senders = [group for group in reversed(groups) if group is not None] if sync_module_states else []
-        if senders and not construction.is_built_by_policy():
+        if senders and current_auto_wrapping() is None:
             with phases.enter(_C.PROGRESS_WRAP):
                 agreement.agree_to_sync(name, senders[::-1], device)
         if auto_wrap_policy is not None:
@@ -202,15 +199,9 @@ class FullyShardedDataParallel(ShardedModule):
             inherited |= {"sharding_strategy": sharding_strategy, "ignored_states": ignored.params}
             if groups.replicate and device_mesh is None:
                 inherited["process_group"] = tuple(groups)
-            with construction.sharing(ignored.params):
-                homes = auto_wrap(
-                    tree,
-                    auto_wrap_policy,
-                    ignored.modules,
-                    ignored.params,
-                    inherited,
-                    FullyShardedDataParallel,
-                )
+            homes = auto_wrap(
+                tree, auto_wrap_policy, ignored.modules, ignored.params, inherited, FullyShardedDataParallel
+            )
             tree = Subtree(module, homes=homes)
         rank = groups.shard.rank()
         sharding_strategy = construction.resolve_strategy(sharding_strategy, groups.shard.size())
@@ -249,7 +240,7 @@ class FullyShardedDataParallel(ShardedModule):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
-        sharded_errors.explain_optimizers()
+        misuse_checks.explain_optimizers()
         if self._handle is not None:
             self._fully_sharded_module_to_handle[module] = self._handle
         if not use_orig_params:
@@ -339,12 +330,17 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _init_tree(self, alone: bool) -> None:
         modules = cast("list[tuple[str, FullyShardedDataParallel]]", units_with_paths(self))
-        _refuse_fake_mode([module for _, module in modules])
-        error = _tree_error(self, modules)
+        if isinstance(torch.empty(0, device="cpu"), FakeTensor):
+            _refuse_real_parameters([module for _, module in modules])
+        error = None
+        try:
+            _check_tree(self, modules)
+        except (AssertionError, RuntimeError, ValueError) as found:
+            if alone:
+                raise
+            error = found  # the other ranks are to hear of it
         if not alone:
             agreement.agree(self, modules, error)
-        elif error is not None:
-            raise error
         members = [module for _, module in modules]
         buffers.cast_for_computation(members, self.compute_device)
         for path, module in modules:  # inner units may be bound to another tree
@@ -478,20 +474,9 @@ class FullyShardedDataParallel(ShardedModule):
             raise ValueError(f"The communication hook must be callable but got {hook}")
         for module in modules:
             if module._handle is not None:
-                module._handle.set_comm_hook(hook, state, _low_precision_dtype(hook))
+                module._handle.set_comm_hook(hook, state, low_precision_dtype(hook))
             module._comm_hook = hook
             module._comm_hook_state = state
-
-    def _low_precision_hook_enabled(self) -> bool:
-        return _low_precision_dtype(self._comm_hook) is not None
-
-    def _mixed_precision_enabled_for_buffers(self) -> bool:
-        return self.mixed_precision.buffer_dtype is not None
-
-    def _wait_unshard_streams_on_current_stream(self) -> None:
-        """Let computation wait for the all-gathers that ``_unshard`` has started in this tree."""
-        for module in units_of(self):
-            module._unit.wait_unsharded()
 
     @contextlib.contextmanager
     def _deregister_orig_params_ctx(self) -> Iterator[None]:
@@ -544,7 +529,7 @@ class FullyShardedDataParallel(ShardedModule):
                 wrapped,
                 unwrapped(wrapped),
             )
-            return sharded_errors.explaining(self, found) if is_own_method else found
+            return misuse_checks.explaining(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
         """What the unit holds, and for a root what its tree takes: see ``fsdp_c.summary``."""
@@ -619,10 +604,19 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
         """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
-        _refuse_new_parameters(self)
+        for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
+            if getattr(torch.__future__, f"get_{flag}")():
+                raise RuntimeError(
+                    f"rank {self.rank}, unit {unit_name(self.module)}: torch.__future__.set_{flag}(True) would "
+                    "have a conversion put other parameters in the place of those that are sharded. Convert the "
+                    "module before it is wrapped, or set the flag to False meanwhile"
+                )
         # inside summon_full_params the whole parameters move
         is_summoned = self.training_state == TrainingState.SUMMON_FULL_PARAMS
-        with contextlib.nullcontext() if is_summoned else _flat_params_shown(self):
+        with contextlib.ExitStack() as stack:
+            for part in parts_of(self):
+                if part._has_params and not is_summoned:
+                    stack.enter_context(_flat_param_shown(part))
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
             return self
 
@@ -669,45 +663,24 @@ class FullyShardedDataParallel(ShardedModule):
             return keys
 
 
-# ---- communication
-
-
-def _low_precision_dtype(hook: object) -> torch.dtype | None:
-    """The dtype of one of torch's low-precision hooks, known by identity (D-090); None for any other."""
-    if hook is fp16_compress_hook:
-        return torch.float16
-    return torch.bfloat16 if hook is bf16_compress_hook else None
-
-
 # ---- lazy initialisation
 
 
-def _refuse_fake_mode(modules: list[FullyShardedDataParallel]) -> None:
-    """What is made under FakeTensorMode has no memory, and would stay with parameters that have some."""
-    if not isinstance(torch.empty(0, device="cpu"), FakeTensor):
-        return
-    for module in modules:
-        if module._handle is not None and not is_fake(module._handle.flat_param):
-            raise RuntimeError(
-                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, and its "
-                "first forward is under FakeTensorMode: make the model under that mode as well, or run a "
-                "real forward before"
-            )
-
-
-def _tree_error(
-    root: FullyShardedDataParallel, modules: list[tuple[str, FullyShardedDataParallel]]
-) -> Exception | None:
-    """Why ``modules`` cannot run as the tree of ``root`` on this rank."""
-    try:
-        for path, module in modules:
-            _check_ready(module, clean_path(path) or type(root.module).__name__, is_root=module is root)
-        _check_required(root)
-        for name in _HOMOGENEOUS_SETTINGS:
-            _check_homogeneous(name, modules)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        return error
-    return None
+def _check_tree(root: FullyShardedDataParallel, modules: list[tuple[str, FullyShardedDataParallel]]) -> None:
+    """Raise unless ``modules`` can run now as the tree of ``root`` on this rank."""
+    for path, module in modules:
+        _check_ready(module, clean_path(path) or type(root.module).__name__, is_root=module is root)
+    if is_marked(root.module):
+        raise ValueError(
+            f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by "
+            "fsdp_c.optional(): there is no unit around it with which it could be gathered; mark modules "
+            "inside it instead"
+        )
+    for setting in _HOMOGENEOUS_SETTINGS:
+        values = {getattr(module, setting): clean_path(path) for path, module in reversed(modules)}
+        if len(values) > 1:
+            found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
+            raise ValueError(f"Expects one homogeneous value for {setting} but got {found}")
 
 
 def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> None:
@@ -745,20 +718,15 @@ def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> 
         )
 
 
-def _check_required(root: FullyShardedDataParallel) -> None:
-    if is_marked(root.module):
-        raise ValueError(
-            f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by "
-            "fsdp_c.optional(): there is no unit around it with which it could be gathered; mark modules "
-            "inside it instead"
-        )
-
-
-def _check_homogeneous(setting: str, modules: list[tuple[str, FullyShardedDataParallel]]) -> None:
-    values = {getattr(module, setting): clean_path(path) for path, module in reversed(modules)}
-    if len(values) > 1:
-        found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
-        raise ValueError(f"Expects one homogeneous value for {setting} but got {found}")
+def _refuse_real_parameters(modules: list[FullyShardedDataParallel]) -> None:
+    """Raise under FakeTensorMode, whose tensors without memory would stay with parameters that have some."""
+    for module in modules:
+        if module._handle is not None and not is_fake(module._handle.flat_param):
+            raise RuntimeError(
+                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, and its "
+                "first forward is under FakeTensorMode: make the model under that mode as well, or run a "
+                "real forward before"
+            )
 
 
 def _param_names(path: str, module: ShardedModule) -> list[str]:
@@ -774,25 +742,6 @@ def _register_flat_param(module: ShardedModule) -> None:
     """Show the flat parameter on the wrapped module, past register_parameter: it need not know the name."""
     if module._flat_param is not None:
         module.module._parameters[module._flat_param_name] = module._flat_param
-
-
-def _refuse_new_parameters(module: ShardedModule) -> None:
-    for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
-        if getattr(torch.__future__, f"get_{flag}")():
-            raise RuntimeError(
-                f"rank {module.rank}, unit {unit_name(module.module)}: torch.__future__.set_{flag}(True) "
-                "would have a conversion put other parameters in the place of those that are sharded. "
-                "Convert the module before it is wrapped, or set the flag to False meanwhile"
-            )
-
-
-@contextlib.contextmanager
-def _flat_params_shown(module: ShardedModule) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for part in parts_of(module):
-            if part._has_params:
-                stack.enter_context(_flat_param_shown(part))
-        yield
 
 
 @contextlib.contextmanager
@@ -839,6 +788,6 @@ _C.bind_callbacks(
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_without_gradient=misuse_checks.warn_of_units_without_gradient,
     check_backward=misuse_checks.check_backward,
-    explain_error=sharded_errors.explain_in_forward,
+    explain_error=misuse_checks.explain_in_forward,
     explain_failed_collective=collective_errors.explain,
 )

@@ -18,7 +18,7 @@ LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime
 PYTHON_LAYERS = (  # packages, and modules beside them
     ("compat",),
     ("_C", "operator_kernels"),
-    ("sharding", "compat.handle_names"),
+    ("sharding", "compat.execution_order", "compat.handle_names", "compat.unit_names"),
     ("tools",),
     ("training",),
     ("state",),
@@ -30,7 +30,14 @@ PYTHON_LAYERS = (  # packages, and modules beside them
         "sharded_grad_scaler",
         "wrap",
     ),
-    ("interop",),
+    (
+        "compat._flat_param",
+        "compat._init_utils",
+        "compat._runtime_utils",
+        "compat._traversal_utils",
+        "compat.installation",
+        "compat.scripts",
+    ),
     ("__init__", "__main__", "cli", "selftest"),
 )
 SHARDING_STATE = ("param_state", "training_state", "_training_state", "shows_sharded", "needs_unshard")
@@ -38,11 +45,11 @@ STATE_READERS = {  # modules of Python that read it, and what for: none moves it
     "compat.handle_names": "attributes that torch has on a handle",
     "compat.standins.common_utils": "what torch's helper of this name asserts",
     "fully_sharded_data_parallel": "names and moves inside summon_full_params",
-    "interop._runtime_utils": "what outside code asks and answers in the runtime's place",
+    "compat._runtime_utils": "what outside code asks and answers in the runtime's place",
     "sharding.sharded_module": "attributes that torch has on a unit, and whether full parameters are shown",
     "training.forward_methods": "whether a method is called where parameters are gathered already",
     "training.grad_clipping": "to refuse clipping amid a step",
-    "training.sharded_errors": "to say which unit keeps parameters sharded",
+    "training.misuse_checks": "to say which unit keeps parameters sharded",
     "training.unshard_params": "to refuse state dicts and summon_full_params amid a step",
 }
 UNREAD_STATE = ("param_state", "needs_unshard")  # is C's alone

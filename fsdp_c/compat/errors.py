@@ -31,10 +31,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1] = (runs[-1][0], rank)
         else:
             runs.append((rank, rank))
-    return runs_text(runs)
-
-
-def runs_text(runs: Sequence[tuple[int, int]]) -> str:
     parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     return ("ranks " if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank ") + ", ".join(parts)
 

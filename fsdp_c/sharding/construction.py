@@ -1,14 +1,12 @@
 """What a unit decides from its arguments: ignored states, groups, strategy, device, own parameters."""
 
 import atexit
-import contextlib
-import contextvars
 import numbers
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +30,14 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding.configuration import UnitConfig
 from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
-from fsdp_c.sharding.traversal import Subtree, clean_name, is_composable, is_unit, joined
+from fsdp_c.sharding.traversal import (
+    Subtree,
+    clean_name,
+    current_auto_wrapping,
+    is_composable,
+    is_unit,
+    joined,
+)
 
 CPU = torch.device("cpu")
 
@@ -145,24 +150,6 @@ class IgnoredStates(NamedTuple):
     buffer_names: set[str]
 
 
-_shared: contextvars.ContextVar[set[nn.Parameter] | None] = contextvars.ContextVar("_shared", default=None)
-
-
-@contextlib.contextmanager
-def sharing(ignored_params: set[nn.Parameter]) -> Iterator[None]:
-    """Units built meanwhile that are passed this very set take it as theirs: one for all units of a tree."""
-    before = _shared.set(ignored_params)
-    try:
-        yield
-    finally:
-        _shared.reset(before)
-
-
-def is_built_by_policy() -> bool:
-    """Whether the unit at hand is one inside of another, that an auto-wrap policy has chosen."""
-    return _shared.get() is not None
-
-
 def resolve_ignored_states(
     tree: Subtree,
     ignored_modules: Iterable[nn.Module] | None,
@@ -175,7 +162,8 @@ def resolve_ignored_states(
             "modules too"
         )
     inner_units = [unit for unit in tree.units if is_sharded_module(unit)]
-    shared = _shared.get()
+    wrapping = current_auto_wrapping()
+    shared = None if wrapping is None else wrapping.ignored_params
     is_shared = (
         shared is not None
         and ignored_states is shared
@@ -346,25 +334,20 @@ def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGro
 
 def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
     """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns if another was asked for."""
-    effective = effective_strategy(strategy, world_size)
     asked = strategy or ShardingStrategy.FULL_SHARD
-    if effective is not asked:
+    if world_size == 1 and asked is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {asked} since the world size is 1.", stacklevel=3
         )
-    elif asked is ShardingStrategy.NO_SHARD and world_size > 1:
+        return ShardingStrategy.NO_SHARD
+    if asked is ShardingStrategy.NO_SHARD and world_size > 1:
         warnings.warn(
             "The `NO_SHARD` sharding strategy is deprecated: torch.nn.parallel.DistributedDataParallel does "
             "the same.",
             FutureWarning,
             stacklevel=3,
         )
-    return effective
-
-
-def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """``resolve_strategy`` without warnings."""
-    return (strategy or ShardingStrategy.FULL_SHARD) if world_size > 1 else ShardingStrategy.NO_SHARD
+    return asked
 
 
 def _global_rank() -> int:

@@ -160,19 +160,6 @@ class ShardedModule(nn.Module, _FSDPState):
         refuse_torchs_functions(unit_name(self.module))
 
     @property
-    def _all_fsdp_states(self) -> list[ShardedModule]:
-        """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
-        return whole_units_of(self)
-
-    @_all_fsdp_states.setter
-    def _all_fsdp_states(self, states: object) -> None:
-        refuse_torchs_functions(unit_name(self.module))
-
-    @property
-    def _all_handles(self) -> list[FlatParamHandle]:
-        return [fsdp_module._handle for fsdp_module in units_of(self) if fsdp_module._handle is not None]
-
-    @property
     def _replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard, for hybrid strategies."""
         group: dist.ProcessGroup | None = vars(self).get("_inter_node_pg")
@@ -205,22 +192,6 @@ class ShardedModule(nn.Module, _FSDPState):
     @property
     def _enclosing_unit(self) -> ShardedModule | None:
         return None if self._enclosing is None else self._enclosing()
-
-    @property
-    def _post_backward_callback_queued(self) -> bool:
-        """True while a backward runs, and after one that raised."""
-        return self._unit.runtime is not None and self._unit.runtime.callback_queued
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """Whether torch.compile is to see the wrapped module as one that is sharded. Torch's class sets it on
-        all modules that it is put around."""
-        marked: bool = getattr(self._fsdp_wrapped_module, "_is_fsdp_managed_module", False)
-        return marked
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
-        refuse_torchs_functions(unit_name(self.module))
 
     @property
     def _sync_gradients(self) -> bool:

@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -91,17 +90,33 @@ def joined(path: str, name: str) -> str:
 Homes = Mapping[nn.Parameter, nn.Module]
 """For parameters whose modules land in different units: the module around which the unit is that holds
 them."""
-_homes: contextvars.ContextVar[Homes] = contextvars.ContextVar("_homes", default=MappingProxyType({}))
+
+
+class AutoWrapping(NamedTuple):
+    """Arguments of the root for the units that its policy makes."""
+
+    homes: Homes
+    ignored_params: set[nn.Parameter]  # one object for all units of the tree
+
+
+_auto_wrapping: contextvars.ContextVar[AutoWrapping | None] = contextvars.ContextVar(
+    "_auto_wrapping", default=None
+)
+
+
+def current_auto_wrapping() -> AutoWrapping | None:
+    """The auto wrapping that builds the unit at hand; None for a unit that the script builds."""
+    return _auto_wrapping.get()
 
 
 @contextlib.contextmanager
-def at_home(homes: Homes) -> Iterator[None]:
-    """Units that are built meanwhile leave these parameters to the units around their homes."""
-    before = _homes.set(homes)
+def auto_wrapping(homes: Homes, ignored_params: set[nn.Parameter]) -> Iterator[None]:
+    """Have the units built in the body be those of an auto wrapping."""
+    token = _auto_wrapping.set(AutoWrapping(homes, ignored_params))
     try:
         yield
     finally:
-        _homes.reset(before)
+        _auto_wrapping.reset(token)
 
 
 class Subtree:
@@ -116,7 +131,8 @@ class Subtree:
 
     def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
         self.root = root
-        self.homes = _homes.get() if homes is None else homes
+        wrapping = current_auto_wrapping()
+        self.homes = homes if homes is not None else wrapping.homes if wrapping is not None else {}
         self._inner = inner
         self._is_home = any(home is root for home in self.homes.values())
         self.modules: dict[nn.Module, str] = {}

@@ -21,7 +21,7 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding.compiling import modules_by_compiled
 from fsdp_c.sharding.grouping import groups_of, splits_frozen
-from fsdp_c.sharding.traversal import Homes, Subtree, at_home, joined
+from fsdp_c.sharding.traversal import Homes, Subtree, auto_wrapping, joined
 
 Policy = _Policy | Callable[..., bool]
 
@@ -53,25 +53,60 @@ def auto_wrap(
     ValueError if a unit is there already, or if a chosen module mixes frozen and trainable parameters
     (use_orig_params=False).
     """
-    _refuse_existing_units(tree)
-    _paths.update(tree.modules)
-    root = tree.root
-    full_precision_classes = _full_precision_classes(root_kwargs)
-    chosen: dict[nn.Module, Kwargs] = {}
-    if isinstance(policy, _Policy) or tree.shared_params:
-        chosen = chosen_modules(tree, policy, ignored_modules, ignored_params, root_kwargs)
-    homes = homes_of_shared_params(tree, chosen)
-    _keep_in_full_precision(tree.modules, full_precision_classes)
-    tree.let_params_go()
-    with at_home(homes):
-        if isinstance(policy, _Policy):
-            _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
-            return homes
-        policy = _or_individually(policy, full_precision_classes)
-        policy = _or_inside(policy, modules_by_compiled(tree.modules))
-        _recursive_wrap(
-            root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
+    for path in tree.units.values():
+        raise ValueError(
+            f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
+            f"{type(tree.root).__name__}: leave out auto_wrap_policy, or wrap that module by policy"
         )
+    _paths.update(tree.modules)
+    classes: tuple[type[nn.Module], ...] = ()  # that mixed precision leaves out
+    if root_kwargs["mixed_precision"] is not None:
+        classes = tuple(root_kwargs["mixed_precision"]._module_classes_to_ignore)
+    inside = modules_by_compiled(tree.modules)
+    chosen: dict[nn.Module, Kwargs] = {}
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
+        for module in tree.modules:
+            if module not in ignored_modules and isinstance(module, classes):
+                kwargs = chosen.get(module, {**root_kwargs, "auto_wrap_policy": None})
+                chosen[module] = {**kwargs, "mixed_precision": None}
+        compiled = {module: outer for outer, module in inside.items()}
+        chosen = {compiled.get(module, module): kwargs for module, kwargs in chosen.items()}
+        if root_kwargs["use_orig_params"] and not splits_frozen():
+            _warn_of_frozen_params(tree, chosen.keys(), ignored_params)
+        homes = homes_of_shared_params(tree, chosen)
+        _keep_in_full_precision(tree.modules, classes)
+        tree.let_params_go()
+        with auto_wrapping(homes, ignored_params):
+            _post_order_apply(tree.root, _construct_wrap_fn(tree.root, chosen, unit_class))
+        return homes
+    if classes:
+        individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
+        policy = functools.partial(_or_policy, policies=[policy, individually])
+    policy = _or_inside(policy, inside)
+
+    def record(module: nn.Module, **kwargs: Any) -> nn.Module:
+        chosen[module] = kwargs
+        return module
+
+    def wrap(wrapper: Callable[..., nn.Module]) -> None:
+        _recursive_wrap(
+            tree.root,
+            policy,
+            wrapper,
+            ignored_modules,
+            ignored_params,
+            only_wrap_children=True,
+            **root_kwargs,
+        )
+
+    if tree.shared_params:
+        wrap(record)
+    homes = homes_of_shared_params(tree, chosen)
+    _keep_in_full_precision(tree.modules, classes)
+    tree.let_params_go()
+    with auto_wrapping(homes, ignored_params):
+        wrap(unit_class)
     return homes
 
 
@@ -100,40 +135,6 @@ def _roots_around(path: str, roots: Container[str]) -> list[str]:
     return [part for part in dict.fromkeys(["", *(path[:end] for end in ends), path]) if part in roots]
 
 
-def chosen_modules(
-    tree: Subtree,
-    policy: Policy,
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    root_kwargs: Kwargs,
-) -> dict[nn.Module, Kwargs]:
-    """The submodules that ``auto_wrap`` makes units, and their arguments. Changes nothing; errors are its."""
-    _refuse_existing_units(tree)
-    check_policy(policy)
-    classes = _full_precision_classes(root_kwargs)
-    inside = modules_by_compiled(tree.modules)
-    if isinstance(policy, _Policy):
-        chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
-        _add_full_precision_modules(tree.modules, classes, ignored_modules, root_kwargs, chosen)
-        compiled = {module: outer for outer, module in inside.items()}
-        chosen = {compiled.get(module, module): kwargs for module, kwargs in chosen.items()}
-        if root_kwargs["use_orig_params"] and not splits_frozen():
-            _warn_of_frozen_params(tree, chosen.keys(), ignored_params)
-        return chosen
-    recorded: dict[nn.Module, Kwargs] = {}
-
-    def record(module: nn.Module, **kwargs: Any) -> nn.Module:
-        in_full_precision = isinstance(inside.get(module, module), classes)
-        recorded[module] = {**kwargs, "mixed_precision": None} if in_full_precision else kwargs
-        return module
-
-    policy = _or_inside(_or_individually(policy, classes), inside)
-    _recursive_wrap(
-        tree.root, policy, record, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
-    )
-    return recorded
-
-
 def check_policy(policy: object) -> None:
     """TypeError for what is no auto wrap policy."""
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, _Policy)):
@@ -142,21 +143,6 @@ def check_policy(policy: object) -> None:
             f"auto_wrap_policy must be a policy object or a callable, not {got}: pass for instance "
             "fsdp_c.wrap.ModuleWrapPolicy({TransformerBlock})"
         )
-
-
-def _full_precision_classes(root_kwargs: Kwargs) -> tuple[type[nn.Module], ...]:
-    mixed_precision = root_kwargs["mixed_precision"]
-    return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
-
-
-def _or_individually(
-    policy: Callable[..., bool], classes: tuple[type[nn.Module], ...]
-) -> Callable[..., bool]:
-    """``policy``, or being one of ``classes``."""
-    if not classes:
-        return policy
-    individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
-    return functools.partial(_or_policy, policies=[policy, individually])
 
 
 def _or_inside(policy: Callable[..., bool], inside: Mapping[nn.Module, nn.Module]) -> Callable[..., bool]:
@@ -175,28 +161,6 @@ def _or_inside(policy: Callable[..., bool], inside: Mapping[nn.Module, nn.Module
         return module not in never and (ask(module) or (module in inside and ask(inside[module])))
 
     return chooses if inside else policy
-
-
-def _refuse_existing_units(tree: Subtree) -> None:
-    for path in tree.units.values():
-        raise ValueError(
-            f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
-            f"{type(tree.root).__name__}: leave out auto_wrap_policy, or wrap that module by policy"
-        )
-
-
-def _add_full_precision_modules(
-    modules: Iterable[nn.Module],
-    classes: tuple[type[nn.Module], ...],
-    ignored_modules: set[nn.Module],
-    root_kwargs: Kwargs,
-    chosen: dict[nn.Module, Kwargs],
-) -> None:
-    """Make every instance of ``classes`` a target of its own without mixed precision."""
-    for module in modules:
-        if module not in ignored_modules and isinstance(module, classes):
-            kwargs = chosen.get(module, {**root_kwargs, "auto_wrap_policy": None})
-            chosen[module] = {**kwargs, "mixed_precision": None}
 
 
 def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn.Module], ...]) -> None:

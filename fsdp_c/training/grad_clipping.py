@@ -370,12 +370,6 @@ def _norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(tensor, p, dtype=dtype) for tensor in tensors])
 
 
-@torch.no_grad()
-def _norms_op(tensors: list[Tensor], p: float) -> Tensor:
-    """``torch.ops.fsdp_c.norms``: in float64 where one of the tensors is, in float32 otherwise."""
-    return _norms(tensors, p, _norm_dtype(tensors))
-
-
 def scale(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the
     device."""
@@ -384,18 +378,3 @@ def scale(grads: list[Tensor], coefficient: Tensor) -> None:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), group in groups.items():
         torch._foreach_mul_(group, coefficient.to(device, dtype))
-
-
-@torch.no_grad()
-def _clip_op(tensors: list[Tensor], coefficient: Tensor) -> None:
-    """``torch.ops.fsdp_c.clip_``: each times ``coefficient``, first rounded to the tensor's dtype."""
-    scale(tensors, coefficient.reshape(()))
-
-
-if not hasattr(torch.ops.fsdp_c, "norms"):  # a second import finds those of the first
-    _library = torch.library.Library("fsdp_c", "FRAGMENT")
-    _library.define("norms(Tensor[] tensors, float p) -> Tensor")
-    _library.define("clip_(Tensor(a!)[] tensors, Tensor coefficient) -> ()")
-    for _key in ("CPU", "CUDA", "Meta"):
-        _library.impl("norms", _norms_op, _key)
-        _library.impl("clip_", _clip_op, _key)

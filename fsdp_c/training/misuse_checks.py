@@ -1,12 +1,18 @@
-"""Mistakes of scripts that would train wrong without a word. A step costs nothing for it: they are looked for in the
-first backward, and the first after something was registered, in an optimizer's first step and in the second forward."""
+"""Mistakes of scripts that would train wrong without a word, and errors that do not name a mistake: this module does.
+
+A step costs nothing for it: the checks run in the first backward, and the first after something was registered, in an
+optimizer's first step and in the second forward. Errors are explained once they are raised."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import types
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.flat_ranges import ranges_of
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, parts_of, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.training import replacements
@@ -28,7 +34,6 @@ _AVERAGE = (
     "param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad, dist.ReduceOp.AVG))"
 )
 _checked: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots, since something was registered in them
-# by module, which does not know in which tree it is
 _roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 _unstepped: weakref.WeakSet[ShardedModule] = weakref.WeakSet()  # roots
 _step_hooks: list[RemovableHandle] = []
@@ -51,13 +56,11 @@ def _watch_registrations() -> None:
 
 
 def _registered(module: nn.Module, name: str, added: nn.Module | nn.Parameter | None) -> None:
-    if isinstance(added, nn.Parameter) and is_flattened(added):
-        return
-    with contextlib.suppress(TypeError):  # a module may have no hash
-        reference = _roots.get(module)
-        if reference is not None and (root := reference()) is not None:
-            _checked.discard(root)
-            _check_next_backward(root)
+    if not (isinstance(added, nn.Parameter) and is_flattened(added)):
+        with contextlib.suppress(TypeError):  # a module may have no hash
+            if (reference := _roots.get(module)) is not None and (root := reference()) is not None:
+                _checked.discard(root)
+                _check_next_backward(root)
 
 
 def _check_next_backward(root: ShardedModule) -> None:
@@ -65,9 +68,16 @@ def _check_next_backward(root: ShardedModule) -> None:
         runtime.unchecked = True
 
 
+def _place(unit: ShardedModule) -> str:
+    return f"rank {unit.rank}, unit {unit_name(unit.module)}"
+
+
+# ----------------------------------------------------------------- checks
+
+
 def check_backward(root: ShardedModule) -> None:
-    """The runtime in C calls it at the end of an ``unchecked`` backward: parameters in no unit that got gradients,
-    which no hook averages, were registered after wrapping, or are ignored."""
+    """Look for parameters in no unit that got gradients, which no hook averages: they were registered after wrapping,
+    or are ignored. The runtime in C calls it at the end of an ``unchecked`` backward."""
     if _step_hooks and not _unstepped:
         _step_hooks.pop().remove()
     units = units_of(root)
@@ -80,27 +90,21 @@ def check_backward(root: ShardedModule) -> None:
         if not (getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks)
     }
     ignored = {id(param) for unit in units for param in unit._ignored_params}
-    ignored |= {
-        id(param) for unit in units for module in unit._ignored_modules for param in module.parameters()
-    }
-    where = f"rank {root.rank}, unit {unit_name(root.module)}"
+    ignored |= {id(param) for unit in units for one in unit._ignored_modules for param in one.parameters()}
     if added := [name for name, param in trained.items() if id(param) not in ignored]:
         raise RuntimeError(
-            f"{where}: {first_names(added)} got gradients, but belong to no unit: they were registered after wrapping, "
-            "so that each rank trains its own. Add them before wrapping; or pass them in ignored_states when wrapping, "
-            f"give all ranks the same values, and average their gradients: {_AVERAGE}."
+            f"{_place(root)}: {first_names(added)} got gradients, but belong to no unit: they were registered after "
+            "wrapping, so that each rank trains its own. Add them before wrapping; or pass them in ignored_states when "
+            f"wrapping, give all ranks the same values, and average their gradients: {_AVERAGE}."
         )
     if names := [name for name, param in trained.items() if not isinstance(param, DTensor)]:
         warnings.warn(
-            f"{where}: the ignored parameters {first_names(names)} got gradients, which no unit averages: each rank "
-            f"trains its own. Give all ranks the same values before the first step, and average the gradients: "
+            f"{_place(root)}: the ignored parameters {first_names(names)} got gradients, which no unit averages: each "
+            "rank trains its own. Give all ranks the same values before the first step, and average the gradients: "
             f"{_AVERAGE}. If the script does so after the backward, or ranks are to differ, filter this warning.",
             stacklevel=6,
         )
-    reference = weakref.ref(root)
-    for module in root.modules():
-        with contextlib.suppress(TypeError):
-            _roots[module] = reference
+    _roots.update(dict.fromkeys(root.modules(), weakref.ref(root)))
     _checked.add(root)
 
 
@@ -112,24 +116,24 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     kind = type(optimizer)
     for root in list(_unstepped):
-        where = f"rank {root.rank}, unit {unit_name(root.module)}"
-        handles = [unit._handle for unit in units_of(root) if unit._handle is not None]
+        units = units_of(root)
+        handles = [unit._handle for unit in units if unit._handle is not None]
         own = {id(param) for handle in handles for param in (*handle.script_params, *ranges_of(handle))}
-        known = [param() for unit in units_of(root) for param in unit._whole._params_before]
+        known = [param() for unit in units for param in unit._whole._params_before]
         if found := params.keys() & own:
             _unstepped.discard(root)
             _check_next_backward(root)  # which removes the hook
             low = [params[one].dtype for one in found if params[one].dtype in (torch.bfloat16, torch.float16)]
             if low and kind.__module__.startswith("torch.optim."):
                 warnings.warn(
-                    f"{where}: {kind.__name__} steps parameters in {low[0]}, in which small updates round to nothing. "
-                    f"Wrap the model in float32, with MixedPrecision(param_dtype={low[0]}).",
+                    f"{_place(root)}: {kind.__name__} steps parameters in {low[0]}, in which small updates round to "
+                    f"nothing. Wrap the model in float32, with MixedPrecision(param_dtype={low[0]}).",
                     stacklevel=3,
                 )
         elif any(param is not None and id(param) in params and not is_flattened(param) for param in known):
             _unstepped.discard(root)
             warnings.warn(
-                f"{where}: {kind.__name__} was made before wrapping, and has no parameter of the model: what it "
+                f"{_place(root)}: {kind.__name__} was made before wrapping, and has no parameter of the model: what it "
                 "has gets no gradients, so that its steps change nothing. Make it anew after wrapping.",
                 stacklevel=3,
             )
@@ -138,10 +142,90 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
 def warn_of_units_without_gradient(root: ShardedModule, names: list[str]) -> None:
     """The runtime in C calls it once, in a forward after a backward that came to none of these units."""
     warnings.warn(
-        f"rank {root.rank}, unit {unit_name(root.module)}: no gradient has come to the units {first_names(names)}, "
-        "which have trainable parameters and ran in training mode: the loss does not depend on their outputs, these "
-        "were detached, or no input of a reentrant checkpoint requires a gradient, as behind frozen embeddings, where "
-        "checkpoint(..., use_reentrant=False) or enable_input_require_grads() helps. Freeze modules that are not to be "
-        "trained, by requires_grad_(False), or run them under torch.no_grad().",
+        f"{_place(root)}: no gradient has come to the units {first_names(names)}, which have trainable parameters and "
+        "ran in training mode: the loss does not depend on their outputs, these were detached, or no input of a "
+        "reentrant checkpoint requires a gradient, as behind frozen embeddings, where checkpoint(..., "
+        "use_reentrant=False) or enable_input_require_grads() helps. Freeze modules that are not to be trained, by "
+        "requires_grad_(False), or run them under torch.no_grad().",
         stacklevel=5,
     )
+
+
+# ----------------------------------------------------------------- explanations of errors on shards
+
+# messages of kernels on 1-D parts, and on parameters whose storage is freed
+_OF_SHARDS = re.compile(
+    "1-D tensor|must be 2-D|same shape as|three dimensions|storage of size 0|not gathered"
+)
+# messages of optimizers on shards, and on a list of the 2-D parameters among them
+_OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
+
+
+def explaining(unit: ShardedModule, method: types.MethodType) -> types.MethodType:
+    """The same bound method of a wrapped module, whose errors on shards say that it is no forward."""
+
+    @functools.wraps(method.__func__)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method.__func__(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            name = method.__name__
+            line = (
+                f"({_place(unit)}: its parameters are sharded now, as {name}() is no forward. To gather them for it "
+                f"call fsdp_c.register_forward_method(module, {name!r}) once, on the unit or the module that "
+                "it wraps.)"
+            )
+            _add(error, line, parts_of(unit))
+            raise
+
+    return types.MethodType(explained, method.__self__)
+
+
+def explain_in_forward(error: BaseException, unit: ShardedModule) -> None:
+    """Explain an exception of the unit's forward; the runtime in C calls it."""
+    inner = [one for one in units_of(unit) if one not in parts_of(unit)]
+    names = [one._handle.name for one in inner if one._handle is not None and one._handle.shows_sharded]
+    line = (
+        f"({_place(unit)}: the parameters of the units {first_names(names)} in it are sharded now, outside of their "
+        "forward. If a layer of theirs was called, call the unit; or gather for the method that makes the call, by "
+        "fsdp_c.register_forward_method(module, name); or wrap the layer as a unit. If they were read without a call, "
+        "as nn.TransformerEncoderLayer does in eval mode, wrap the module that reads them, or call "
+        "torch.backends.mha.set_fastpath_enabled(False).)"
+    )
+    _add(error, line, inner)
+
+
+def _add(error: BaseException, line: str, units: list[ShardedModule]) -> None:
+    """Add ``line`` to a message on shards that has no such line, if one of ``units`` shows shards."""
+    is_of_shards = _OF_SHARDS.search(str(error)) and "sharded now" not in str(error)
+    are_sharded = any(unit._handle is not None and unit._handle.shows_sharded for unit in units)
+    if is_of_shards and are_sharded and len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{line}",)
+
+
+@functools.cache
+def explain_optimizers() -> None:
+    """From now on optimizers that refuse shards for their shape name WholeParameters."""
+    for kind in (torch.optim.Optimizer, torch.optim.Muon):
+        kind.__init__ = _explaining_init(kind.__init__)  # type: ignore[method-assign]
+
+
+def _explaining_init(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def explained(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except ValueError as error:
+            params = [param for group in vars(self).get("param_groups", ()) for param in group["params"]]
+            handles = [unit._handle for unit in claimed_units() if unit._handle is not None]
+            are_shards = (
+                any(map(is_flattened, params)) if params else any(one.layout.sharded for one in handles)
+            )
+            if are_shards and _OF_2D_PARAMS.search(str(error)) and "WholeParameters" not in str(error):
+                error.args = (
+                    f"{error.args[0]}\n(A rank has a 1-D part of each parameter of a FullyShardedDataParallel: "
+                    f"fsdp_c.optim.WholeParameters(model, {type(self).__name__}, ...) steps each parameter whole.)",
+                )
+            raise
+
+    return explained

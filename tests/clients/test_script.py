@@ -20,11 +20,11 @@ require("accelerate")
 LIBRARY = "script"
 LAUNCH = """
 import sys
-import fsdp_c.interop
+import fsdp_c.compat.scripts
 fsdp_c.install()
 from tests.clients.support import gpus_that_are_cpus
 gpus_that_are_cpus()
-fsdp_c.interop.run_script(sys.argv[1], sys.argv[2:])
+fsdp_c.compat.scripts.run_script(sys.argv[1], sys.argv[2:])
 """
 
 

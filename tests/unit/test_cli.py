@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fsdp_c
-from fsdp_c import cli, interop
-from fsdp_c.compat import upstream
+from fsdp_c import cli
+from fsdp_c.compat import installation, upstream
 from fsdp_c.sharding import grouping
 from fsdp_c.tools import environment
 from tests.processes import ROOT, run_python
@@ -50,7 +50,7 @@ def test_bad_arguments_end_with_their_reason_and_status_2(
         cli.main(arguments)
     assert ended.value.code == 2
     assert re.match(f"python -m fsdp_c[ a-z]*: error: .*{reason}", capsys.readouterr().err.splitlines()[-1])
-    assert not interop.is_installed()
+    assert not installation.is_installed()
 
 
 def test_help_names_the_ways_to_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +133,9 @@ def test_module_is_run_as_python_runs_it(
     try:
         with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
             cli.main(["run", "--split-frozen", "-m", "package.train", "--lr", "1"])
-        assert interop.is_installed() and grouping.splits_frozen()
+        assert installation.is_installed() and grouping.splits_frozen()
     finally:
-        interop.uninstall()
+        installation.uninstall()
         sys.modules.pop("package", None)
     assert capsys.readouterr().out.strip() == f"__main__ package ['{tmp_path}/package/train.py', '--lr', '1']"
 

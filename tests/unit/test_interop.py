@@ -36,7 +36,7 @@ def test_install_rebinds_names_wherever_they_were_imported_to():
     assert BoundName is fsdp_c.FullyShardedDataParallel
     assert BoundScaler is fsdp_c.ShardedGradScaler
     assert torch.distributed.checkpoint.state_dict.FSDP is fsdp_c.FullyShardedDataParallel
-    assert fsdp_c.interop.is_installed()
+    assert fsdp_c.is_installed()
 
 
 def test_uninstall_restores_every_name():
@@ -48,7 +48,7 @@ def test_uninstall_restores_every_name():
     others = ("fsdp_c", "hypothesis")  # which counts what the garbage collector takes
     assert [key for key in changed if not key[0].__name__.startswith(others)] == []
     assert BoundName is KEPT["class"]
-    assert not fsdp_c.interop.is_installed()
+    assert not fsdp_c.is_installed()
 
 
 def test_installing_twice_is_the_same_as_once():
@@ -164,7 +164,7 @@ print(__name__, FullyShardedDataParallel.__module__, sys.argv[1:], NAME)
 def test_script_runs_unmodified(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "helper.py").write_text("NAME = 'beside it'\n")
-    code = f"import fsdp_c.interop as i; i.run_script({str(tmp_path / 'script.py')!r}, ['--lr', '1'])"
+    code = f"import fsdp_c.compat.scripts as i; i.run_script({str(tmp_path / 'script.py')!r}, ['--lr', '1'])"
     assert (
         output_of_python("-c", code).strip()
         == "__main__ fsdp_c.fully_sharded_data_parallel ['--lr', '1'] beside it"

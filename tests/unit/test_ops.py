@@ -30,8 +30,6 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
         [2, 0],
         [1, 2],
     ),
-    "norms": lambda: ([torch.randn(8), torch.randn(3, 3)], 2.0),
-    "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
     "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
 }
 
@@ -183,11 +181,6 @@ def test_freed_storage_is_refused() -> None:
     tensor.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="fsdp_c::shard: the storage of flat is freed"):
         OPS.shard(tensor, 0, 2, torch.float32)
-
-
-def test_a_list_without_tensors_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="fsdp_c::norms.*non-empty list of Tensors"):
-        OPS.norms([], 2.0)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -21,7 +21,7 @@ FSDP = "torch.distributed.fsdp"
 
 OURS = {
     **{
-        f"{FSDP}.{name}": f"fsdp_c.interop.{name}" if name.startswith("_") else f"fsdp_c.{name}"
+        f"{FSDP}.{name}": f"fsdp_c.compat.{name}" if name.startswith("_") else f"fsdp_c.{name}"
         for name in (
             "_flat_param",
             "_init_utils",

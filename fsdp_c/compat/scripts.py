@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_c.interop.installation import install, is_installed
+from fsdp_c.compat.installation import install, is_installed
 from fsdp_c.sharding import grouping
 
 

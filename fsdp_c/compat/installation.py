@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_c.compat import _runtime_utils
 from fsdp_c.compat.standins.finder import FSDP as _FSDP
 from fsdp_c.compat.standins.finder import put_public_names
 from fsdp_c.compat.upstream import HAS_FSDP1
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_c.interop import _runtime_utils
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.sharding.traversal import is_unit

@@ -1,0 +1,78 @@
+"""The attributes of ``_exec_order_data`` that clients read and write: the order of units itself is kept in C."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from fsdp_c import _C
+from fsdp_c.compat.upstream import _get_param_to_fqns
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+
+
+def _limit(name: str) -> Any:
+    """A property of ``ExecutionOrder``: the runtime's attribute ``name``, or its value for the runtime to come."""
+
+    def get(order: ExecutionOrder) -> int:
+        limit: int = order._limits[name] if (runtime := order._runtime()) is None else getattr(runtime, name)
+        return limit
+
+    def set(order: ExecutionOrder, limit: int) -> None:
+        if (runtime := order._runtime()) is not None:
+            setattr(runtime, name, limit)
+        order._limits[name] = limit
+
+    return property(get, set)
+
+
+class ExecutionOrder:
+    """``_exec_order_data`` of a unit; from lazy initialisation on that of its root.
+
+    The limits, how many units are prefetched, can be written at any time. ValueError for a negative one.
+    """
+
+    _backward_prefetch_limit = _limit("_backward_prefetch_limit")
+    _forward_prefetch_limit = _limit("_forward_prefetch_limit")
+
+    def __init__(self) -> None:
+        self._limits = {"_backward_prefetch_limit": 1, "_forward_prefetch_limit": 1}
+        self._root: weakref.ref[ShardedModule] | None = None
+
+    def bind(self, root: ShardedModule, runtime: _C.Runtime) -> None:
+        """Bind to the units of ``root``; its ``runtime`` gets the limits."""
+        self._root = weakref.ref(root)
+        for name, limit in self._limits.items():
+            setattr(runtime, name, limit)
+
+    def _bound(self) -> ShardedModule | None:
+        return None if self._root is None else self._root()
+
+    def _runtime(self) -> _C.Runtime | None:
+        root = self._bound()
+        return None if root is None else root._unit.runtime
+
+    @property
+    def _iter(self) -> int:
+        """Number of backwards that have ended since lazy initialisation."""
+        runtime = self._runtime()
+        return 0 if runtime is None else runtime.iteration
+
+    @property
+    def is_first_iter(self) -> bool:
+        return self._iter == 0
+
+    @property
+    def all_handles(self) -> list[FlatParamHandle]:
+        """The handles of the tree, outer units before inner; empty before lazy initialisation."""
+        root = self._bound()
+        units = [] if root is None else units_of(root)
+        return [unit._handle for unit in units if unit._handle is not None]
+
+    @property
+    def param_to_fqn(self) -> dict[nn.Parameter, list[str]]:
+        """The names of each parameter of the tree; empty before lazy initialisation."""
+        root = self._bound()
+        return {} if root is None else _get_param_to_fqns(root)
