@@ -5,23 +5,21 @@ from __future__ import annotations
 import fnmatch
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c.sharding import common, tensor_parallel
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name
-from fsdp_c.state.redistribution import start_gather
-from fsdp_c.state.sharded_values import dims_from_memory, memory_shapes
+from fsdp_c.state.redistribution import Partition, rank0_partition, start_exchange
+from fsdp_c.state.sharded_values import dims_from_memory, param_layouts
 from fsdp_c.state.state_dict_saving import local_shard
 from fsdp_c.tools import collective_errors
 from fsdp_c.training.unshard_params import check_idle
-
-__all__ = ["iter_full_params"]
 
 
 def iter_full_params(
@@ -34,21 +32,18 @@ def iter_full_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) for every parameter, by the names of the unwrapped model's ``state_dict()``.
 
-    The next unit is gathered while the caller uses this one, so that memory beyond the shards is that of two
-    units, if the caller keeps no tensor. A loop's variable keeps one: ``del`` it at the end of the loop's body
-    where units have a single parameter.
-
-    Tensors are detached, on the compute device, hold the parameters' values when their gather began, and
-    belong to the caller; those of a unit may share memory. The names of a shared parameter give one tensor.
-    DTensors come whole. Parameters outside of units come first, as copies.
+    The next unit is gathered while the caller uses this one: memory beyond the shards is that of two units, if
+    the caller keeps no tensor. A loop's variable keeps one: ``del`` it at the end of the loop's body where units
+    have a single parameter. Tensors are detached, on the compute device, hold the values of when their gather
+    began, and belong to the caller; those of a unit may share memory. The names of a shared parameter give one
+    tensor. DTensors come whole. Parameters outside of units come first, as copies.
 
     Args:
         model: has units in it, or is one.
         dtype: of floating-point tensors, on the wire too; default: the parameters' own.
-        only: names to yield, as a pattern (``"layers.*.weight"``) or a function of a name; the same on all
-            ranks. Units without such a name are not gathered.
-        rank0_only: rank 0 of each sharding group gets tensors. The others send their shards, hold no whole
-            tensor and get nothing.
+        only: names to yield, as a pattern (``"layers.*.weight"``) or a function of a name; the same on all ranks.
+            Units without such a name are not gathered.
+        rank0_only: rank 0 of each sharding group gets tensors, the others send their shards and get nothing.
         max_nbytes: bytes that are gathered at once. A larger unit is gathered some parameters at a time; a
             larger parameter comes whole. Default: each unit at once.
 
@@ -58,13 +53,18 @@ def iter_full_params(
     if max_nbytes is not None and max_nbytes < 1:
         raise ValueError(f"max_nbytes must be at least 1, not {max_nbytes}")
     modules = units_with_paths(model)
-    is_receiver = not rank0_only or not modules or modules[0][1].rank == 0
+
+    def is_wanted(name: str) -> bool:
+        return only is None or bool(fnmatch.fnmatchcase(name, only) if isinstance(only, str) else only(name))
+
     for name, tensor in common.unmanaged_tensors(model):
-        if _is_wanted(only, name):
+        if is_wanted(name):
             whole = tensor_parallel.whole(tensor.detach())
-            if is_receiver:
+            if not rank0_only or not modules or modules[0][1].rank == 0:
                 yield name, _cast(whole.clone(), dtype)
-    pieces = (piece for path, module in modules for piece in _pieces(path, module, dtype, only, max_nbytes))
+    pieces = (
+        each for path, module in modules for each in _pieces(path, module, dtype, is_wanted, max_nbytes)
+    )
     starting = (_start_piece(piece, dtype, rank0_only) for piece in pieces)
     wait = next(starting, None)
     try:
@@ -79,12 +79,6 @@ def iter_full_params(
     finally:
         if wait is not None:  # the caller stopped early
             wait()
-
-
-def _is_wanted(only: str | Callable[[str], bool] | None, name: str) -> bool:
-    if isinstance(only, str):
-        return fnmatch.fnmatchcase(name, only)
-    return only is None or bool(only(name))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -104,27 +98,26 @@ def _pieces(
     path: str,
     module: ShardedModule,
     dtype: torch.dtype | None,
-    only: str | Callable[[str], bool] | None,
+    is_wanted: Callable[[str], bool],
     max_nbytes: int | None,
 ) -> list[_Piece]:
     """The unit as one piece, or as several where it is larger than ``max_nbytes``."""
     prefix = clean_name(f"{path}.") if path else ""
-    named = [(prefix + param.fqn, param) for param in common.managed_params(module._handle)]
-    named = [(name, param) for name, param in named if _is_wanted(only, name)]
+    params = sorted(common.managed_params(module._handle), key=lambda param: param.place)
+    named = [(prefix + param.fqn, param) for param in params if is_wanted(prefix + param.fqn)]
     if not named:
         return []
-    layout = handle_of(module).layout
+    padded_numel, layouts = handle_of(module).layout.padded_numel, param_layouts(module)
     itemsize = _cast(handle_of(module).flat_param.new_empty(0), dtype).itemsize
-    if max_nbytes is None or layout.padded_numel * itemsize <= max_nbytes:
-        return [_Piece(module, named, 0, layout.padded_numel)]
-    offsets, numels = layout.param_offsets, layout.param_numels
+    if max_nbytes is None or padded_numel * itemsize <= max_nbytes:
+        return [_Piece(module, named, 0, padded_numel)]
     pieces: list[_Piece] = []
-    for one in sorted(named, key=lambda one: one[1].place):
-        first = offsets[one[1].place]
-        end = first + numels[one[1].place]
+    for name, param in named:
+        numel, _, first = layouts[param.place].shard
+        end = first + numel
         if not pieces or ((end - pieces[-1].first) * itemsize > max_nbytes and end > pieces[-1].end):
             pieces.append(_Piece(module, [], first, end))
-        pieces[-1].named.append(one)
+        pieces[-1].named.append((name, param))
         pieces[-1] = pieces[-1]._replace(end=end)
     return pieces
 
@@ -133,47 +126,41 @@ def _pieces(
 def _start_piece(
     piece: _Piece, dtype: torch.dtype | None, rank0_only: bool
 ) -> Callable[[], list[tuple[str, Tensor]]]:
-    """Begin to gather a piece. Returns a function that waits for its whole parameters. Collective."""
+    """Start to gather a piece. Returns a function that waits for its whole parameters. Collective."""
     module, handle = piece.module, handle_of(piece.module)
     with common.bound_runtime(module):
         check_idle(module, summoned=False)
         handle.writeback()
         shard = _cast(local_shard(module).detach().to(module.compute_device), dtype)
-    is_receiver = not rank0_only or module.rank == 0
-    # tensor parallelism needs the parts of all ranks
-    receivers = [0] if rank0_only and not handle.is_parallel else list(range(module.world_size))
-    works: list[dist.Work] = []
+    source = Partition(piece.end - piece.first, max(len(shard), 1), piece.first)
     with collective_errors.explained("gathering parameters"), collective_errors.gathering(handle):
-        numel = piece.end - piece.first
-        wholes = [shard.new_empty(numel)] if module.rank in receivers else []
         if handle.layout.sharded:
-            ranges = [(piece.first, piece.end)]
-            works = start_gather([shard], ranges, wholes, module.process_group, receivers)
-        elif is_receiver:
-            wholes[0].copy_(shard[piece.first : piece.end])
+            start, end = source.bounds(module.rank)
+            at = piece.first - module.rank * len(shard)
+            parts, targets = [shard[at + start : at + end]], [rank0_partition(source.numel)]
+            wait_for_whole = start_exchange(
+                parts, [source], targets if rank0_only else None, module.process_group
+            )
+        else:
+            wait_for_whole = partial(list, [shard[piece.first : piece.end].clone()])
 
     def wait() -> list[tuple[str, Tensor]]:
-        nonlocal shard
         with collective_errors.explained("gathering parameters"):
-            for work in works:
-                work.wait()
-            del shard  # until now a send may read it
-            values = _values(piece, wholes[0]) if wholes else []
+            (whole,) = wait_for_whole()
+            values = [] if rank0_only and module.rank else _values(piece, whole)
         # the smallest first: with it the caller is done before the next gather begins
-        return sorted(values, key=lambda value: value[1].nbytes) if is_receiver else []
+        return sorted(values, key=lambda value: value[1].nbytes)
 
     return wait
 
 
 def _values(piece: _Piece, whole: Tensor) -> list[tuple[str, Tensor]]:
-    handle, extension = handle_of(piece.module), piece.module._fsdp_extension
-    offsets, numels = handle.layout.param_offsets, handle.layout.param_numels
-    shapes, made = memory_shapes(piece.module), dict[int, Tensor]()
+    layouts, extension, made = param_layouts(piece.module), piece.module._fsdp_extension, dict[int, Tensor]()
     for place in dict.fromkeys(param.place for _, param in piece.named):
-        first, (shape, order) = offsets[place] - piece.first, shapes[place]
-        value = dims_from_memory(whole[first : first + numels[place]].view(shape), order)
-        spec = handle.flat_param._param_extensions[place]
-        if extension is not None and spec is not None:
-            value = tensor_parallel.whole(extension.post_unflatten_transform(value, spec))
-        made[place] = value
+        layout = layouts[place]
+        first = layout.shard.offset - piece.first
+        value = whole[first : first + layout.shard.numel].view(layout.memory_shape)
+        made[place] = value = dims_from_memory(value, layout.order)
+        if extension is not None and layout.parallel is not None:
+            made[place] = tensor_parallel.whole(extension.post_unflatten_transform(value, layout.parallel))
     return [(name, made[param.place]) for name, param in piece.named]

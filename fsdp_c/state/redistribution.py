@@ -11,27 +11,24 @@ batch.
 [Note: Large tensors]
 What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the
 tensors of a batch are large, every part goes instead from where it lies to its place in the result, by
-broadcasts or from rank to rank: a third of the work, and no memory besides. Small flat parameters that are
-gathered together go by ``_COPIED_NBYTES``.
+broadcasts or from rank to rank: a third of the work, and no memory besides.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions
 
 from fsdp_c import _C
 
 BATCH_NBYTES = 64 * 2**20
 DEVICE_BATCH_NBYTES = 8 * 2**20  # for what is saved from a device, where a model may have left little memory
-_COPIED_NBYTES = 8 * 2**20  # in gloo's memory, of two gathers at a time
 LARGE_NBYTES = 2**20  # of the tensors of a batch on average; see [Note: Large tensors]
 
 # torch 2.13 names the collective as the others; the older name stays until torch drops it
@@ -116,12 +113,14 @@ def redistribute(
     limit = batch_nbytes or BATCH_NBYTES
     for batch, nbytes in _batches(pieces, sources, device, limit, gathers=targets is None):
         own = slice(first, first + len(batch))
-        given = (batch, sources[own], targets and targets[own], group, shapes and shapes[own])
+        given = (batch, sources[own], targets and targets[own], group)
+        own_shapes = shapes and shapes[own]
         if are_large(nbytes, len(batch), batch[0].device, group):
-            yield from _exchange_large(*given)
+            made = start_exchange(*given)()
+            yield from map(Tensor.view, made, own_shapes) if own_shapes else made
         else:
-            yield from _exchange(*given, space)
-        first += len(batch)
+            yield from _exchange(*given, own_shapes, space)
+        first = own.stop
 
 
 def gather(
@@ -163,8 +162,13 @@ def gather_flat(
     """
     wire = _wire_dtype(list(shards))
     sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])
-    received = space.take(sent, len(sent) * group.size())
+    is_one = len(shards) == len(sources[0]) == 1 and not sources[0][0].offset
+    numel = len(sent) * group.size()
+    received = sent.new_empty(numel) if is_one else space.take(sent, numel)
     _all_gather_single(received, sent, group=group)
+    if is_one:  # what is received is the result, with the padding behind it
+        yield _as(received, shards[0].dtype)[: sources[0][0].numel].view(*shapes[0])
+        return
     ranges: list[int] = []
     counts, base = [], 0
     for shard, parts in zip(shards, sources, strict=True):
@@ -181,72 +185,6 @@ def gather_flat(
         base += step
     likes = [shard for shard, parts in zip(shards, sources, strict=True) for _ in parts]
     yield from join_ranges([received], ranges, counts, likes, list(itertools.chain.from_iterable(shapes)))
-
-
-def start_gather(
-    shards: Sequence[Tensor],
-    ranges: Sequence[tuple[int, int]],
-    wholes: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    receivers: Sequence[int],
-) -> list[dist.Work]:
-    """Of each flat parameter the elements [first, end) of ``ranges``, in ``wholes`` once the works are waited
-    for, on the ranks ``receivers`` of the group; the others pass no ``wholes``.
-
-    ``shards``: this rank's, of one dtype, those of a flat parameter equal in size on every rank. Where all
-    ranks get flat parameters from end to end, one collective brings all, but with gloo: see [Note: Large
-    tensors]. Collective.
-    """
-    wire, rank = _wire_dtype(list(shards)), group.rank()
-    sent, received = [_as(shard, wire) for shard in shards], [_as(whole, wire) for whole in wholes]
-    for_all = len(receivers) == group.size()
-    if for_all and all(
-        len(whole) == len(shard) * group.size() for whole, shard in zip(wholes, shards, strict=True)
-    ):
-        nbytes = sum(whole.nbytes for whole in wholes)
-        if not are_large(nbytes, len(wholes), wholes[0].device, group):
-            return [_start_whole(received[run], sent[run], group) for run in _runs(received)]
-    works, transfers = [], []
-    for index, (shard, (first, end)) in enumerate(zip(shards, ranges, strict=True)):
-        for owner in range(group.size()):
-            offset, size = owner * len(shard), shard.itemsize // wire.itemsize
-            start, stop = max(first, offset), min(end, offset + len(shard))
-            if start >= stop:
-                continue
-            part = sent[index][(start - offset) * size : (stop - offset) * size]
-            place = received[index][(start - first) * size : (stop - first) * size] if received else part
-            if owner == rank and received:
-                place.copy_(part)
-            if for_all:
-                works.append(dist.broadcast(place, group=group, group_src=owner, async_op=True))
-            elif owner == rank:
-                others = [to for to in receivers if to != rank]
-                transfers += [dist.P2POp(dist.isend, part, group=group, group_peer=to) for to in others]
-            elif received:
-                transfers.append(dist.P2POp(dist.irecv, place, group=group, group_peer=owner))
-    return works + (dist.batch_isend_irecv(transfers) if transfers else [])
-
-
-def _start_whole(wholes: list[Tensor], shards: list[Tensor], group: dist.ProcessGroup) -> dist.Work:
-    options = AllgatherOptions()
-    options.asyncOp = True
-    work: dist.Work = (
-        group.allgather_into_tensor_coalesced(wholes, shards, options)
-        if len(shards) > 1
-        else _all_gather_single(wholes[0], shards[0], group=group, async_op=True)
-    )
-    return work
-
-
-def _runs(wholes: Sequence[Tensor]) -> Iterator[slice]:
-    """Of those to gather together: on the CPU of as many as gloo may copy at once."""
-    first, nbytes = 0, 0
-    for index, whole in enumerate(wholes):
-        if whole.is_cpu and index > first and nbytes + whole.nbytes > _COPIED_NBYTES:
-            yield slice(first, index)
-            first, nbytes = index, 0
-        nbytes += whole.nbytes
-    yield slice(first, len(wholes))
 
 
 # ----------------------------------------------------------------- batches
@@ -356,13 +294,7 @@ def _exchange(
     if shapes is None:
         shapes = [(nbytes // size,) for nbytes, size in zip(made_nbytes, sizes, strict=True)]
     if targets is None:
-        row_nbytes = max(received_nbytes)
-        sent = _adjacent(pieces, row_nbytes)
-        sent = _packed(pieces, row_nbytes) if sent is None else sent
-        if len(pieces) == 1 and not sources[0].offset and row_nbytes * (world_size - 1) < made_nbytes[0]:
-            received = sent.new_empty(len(sent) * world_size)  # the result itself, with the padding behind it
-            _all_gather_single(received, sent, group=group)
-            return [_as(received[: made_nbytes[0] // wire.itemsize], pieces[0].dtype).view(shapes[0])]
+        sent = _packed(pieces, max(received_nbytes))
         received = space.take(sent, len(sent) * world_size)
         _all_gather_single(received, sent, group=group)
     else:
@@ -385,22 +317,32 @@ def are_large(nbytes: int, count: int, device: torch.device, group: dist.Process
     )
 
 
-def _exchange_large(
+def start_exchange(
     pieces: list[Tensor],
     sources: Sequence[Partition],
     targets: Sequence[Partition] | None,
     group: dist.ProcessGroup,
-    shapes: Sequence[Sequence[int]] | None,
-) -> list[Tensor]:
-    """The same, of every part from where it lies to its place in the result."""
+) -> Callable[[], list[Tensor]]:
+    """Start to move each part from where it lies to its place in the result: evenly divided tensors by an
+    all-gather, if they are not large ones on gloo; others by a broadcast or a send for each part. Collective.
+
+    Returns a function that waits, and returns this rank's part of each tensor under ``targets``, 1-D.
+    """
     rank = group.rank()
     _check(pieces, sources, rank)
     made: list[Tensor] = []
-    works: list[dist.Work | None] = []
+    works: list[Any] = []
+    transfers: list[dist.P2POp] = []
     for tag, (piece, source) in enumerate(zip(pieces, sources, strict=True)):
         start, end = (0, source.numel) if targets is None else targets[tag].bounds(rank)
         own = piece.new_empty(end - start)
         _C.prefer_large_pages(own)
+        made.append(own)
+        is_even = targets is None and source == Partition(len(piece) * group.size(), len(piece), 0)
+        if is_even and not are_large(own.nbytes, 1, own.device, group):
+            given = own.view(torch.uint8), piece.view(torch.uint8)
+            works.append(_all_gather_single(*given, group=group, async_op=True))
+            continue
         if targets is None:
             for peer in range(group.size()):
                 first, last = source.bounds(peer)
@@ -409,23 +351,28 @@ def _exchange_large(
                 if first < last:
                     data = own[first:last].view(torch.uint8)
                     works.append(dist.broadcast(data, group=group, group_src=peer, async_op=True))
-        else:
-            for peer, offset, numel in _C.partition_overlaps(source, targets[tag], rank):
-                if peer != rank:
-                    data = piece[offset : offset + numel].view(torch.uint8)
-                    works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
-            for peer, offset, numel in _C.partition_overlaps(targets[tag], source, rank):
-                place = own[offset : offset + numel]
-                if peer != rank:
-                    works.append(dist.irecv(place.view(torch.uint8), group=group, group_src=peer, tag=tag))
-                else:
-                    first = start + offset - source.bounds(rank)[0]
-                    place.copy_(piece[first : first + numel])
-        made.append(own if shapes is None else own.view(shapes[tag]))
-    for work in works:
-        if work is not None:
+            continue
+        for peer, offset, numel in _C.partition_overlaps(source, targets[tag], rank):
+            if peer != rank:
+                data = piece[offset : offset + numel].view(torch.uint8)
+                transfers.append(dist.P2POp(dist.isend, data, group=group, tag=tag, group_peer=peer))
+        for peer, offset, numel in _C.partition_overlaps(targets[tag], source, rank):
+            place = own[offset : offset + numel]
+            if peer == rank:
+                first = start + offset - source.bounds(rank)[0]
+                place.copy_(piece[first : first + numel])
+            else:
+                data = place.view(torch.uint8)
+                transfers.append(dist.P2POp(dist.irecv, data, group=group, tag=tag, group_peer=peer))
+    works += dist.batch_isend_irecv(transfers) if transfers else []
+
+    def wait() -> list[Tensor]:
+        for work in works:
             work.wait()
-    return made
+        pieces.clear()  # until now a send may read them
+        return made
+
+    return wait
 
 
 def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:
@@ -437,23 +384,6 @@ def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:
         out=sent[: sum(piece.nbytes for piece in pieces) // wire.itemsize],
     )
     return sent
-
-
-def _adjacent(pieces: list[Tensor], nbytes: int) -> Tensor | None:
-    """A view of ``nbytes`` that begins with all pieces, where they lie one behind the other as in a shard."""
-    held = [piece for piece in pieces if piece.numel()]
-    if not held or _wire_dtype(pieces) != held[0].dtype:
-        return None
-    first, at = held[0], held[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
-    for piece in held:
-        if piece.data_ptr() != at or piece.untyped_storage().data_ptr() != storage:
-            return None
-        at += piece.nbytes
-    start = first.storage_offset()
-    if start * first.itemsize + nbytes > first.untyped_storage().nbytes():
-        return None
-    return first.as_strided((nbytes // first.itemsize,), (1,), start)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

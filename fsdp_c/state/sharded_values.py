@@ -86,22 +86,12 @@ def param_layouts(module: ShardedModule) -> list[ParamLayout]:
 _layouts: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamLayout]] = weakref.WeakKeyDictionary()
 
 
-def memory_shapes(module: ShardedModule) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
-    """Per parameter ``ParamLayout.memory_shape`` and ``order``, where nothing else is asked of it."""
-    flat_param = handle_of(module).flat_param
-    places = zip(flat_param._shapes, flat_param._contiguities, flat_param._strides, strict=True)
-    orders = [(shape, None if contiguous else memory_order(stride)) for shape, contiguous, stride in places]
-    return [
-        (tuple(shape if order is None else (shape[dim] for dim in order)), order) for shape, order in orders
-    ]
-
-
 def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
     flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
     layouts = []
-    memory = memory_shapes(module)
     for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
-        memory_shape, order = memory[index]
+        order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
+        memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
         by_rows = shape and (order is None or order[0] == 0)
         rows = chunk_partition(shape, module.world_size) if by_rows else None
         own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
@@ -202,7 +192,7 @@ def wholes_of_shards(
         layouts = [param_layouts(one) for one, _ in batch]
         count = sum(map(len, layouts))
         wholes: Iterator[Tensor | None]
-        if rank0_only or count == 1 or are_large(nbytes, count, batch[0][1].device, group):
+        if rank0_only or are_large(nbytes, count, batch[0][1].device, group):
             items = [(one, *part) for one, own in batch for part in split_shard(one, own)]
             wholes = wholes_of_parts(items, group, rank0_only)
         else:

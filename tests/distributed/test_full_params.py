@@ -25,17 +25,23 @@ from tests.ranks import all_strategies, both_views, device, on_ranks
 
 
 @contextmanager
-def watched_gathers() -> Iterator[list[tuple[int, int, int]]]:
-    """Of each gather how many units, collectives and bytes."""
-    seen: list[tuple[int, int, int]] = []
-    start = full_params.start_gather
+def watched_gathers() -> Iterator[list[int]]:
+    """The bytes that this rank receives in each gather, in their order; -1 until a gather has been waited for."""
+    seen: list[int] = []
+    start = full_params.start_exchange
 
-    def watched(shards, ranges, wholes, *args):
-        works = start(shards, ranges, wholes, *args)
-        seen.append((len(shards), len(works), sum(whole.nbytes for whole in wholes)))
-        return works
+    def watched(*args):
+        wait, index = start(*args), len(seen)
+        seen.append(-1)
 
-    with mock.patch.object(full_params, "start_gather", watched):
+        def watched_wait():
+            (whole,) = wait()
+            seen[index] = whole.nbytes
+            return [whole]
+
+        return watched_wait
+
+    with mock.patch.object(full_params, "start_exchange", watched):
         yield seen
 
 
@@ -88,7 +94,7 @@ def test_one_unit_is_gathered_at_a_time(rank):
             pass
     assert _C.peak_unsharded_nbytes() <= before
     assert len(seen) == len(type(model).fsdp_modules(model))
-    assert max(nbytes for *_, nbytes in seen) <= 4 * largest
+    assert max(seen) <= 4 * largest
 
 
 @on_ranks(2)
@@ -152,7 +158,7 @@ def test_what_is_sent_has_the_dtype_that_is_asked_for():
     for name, value in saved(model, FULL).items():
         assert same_bits(found[name], value.bfloat16()), name
     numel = sum(value.numel() for value in found.values())
-    assert 2 * numel <= sum(nbytes for *_, nbytes in seen) <= 2 * numel + 64 * len(seen)
+    assert 2 * numel <= sum(seen) <= 2 * numel + 64 * len(seen)
 
 
 @on_ranks(2)
@@ -184,8 +190,8 @@ def test_a_loop_may_be_left_and_training_goes_on():
 # ------------------------------------------------------------------ large units in parts
 
 
-def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], list[tuple[int, int, int]]]:
-    """What is yielded, and of each gather how many units, collectives and bytes."""
+def gathers(model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The yielded tensors, and the bytes of each gather."""
     with watched_gathers() as seen:
         return dict(iter_full_params(model, **options)), seen
 
@@ -210,12 +216,12 @@ def test_a_large_unit_is_gathered_in_parts():
     model = stack(use_orig_params=True)
     unit = (600 * 600 + 600) * 4
     _, alone = gathers(model)
-    assert [units for units, *_ in alone] == [1] * 5
-    assert [nbytes for *_, nbytes in alone][1:] == [unit] * 4
+    assert len(alone) == 5
+    assert alone[1:] == [unit] * 4
     _, seen = gathers(model, max_nbytes=unit - 2000)  # the weight without the bias
-    assert [nbytes for *_, nbytes in seen][1:] == [600 * 600 * 4, 600 * 4] * 4
+    assert seen[1:] == [600 * 600 * 4, 600 * 4] * 4
     found, seen = gathers(model, max_nbytes=unit - 2000, only="2.bias")
-    assert list(found) == ["2.bias"] and [nbytes for *_, nbytes in seen] == [600 * 4]
+    assert list(found) == ["2.bias"] and seen == [600 * 4]
 
 
 # ------------------------------------------------------------------ receivers
@@ -231,7 +237,7 @@ def test_only_rank_0_of_a_group_gets_tensors_with_rank0_only(rank, max_nbytes, s
     expected = dict(iter_full_params(model))
     found, seen = gathers(model, max_nbytes=max_nbytes, rank0_only=True)
     is_receiver = (rank % 2 if strategy == "HYBRID_SHARD" else rank) == 0
-    assert any(nbytes for *_, nbytes in seen) == (is_receiver and strategy != "NO_SHARD")
+    assert any(seen) == (is_receiver and strategy != "NO_SHARD")
     assert found.keys() == (expected.keys() if is_receiver else set())
     for name, value in found.items():
         assert same_bits(value, expected[name]), name

@@ -16,6 +16,7 @@ from fsdp_c.state.redistribution import (
     Partition,
     chunk_partition,
     gather,
+    gather_flat,
     rank0_partition,
     redistribute,
     shard_partition,
@@ -149,18 +150,24 @@ def test_what_a_rank_has_nothing_of_costs_no_launch():
     assert cat.call_count == 1
 
 
+@pytest.mark.parametrize("numels", [(11,), (4, 7)], ids=["one parameter", "two parameters"])
 @on_ranks(2)
-def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank):
-    """Not packed first; the last rank's padding is sent with them."""
-    shard = torch.arange(6.0) + 6 * rank
-    sources = [Partition(4, 6, 0), Partition(7, 6, 4)]
-    pieces = [shard[:4], shard[4:]] if rank == 0 else [shard[:0], shard[:5]]
-    packed = []
-    with mock.patch.object(redistribution, "_packed", lambda *given: packed.append(given)):
-        first, second = redistribute(pieces, sources, None, dist.group.WORLD)
-    assert not packed
-    assert torch.equal(first, torch.arange(4.0))
-    assert torch.equal(second, torch.arange(4.0, 11.0))
+def test_a_shard_is_sent_from_where_it_lies_and_one_parameter_received_where_it_stays(rank, numels):
+    shard, seen = torch.arange(6.0) + 6 * rank, []
+    sources = [[Partition(numel, 6, offset) for numel, offset in zip(numels, (0, 4), strict=False)]]
+    all_gather = redistribution._all_gather_single
+
+    def watched(received, sent, **kwargs):
+        seen.append((received.data_ptr(), sent.data_ptr()))
+        return all_gather(received, sent, **kwargs)
+
+    with mock.patch.object(redistribution, "_all_gather_single", watched):
+        shapes = [[(numel,) for numel in numels]]
+        wholes = list(gather_flat([shard], sources, shapes, dist.group.WORLD, redistribution.Space()))
+    assert torch.equal(torch.cat(wholes), torch.arange(11.0))
+    ((received, sent),) = seen
+    assert sent == shard.data_ptr()
+    assert (wholes[0].data_ptr() == received) == (len(numels) == 1)
 
 
 @pytest.mark.parametrize(
