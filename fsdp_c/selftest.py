@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,19 +52,21 @@ def main(device: str | None, width: int) -> int:
         here = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")) % module.device_count())
         module.set_device(here)
         backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    parts: dict[str, Callable[[], str]] = {"kernels": partial(_kernels, here)}
+    if device != "cpu":
+        parts["streams"] = partial(_streams, here)
+    parts |= {name: partial(_training, here, width, arguments) for name, arguments in CASES.items()}
+    parts["a checkpoint"] = partial(_checkpoint, here, width)
     dist.init_process_group(backend)
     try:
-        return _run(here, width)
+        return _run(parts, f"{dist.get_world_size()} ranks on {device}")
     finally:
         dist.destroy_process_group()
 
 
-def _run(device: torch.device, width: int) -> int:
-    trainings = {name: partial(_training, device, width, arguments) for name, arguments in CASES.items()}
-    streams = {} if device.type == "cpu" else {"streams": partial(_streams, device)}
-    parts = {"kernels": partial(_kernels, device)} | streams | trainings
-    lines, failed = [environment.report(), f"{dist.get_world_size()} ranks on {device.type}"], []
-    for name, part in (parts | {"a checkpoint": partial(_checkpoint, device, width)}).items():
+def _run(parts: dict[str, Callable[[], str]], ranks: str) -> int:
+    lines, failed = [environment.report(), ranks], []
+    for name, part in parts.items():
         text, error = "", None
         try:
             with warnings.catch_warnings():
@@ -83,26 +87,22 @@ def _run(device: torch.device, width: int) -> int:
 
 def _kernels(device: torch.device) -> str:
     """Compare kernels with torch's operators: odd sizes and offsets, strides, values that are not finite."""
-    generator = torch.Generator().manual_seed(1)
-
-    def values(numel: int, dtype: torch.dtype) -> Tensor:
-        numbers = torch.randn(numel + 3, dtype=torch.float64, generator=generator, device="cpu")
-        numbers[::97], numbers[50::97], numbers[70::97] = float("inf"), float("nan"), 1e-30
-        return numbers.to(dtype).to(device)[3:]
-
-    for dtype in DTYPES:
-        for other in DTYPES:
-            tensor, sums = values(300_007, dtype), values(300_007, other)
-            _same(f"cast_divide {dtype} {other}", OPS.cast_divide(tensor, 3.0, other), tensor.to(other) / 3.0)
-            expected = sums + (tensor / 3.0).to(other)
-            OPS.accumulate_shard(sums, tensor, 3.0)
-            _same(f"accumulate_shard {dtype} {other}", sums, expected)
-            grads = [values(35 * 7, dtype).view(35, 7).t(), values(5, dtype)]
-            packed = torch.full((300,), float("nan"), dtype=other, device=device)
-            OPS.pack_gradients(packed, grads, [3, 290], 3.0)
-            expected = torch.zeros_like(packed)
-            expected[3:248], expected[290:295] = grads[0].reshape(-1).to(other), grads[1].to(other)
-            _same(f"pack_gradients {dtype} {other}", packed, expected / 3.0)
+    numbers = torch.randn(
+        300_010, dtype=torch.float64, generator=torch.Generator().manual_seed(1), device="cpu"
+    )
+    numbers[::97], numbers[50::97], numbers[70::97] = float("inf"), float("nan"), 1e-30
+    for dtype, other in itertools.product(DTYPES, DTYPES):
+        tensor, sums = numbers.to(device, dtype)[3:], numbers.flip(0).to(device, other)[3:]
+        _same(f"cast_divide {dtype} {other}", OPS.cast_divide(tensor, 3.0, other), tensor.to(other) / 3.0)
+        expected = sums + (tensor / 3.0).to(other)
+        OPS.accumulate_shard(sums, tensor, 3.0)
+        _same(f"accumulate_shard {dtype} {other}", sums, expected)
+        grads = [tensor[:245].view(35, 7).t(), tensor[245:250]]
+        packed = torch.full((300,), float("nan"), dtype=other, device=device)
+        OPS.pack_gradients(packed, grads, [3, 290], 3.0)
+        expected = torch.zeros_like(packed)
+        expected[3:248], expected[290:295] = grads[0].reshape(-1).to(other), grads[1].to(other)
+        _same(f"pack_gradients {dtype} {other}", packed, expected / 3.0)
     return f"the bits of torch's operators on {device}"
 
 
@@ -121,7 +121,9 @@ def _streams(device: torch.device) -> str:
     return "kernels run on the current one"
 
 
-def _train(implementation: Any, device: torch.device, width: int, arguments: dict[str, Any]) -> Any:
+def _train(
+    implementation: Any, device: torch.device, width: int, arguments: dict[str, Any]
+) -> tuple[Any, list[float]]:
     """A model after STEPS steps, and its losses."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(7, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, 3))
@@ -145,7 +147,8 @@ def _training(device: torch.device, width: int, arguments: dict[str, Any]) -> st
     if not upstream.HAS_FSDP1:
         return f"{told}; this torch has no FSDP1 to compare with"
     theirs, expected = _train(_fsdp1(), device, width, arguments)
-    _same_parameters(values, theirs.state_dict())
+    for name, value in theirs.state_dict().items():
+        _same(f"parameter {name}", values[name], value)
     if losses != expected:
         raise AssertionError(f"losses are {losses}, those of torch's FSDP1 {expected}")
     return f"{told}, bitwise torch's FSDP1 in {STEPS} steps"
@@ -157,23 +160,18 @@ def _fsdp1() -> Any:
 
 def _checkpoint(device: torch.device, width: int) -> str:
     model, _ = _train(FullyShardedDataParallel, device, width, {})
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model.state_dict()
     with tempfile.TemporaryDirectory(prefix="fsdp_c-selftest-") as own:
-        folder = [own]
-        dist.broadcast_object_list(folder)
-        checkpoint.save(model, None, Path(folder[0]) / "saved")
+        path = Path(common.tell(own, None)[0]) / "saved"
+        checkpoint.save(model, None, path)
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-        checkpoint.load(model, None, Path(folder[0]) / "saved")
+        checkpoint.load(model, None, path)
         dist.barrier()
-    _same_parameters(model.state_dict(), expected)
+    for name, value in model.state_dict().items():
+        _same(f"parameter {name}", value, expected[name])
     return "saved, loaded, and the same"
-
-
-def _same_parameters(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        _same(f"parameter {name}", actual[name], value)
 
 
 def _same(what: str, actual: Tensor, expected: Tensor) -> None:

@@ -19,7 +19,6 @@ from fsdp_c.sharding.sharded_module import ShardedModule
 from fsdp_c.sharding.traversal import clean_path
 
 PATIENCE_S = 60.0
-_STDERR = 2  # the descriptor that _C.print_progress_on_signal() writes to
 logger = logging.getLogger(__name__)
 _is_shown = False  # on SIGUSR1 and by the debug server
 _waiting_since: dict[int, float] = {}  # by thread: the time at which its wait for other ranks began
@@ -35,7 +34,7 @@ def name_units(modules: Sequence[tuple[str, ShardedModule]]) -> None:
         return
     _is_shown = True
     if _C.print_progress_on_signal(dist.get_rank()):
-        faulthandler.register(signal.SIGUSR1, file=_STDERR, chain=True)
+        faulthandler.register(signal.SIGUSR1, file=2, chain=True)  # stderr, as _C.print_progress_on_signal()
     with contextlib.suppress(ImportError, ValueError):  # no debug server, or an earlier import has registered
         from torch._C._distributed_c10d import _register_handler
 
@@ -54,9 +53,8 @@ def enter(number: int) -> Iterator[None]:
     """Be in a phase outside of units. Warns once if a collective in it waits for ``PATIENCE_S`` seconds."""
     place, ended = _C.enter_phase(number), threading.Event()
     if place == 0 and dist.is_initialized() and dist.get_world_size() > 1:
-        threading.Thread(
-            target=_warn_of_wait, args=(number, threading.get_ident(), ended), daemon=True
-        ).start()
+        arguments = (number, threading.get_ident(), ended)
+        threading.Thread(target=_warn_of_wait, args=arguments, daemon=True).start()
     try:
         yield
     finally:
@@ -66,25 +64,20 @@ def enter(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """For a body that waits for other ranks."""
-    thread = threading.get_ident()
-    is_outermost = _waiting_since.setdefault(thread, now := time.monotonic()) is now
+    """For a body that waits for other ranks. Ends a wait around it."""
+    _waiting_since[threading.get_ident()] = time.monotonic()
     try:
         yield
     finally:
-        if is_outermost:
-            del _waiting_since[thread]
+        _waiting_since.pop(threading.get_ident(), None)
 
 
 def _warn_of_wait(number: int, thread: int, ended: threading.Event) -> None:
     while not ended.wait(PATIENCE_S / 4):
-        since = _waiting_since.get(thread)
-        if since is not None and time.monotonic() - since > PATIENCE_S:
+        if time.monotonic() - _waiting_since.get(thread, time.monotonic()) > PATIENCE_S:
             logger.warning(
-                "rank %d %s and has waited for other ranks for %.0f s: all ranks of its process group must "
-                "make this call. A call under `if rank == 0:` waits for ever.",
-                dist.get_rank(),
-                _C.PHASES[number],
-                PATIENCE_S,
+                "rank %d %s and has waited for other ranks for %.0f s: all ranks of its process group must make "
+                "this call. A call under `if rank == 0:` waits for ever.",
+                *(dist.get_rank(), _C.PHASES[number], PATIENCE_S),
             )
             return
