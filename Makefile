@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu test-cuda-build wheel test-wheel test-aarch64
+.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu test-cuda-build wheel test-wheel test-aarch64
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +45,6 @@ help:
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
 	@echo 'make test-faults   every fault that tests/faults knows, at every point, and a million random layouts'
-	@echo 'make soak          2,000 steps under random faults, beside the same undisturbed'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-simulated-gpu  tests on a simulated GPU: those of test-cuda, and those on ranks and of parity with device "cuda"'
 	@echo 'make test-cuda-build  tests on a CUDA build of torch without a GPU, in an environment of its own: 5 GB (CUDA_BUILD_TORCH=2.13.0)'
@@ -151,9 +150,6 @@ test-parity: build $(VENV)/.dev
 
 test-faults: build $(VENV)/.dev
 	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults tests/native
-
-soak: build $(VENV)/.dev
-	$(BIN)/python -m tests.faults.soak
 
 # A GPU that is simulated: docs/testing.md. Built when stale, into build/simulated_gpu.
 # Of each file that runs on any device `make test-all` takes one test in SIMULATED_PART, always the same ones, `make test` one.

@@ -119,17 +119,16 @@ class Dimension(NamedTuple):
 
     build: Callable[[int], nn.Module]
     sizes: tuple[int, ...]
-    quick: tuple[int, ...]  # for counts of calls
 
 
 DIMENSIONS = {
-    "parameters per unit": Dimension(Unit, (150, 450, 1350), (20, 40, 80)),
-    "units": Dimension(stack, (15, 45, 135), (6, 12, 24)),
-    "depth": Dimension(nested, (6, 12, 24), (4, 8, 16)),
-    "buffers": Dimension(lambda size: Unit(8, buffers=size), (150, 450, 1350), (20, 40, 80)),
-    "ties": Dimension(lambda size: Unit(2 * size, ties=size), (75, 225, 675), (10, 20, 40)),
-    "optional units": Dimension(optional_stack, (15, 45, 135), (6, 12, 24)),
-    "ranks": Dimension(lambda size: stack(4), (8, 64, 512), (4, 16)),
+    "parameters per unit": Dimension(Unit, (150, 450, 1350)),
+    "units": Dimension(stack, (15, 45, 135)),
+    "depth": Dimension(nested, (6, 12, 24)),
+    "buffers": Dimension(lambda size: Unit(8, buffers=size), (150, 450, 1350)),
+    "ties": Dimension(lambda size: Unit(2 * size, ties=size), (75, 225, 675)),
+    "optional units": Dimension(optional_stack, (15, 45, 135)),
+    "ranks": Dimension(lambda size: stack(4), (8, 64, 512)),
 }
 
 
@@ -272,7 +271,7 @@ class Timer:
 
 def measure(implementation: str, name: str, repeats: int) -> list[dict[str, float]]:
     """By size the times of the operations, and with the last the memory that a model takes."""
-    build, sizes, _ = DIMENSIONS[name]
+    build, sizes = DIMENSIONS[name]
     rows = []
     with group_of(2):
         for size in (
