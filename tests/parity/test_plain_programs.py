@@ -33,15 +33,15 @@ def test_random_training_loops_of_four_ranks_equal_the_plain_module(rank: int, w
 @on_ranks(2)
 def test_a_gradient_that_is_not_averaged_is_found(rank: int, world_size: int) -> None:
     """A planted difference: the sharded model's learning rate, as it would look after one step."""
-    from tests.parity import plain_programs
+    from tests.parity.programs import Side
 
-    def wrong(side: plain_programs.Side) -> None:
+    def wrong(side: Side) -> None:
         side.optimizer.param_groups[0]["lr"] *= 1.0 if side.plain else 2.0
         side.optimizer.step()
 
-    right, plain_programs.Side.do_step = plain_programs.Side.do_step, wrong  # type: ignore[method-assign]
+    right, Side.do_step = Side.do_step, wrong  # type: ignore[method-assign]
     try:
         failure = run_program(rank, world_size, generate(0))
     finally:
-        plain_programs.Side.do_step = right  # type: ignore[method-assign]
+        Side.do_step = right  # type: ignore[method-assign]
     assert failure is not None and "step()" in failure and "parameter" in failure
