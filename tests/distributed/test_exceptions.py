@@ -88,16 +88,6 @@ class Switch:
             tensor.register_hook(lambda gradient: self.maybe(place))
 
 
-FORWARD_PLACES = ("root forward", "before the inner forward", "inner forward")
-BACKWARD_PLACES = ("tensor hook", "module's backward hook", "autograd function")
-BEFORE_BACKWARD = (
-    "root tensor hook",
-)  # raised before a unit was reached: no more than a forward without a backward
-PLACES = FORWARD_PLACES + BACKWARD_PLACES + BEFORE_BACKWARD
-
-all_places = pytest.mark.parametrize("place", PLACES)
-
-
 class Trained:
     """A model, its optimizer, and the record of its steps."""
 
@@ -139,20 +129,6 @@ def uninterrupted(rank: int, *arguments: Any, **options: Any) -> Trained:
     run = Trained(rank, *arguments, **options)
     run.steps(STEPS_BEFORE + STEPS_AFTER)
     return run
-
-
-@all_places
-@both_views
-@on_ranks(2)
-def test_steps_after_an_exception_in_the_first_step_are_as_if_it_never_happened(
-    rank: int, use_orig_params: bool, place: str
-) -> None:  # X-072
-    expected = uninterrupted(rank, "FULL_SHARD", use_orig_params)
-    run = Trained(rank, "FULL_SHARD", use_orig_params)
-    run.failing_step(place)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_BEFORE + STEPS_AFTER)
-    assert_same_run(expected, run)
 
 
 @contextmanager
@@ -205,68 +181,6 @@ def test_a_failed_backward_that_goes_late_leaves_the_next_one_alone(rank: int, s
     run.steps(STEPS_AFTER)
     assert not held
     assert_same_run(expected, run)
-
-
-@pytest.mark.parametrize("place", FORWARD_PLACES)
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_gradients_of_an_earlier_backward_survive_an_exception_in_forward(
-    rank: int, use_orig_params: bool, strategy: str, place: str
-) -> None:
-    """The optimizer step that follows must not be hidden by a copy gathered before it."""
-    expected = uninterrupted(rank, strategy, use_orig_params)
-    run = Trained(rank, strategy, use_orig_params)
-    run.steps(STEPS_BEFORE)
-    loss = run.loss(STEPS_BEFORE)
-    loss.backward()
-    run.failing_step(place)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.losses.append(loss.detach())
-    run.steps(STEPS_AFTER - 1)
-    assert_same_run(expected, run)
-
-
-@both_views
-@pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
-@on_ranks(2)
-def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(
-    rank: int, place: str, use_orig_params: bool
-) -> None:
-    """Gradients of units that were reduced already are gone: none is shown that was handed to a reduction."""
-    expected = uninterrupted(rank, use_orig_params=use_orig_params)
-    run = Trained(rank, use_orig_params=use_orig_params)
-    run.steps(STEPS_BEFORE)
-    with run.model.no_sync():
-        run.loss(STEPS_BEFORE).backward()
-    run.failing_step(place)
-    run.optimizer.zero_grad()
-    run.steps(STEPS_AFTER)
-    assert_same_run(expected, run)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(2)
-def test_state_dict_and_evaluation_work_right_after_an_exception(rank: int, place: str) -> None:
-    expected, run = Trained(rank), Trained(rank)
-    for one in (expected, run):
-        one.steps(STEPS_BEFORE)
-    run.failing_step(place)
-    with torch.no_grad():
-        assert torch.equal(run.loss(7), expected.loss(7))
-    run.optimizer.zero_grad()
-    one, other = expected.model.state_dict(), run.model.state_dict()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-@on_ranks(2)
-def test_summon_works_right_after_an_exception(rank: int) -> None:
-    for place in PLACES:
-        run = Trained(rank)
-        run.failing_step(place)
-        with type(run.model).summon_full_params(run.model):
-            assert run.model.module.head.weight.shape == (WIDTH, WIDTH), place
 
 
 # ----------------------------------------------------------------- a collective fails

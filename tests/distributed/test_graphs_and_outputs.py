@@ -116,33 +116,9 @@ def two_forwards(model: Any, rank: int) -> None:
     (loss_of(model(batch(rank))) + loss_of(model(batch(rank, 1)))).backward()
 
 
-def first_forward_backward_first(model: Any, rank: int) -> None:
-    first, second = loss_of(model(batch(rank))), loss_of(model(batch(rank, 1)))
-    first.backward()
-    second.backward()
-
-
-def last_forward_backward_first(model: Any, rank: int) -> None:
-    first, second = loss_of(model(batch(rank))), loss_of(model(batch(rank, 1)))
-    second.backward()
-    first.backward()
-
-
-def one_of_two_forwards(model: Any, rank: int) -> None:
-    model(batch(rank, 1))
-    loss_of(model(batch(rank))).backward()
-
-
 def retained(model: Any, rank: int) -> None:
     loss = loss_of(model(batch(rank)))
     loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def retained_and_another_forward(model: Any, rank: int) -> None:
-    loss = loss_of(model(batch(rank)))
-    loss.backward(retain_graph=True)
-    loss_of(model(batch(rank, 1))).backward()
     loss.backward()
 
 
@@ -173,11 +149,7 @@ GRAPHS = {
     for step in (
         fed_back,
         two_forwards,
-        first_forward_backward_first,
-        last_forward_backward_first,
-        one_of_two_forwards,
         retained,
-        retained_and_another_forward,
         gradients_of_inputs_first,
         by_part_of_the_output,
         through_a_no_grad_forward,
@@ -890,19 +862,6 @@ def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
 
 
 # ----------------------------------------------------------------- refused, and inference
-
-
-@all_strategies
-@both_views
-@on_ranks(2)
-def test_inference_mode_gives_the_plain_output_and_holds_nothing(
-    rank: int, use_orig_params: bool, strategy: str
-) -> None:
-    before = settled_nbytes()
-    model = sharded(strategy, use_orig_params=use_orig_params)
-    with torch.inference_mode():
-        assert torch.equal(model(batch(rank)), plain()(batch(rank)))
-    assert live_nbytes() == before
 
 
 @pytest.mark.parametrize("net", [{}, {"around": "reentrant"}], ids=["plain", "checkpoint"])

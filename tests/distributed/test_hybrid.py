@@ -87,13 +87,6 @@ def test_hybrid_training_equals_torch(
     compare(point, Scenario(hybrid(), STEPS[step]), rank, world_size)
 
 
-@pytest.mark.parametrize("strategy", HYBRID)
-@on_ranks(4)
-def test_hybrid_training_on_a_mesh_equals_torch(rank: int, world_size: int, strategy: str) -> None:
-    build = hybrid(device_mesh=mesh(2, 2))
-    compare(Point("mesh", strategy), Scenario(build, plain_step), rank, world_size)
-
-
 @on_ranks(4)
 def test_groups_by_node_equal_the_explicit_pair(rank: int, world_size: int) -> None:
     """On the CPU the ranks of a node are LOCAL_WORLD_SIZE; torch takes the CPU for one device per node."""
@@ -212,29 +205,6 @@ def test_no_sync_sends_nothing(rank: int, world_size: int) -> None:
 
 
 # ------------------------------------------------------------------ parity row 1
-
-
-def replica_gradient(name: str, rank: int, **changes: Any) -> float:
-    """The gradient of one weight whose local gradient is rank + 1, on a mesh of two replicas of one shard."""
-    module = nn.Linear(1, 1, bias=False)
-    model = implementation(name)(
-        module,
-        device_mesh=mesh(2, 1),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_id=device(),
-        **changes,
-    )
-    model(torch.tensor([[rank + 1.0]])).sum().backward()
-    (param,) = model.parameters()
-    return param.grad.item()
-
-
-@on_ranks(2)
-def test_replicas_of_one_shard_are_reduced(rank: int) -> None:
-    # upstream: its own gradient over the world size
-    assert replica_gradient("torch", rank) == [0.5, 1.0][rank]
-    assert replica_gradient("fsdp_c", rank) == 1.5
-    assert replica_gradient("fsdp_c", rank, use_orig_params=True) == 1.5
 
 
 @on_ranks(2)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_c import (
     CPUOffload,
@@ -26,7 +25,6 @@ from fsdp_c import (
     FullStateDictConfig,
     MixedPrecision,
     OptimStateKeyType,
-    ShardedStateDictConfig,
     StateDictType,
     checkpoint,
 )
@@ -224,22 +222,6 @@ def test_tied_frozen_and_wide_parameters_train(strategy: str, use_orig_params: b
     assert saved["wide"].dtype is torch.float64
 
 
-@both_views
-@on_ranks(2)
-def test_a_forward_may_clamp_the_parameter(use_orig_params: bool) -> None:
-    class Clamped(Alone):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.scale.clamp_(0, 1.0)
-            return super().forward(x)
-
-    found = []
-    for model in (Clamped(), units(Clamped(), "FULL_SHARD", use_orig_params)):
-        train(model, adamw(model.parameters()))
-        found.append(values(model))
-    assert_close(found[1], found[0])
-
-
 @on_ranks(2)
 def test_ranks_show_a_vector_of_one_or_no_element_between_steps() -> None:
     model = units(Scaled(), "FULL_SHARD", True)
@@ -255,24 +237,6 @@ def test_ranks_show_a_vector_of_one_or_no_element_between_steps() -> None:
     shard = model.module.logit_scale.data
     shard.clamp_(0, 0.5)
     assert values(model)["logit_scale"].item() == 0.5
-
-
-# ----------------------------------------------------------------- the model's state
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "MESH"])
-@both_views
-@on_ranks(2)
-def test_a_sharded_state_dict_has_the_whole_parameter_on_every_rank(
-    strategy: str, use_orig_params: bool, offload: bool
-) -> None:  # F-031, F-032
-    model = units(Scaled(), strategy, use_orig_params)
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)):
-        value = model.state_dict()["logit_scale"]
-    assert isinstance(value, DTensor) == (strategy == "MESH") and value.shape == ()
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    assert torch.equal(value.cpu(), torch.tensor(2.6592))
 
 
 # ----------------------------------------------------------------- the optimizer's state

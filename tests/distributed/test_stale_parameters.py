@@ -246,18 +246,6 @@ def test_with_offloaded_shards_and_above_a_mebibyte_as_well(strategy: str) -> No
             check(trainers[0].model, trainers[1].model, trainers[0].width)
 
 
-@both_views
-@on_ranks(4)
-def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(use_orig_params: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh(device().type, (2, 2))
-    for strategy in ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"):
-        trainers = both(strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh)
-        run(step, trainers, held=True)
-        check(trainers[0].model, trainers[1].model)
-
-
 # ----------------------------------------------------------------- other ways to leave something gathered
 
 
@@ -281,38 +269,6 @@ def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
         trainer.optimizer.zero_grad()
         trainer.train()
     check(trainers[0].model, trainers[1].model)
-
-
-@strategies
-@both_views
-@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
-@on_ranks(2)
-def test_a_part_that_is_called_alone_gathers_anew(
-    strategy: str, use_orig_params: bool, prefetch: bool
-) -> None:
-    trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=prefetch)
-    seen = []
-    for trainer in trainers:
-        trainer.train()
-        trainer.loss().backward()
-        first = trainer.model.a(batch())
-        step(trainer)
-        seen.append((first.detach(), trainer.model.a(batch()).detach(), trainer.model.b(batch()).detach()))
-    torch.testing.assert_close(*seen)
-    check(trainers[0].model, trainers[1].model)
-
-
-@both_views
-@on_ranks(2)
-def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(use_orig_params: bool) -> None:
-    for change in (scale_shown, scale_kept, load, summon):
-        trainers = both(use_orig_params=use_orig_params)
-        for trainer in trainers:
-            with getattr(trainer.model, "no_sync", torch.enable_grad)():
-                trainer.loss(0).backward()
-            change(trainer)
-            trainer.train(1)
-        check(trainers[0].model, trainers[1].model)
 
 
 @both_views
@@ -381,21 +337,6 @@ def test_what_is_written_to_whole_parameters_is_saved_and_stays(held: bool) -> N
     for trainer in trainers:
         trainer.train()
     check(trainers[0].model, trainers[1].model)
-
-
-@on_ranks(2)
-def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backward() -> None:
-    model = wrap(plain())
-    output = model(batch())
-    with torch.no_grad():
-        model.a.weight.fill_(2.0)  # no gradient needs them
-        model.head.bias.fill_(3.0)
-    output.sum().backward()
-    values = full(model)
-    expected = plain().state_dict()
-    expected["a.weight"].fill_(2.0)
-    expected["head.bias"].fill_(3.0)
-    torch.testing.assert_close(values, dict(expected), rtol=0, atol=0)
 
 
 @on_ranks(2)

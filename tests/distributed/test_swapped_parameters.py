@@ -206,12 +206,6 @@ def test_whole_values_are_refused_on_each_rank_alike(rank: int, strategy: str) -
     check_refused(whole_tensors, rank, 1, strategy=strategy)
 
 
-@on_ranks(1)
-def test_one_rank_refuses_it_too(rank: int) -> None:
-    for swap in (tensors, new_parameters):
-        check_refused(swap, rank, 1)
-
-
 @on_ranks(2)
 def test_precisions_offload_and_segments_refuse_it_too(rank: int) -> None:
     for arguments in (
@@ -410,12 +404,6 @@ def test_it_does_in_low_precision_with_offload_and_in_large_units() -> None:
         compare_average(put_in, mixed_precision=low)
         compare_average(put_in, cpu_offload=CPUOffload(True))
     compare_average(assign_data, width=LARGE)
-
-
-@on_ranks(1)
-def test_it_does_on_one_rank() -> None:
-    for put_in in AVERAGES:
-        compare_average(put_in)
 
 
 @both_views

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    MixedPrecision,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardingStrategy,
@@ -53,11 +52,8 @@ from tests.parity.engine import (
     implementation,
 )
 from tests.parity.scenarios import (
-    accumulate_step,
-    evaluate_between_step,
     no_sync_step,
     plain_step,
-    several_forwards_step,
 )
 from tests.ranks import both_views, device, on_ranks
 from tests.training import assert_same
@@ -173,27 +169,6 @@ def test_training_equals_torch(
     rank: int, plan: str, use_orig_params: bool, strategy: str, precision: str
 ) -> None:
     compare(Point("tp", strategy, use_orig_params, precision), plan, plain_step, rank)
-
-
-STEP_KINDS = {
-    "accumulate": accumulate_step,
-    "several_forwards": several_forwards_step,
-    "evaluate_between": evaluate_between_step,
-}
-
-
-@pytest.mark.parametrize("kind", STEP_KINDS)
-@both_views
-@on_ranks(4, timeout_s=120)
-def test_steps_of_other_kinds_equal_torch(rank: int, use_orig_params: bool, kind: str) -> None:
-    compare(Point(kind, use_orig_params=use_orig_params), "sequence", STEP_KINDS[kind], rank)
-
-
-@both_views
-@on_ranks(4, timeout_s=120)
-def test_recomputed_layers_equal_torch(rank: int, use_orig_params: bool) -> None:
-    point = Point("checkpointed", "SHARD_GRAD_OP", use_orig_params)
-    compare(point, "sequence", plain_step, rank, checkpointed=True)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -551,30 +526,6 @@ def test_model_is_freed_after_training(rank: int, use_orig_params: bool) -> None
     del model
     gc.collect()
     assert [reference() for reference in gone] == [None] * len(gone)
-
-
-@both_views
-@on_ranks(4)
-def test_exception_in_the_module_leaves_a_model_that_trains_on(rank: int, use_orig_params: bool) -> None:
-    model, reference = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params), plain()
-    with pytest.raises(IndexError):
-        model(torch.full((1, 1), tp.TOKENS))
-    loss_of(model, rank // 2).backward()
-    reference_backward(reference)
-    assert_same_step(model, reference)
-
-
-@on_ranks(4)
-def test_mixed_precision_dtensors_are_of_low_precision(rank: int) -> None:
-    module = tp.parallelized(plain(), "mlp")
-    model = wrap(module, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    dtypes = []
-    linear = module.layers[0].module.up
-    linear.register_forward_pre_hook(lambda *_: dtypes.append(linear.weight.dtype))
-    loss_of(model, rank // 2)
-    assert dtypes == [torch.bfloat16]
-    with FSDP.summon_full_params(model):
-        assert linear.weight.dtype == torch.float32
 
 
 def sharded_state(model: Any) -> dict[str, Any]:

@@ -4,19 +4,15 @@ them."""
 from __future__ import annotations
 
 import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import fsdp_c
-from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, checkpoint
+from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.ranks import both_views, device, on_ranks
@@ -130,15 +126,6 @@ def test_every_strategy_trains_as_one_unit_does(
         wrapped("all layers", use_orig_params, **kwargs),
         wrapped(None, use_orig_params, **kwargs),
     )
-    assert train(model, rank)[0] == train(reference, rank)[0]
-    assert_same(full_state(model), full_state(reference))
-
-
-@on_ranks(4)
-def test_hybrid_shards_train_as_one_unit_does(rank: int) -> None:
-    mesh = init_device_mesh(device().type, (2, 2))
-    kwargs = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-    model, reference = wrapped("all layers", True, **kwargs), wrapped(None, True, **kwargs)
     assert train(model, rank)[0] == train(reference, rank)[0]
     assert_same(full_state(model), full_state(reference))
 
@@ -260,41 +247,6 @@ def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
     with FSDP.summon_full_params(model):
         assert_same(model.module.body.state_dict(), expected.body.state_dict())
     assert_same(full_state(model), expected.state_dict())
-
-
-@pytest.mark.parametrize("kind", STATE_DICTS[:2], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("target", [None, "layers"])
-@both_views
-@on_ranks(2)
-def test_optimizer_states_go_to_other_units(
-    rank: int, use_orig_params: bool, kind: StateDictType, target: str | None
-) -> None:
-    model = wrapped("all layers", use_orig_params)
-    _, optimizer = train(model, rank)
-    with FSDP.state_dict_type(model, kind):
-        state, optim_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    other = wrapped(target, use_orig_params)
-    resumed = torch.optim.Adam(other.parameters(), lr=0.1)
-    with FSDP.state_dict_type(other, kind):
-        other.load_state_dict(state)
-        resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, optim_state))
-    assert train(other, rank, optimizer=resumed)[0] == train(model, rank, optimizer=optimizer)[0]
-    assert_same(full_state(other), full_state(model))
-
-
-@pytest.mark.parametrize("target", [None, "half"])
-@both_views
-@on_ranks(2)
-def test_checkpoints_go_to_other_units(rank: int, use_orig_params: bool, target: str | None) -> None:
-    told = [tempfile.mkdtemp(prefix="tied-")]
-    dist.broadcast_object_list(told, src=0)
-    model = wrapped("all layers", use_orig_params)
-    _, optimizer = train(model, rank)
-    checkpoint.save(model, optimizer, Path(told[0]) / "saved")
-    other = wrapped(target, use_orig_params)
-    resumed = torch.optim.Adam(other.parameters(), lr=0.1)
-    checkpoint.load(other, resumed, Path(told[0]) / "saved")
-    assert train(other, rank, optimizer=resumed)[0] == train(model, rank, optimizer=optimizer)[0]
 
 
 @all_policies

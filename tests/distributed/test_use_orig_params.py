@@ -162,16 +162,6 @@ def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, stra
     assert not said
 
 
-@on_ranks(2)
-def test_a_gradient_that_is_held_elsewhere_stays(rank: int) -> None:
-    model = sharded("fsdp_c", "FULL_SHARD")
-    backward(model, 0, rank)
-    held = [(param.grad, param.grad.clone()) for param in model.parameters() if param.grad is not None]
-    model.zero_grad()
-    backward(model, 1, rank)
-    assert held and all(torch.equal(grad, copy) for grad, copy in held)
-
-
 @all_strategies
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 @on_ranks(2)
@@ -190,19 +180,6 @@ def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(
         weights = [model.inp.weight, model.blocks[0]._fsdp_wrapped_module.up.weight]
         shown[name] += [(type(weight), weight.shape) for weight in weights]
     assert shown["torch"] == shown["fsdp_c"]
-
-
-@all_strategies
-@on_ranks(2)
-def test_parameter_objects_stay_the_same(rank: int, strategy: str) -> None:  # C-072, B-003
-    # C-057
-    model = sharded("fsdp_c", strategy)
-    before = named(model)
-    backward(model, 0, rank)
-    with type(model).summon_full_params(model):
-        assert all(param is before[name] for name, param in named(model).items())
-    after = named(model)
-    assert before.keys() == after.keys() and all(after[name] is param for name, param in before.items())
 
 
 # ----------------------------------------------------------------- optimizers
@@ -338,18 +315,6 @@ def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) 
     compare(rank, body, strategy, torch_races=True)
 
 
-@on_ranks(2)
-def test_error_of_an_untied_parameter_names_both(rank: int) -> None:  # X-076, C-135
-    model = sharded("fsdp_c", net={"tied": True})
-    block = model.blocks[0]._fsdp_wrapped_module
-    block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
-    with pytest.raises(
-        NotImplementedError,
-        match=f"Changing shared parameters .*rank {rank}.*square.weight and the weight of .*again",
-    ):
-        model(batch(rank, 0))
-
-
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
 def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:  # C-134
@@ -357,17 +322,6 @@ def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:  # C-1
     del model.blocks[0]._fsdp_wrapped_module.extra.bias
     backward(model, 0, rank)
     assert "blocks.0.up.weight" in named(model)
-
-
-@on_ranks(2)
-def test_empty_data_outside_the_shard_changes_nothing(rank: int) -> None:  # C-134, parity 20
-    def body(model: Any, trace: Trace, rank: int) -> None:
-        for param in model.parameters():
-            if param.numel() == 0:
-                param.data = torch.empty(0)
-        steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), nothing)
-
-    compare(rank, body, "FULL_SHARD")
 
 
 def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -451,19 +405,6 @@ def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:
     assert torch.equal(model(batch(rank, 0)), expected)
 
 
-@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
-@on_ranks(2)
-def test_data_replaced_between_forward_and_backward_is_refused(
-    rank: int, name: str
-) -> None:  # X-074, C-132, D-127
-    model = sharded(name, "SHARD_GRAD_OP")
-    output = model(batch(rank, 0))  # noqa: F841  # a backward can follow
-    block = model.blocks[0]._fsdp_wrapped_module
-    block.up.weight.data = torch.zeros_like(block.up.weight)
-    with pytest.raises(AssertionError):
-        model(batch(rank, 0))
-
-
 # ----------------------------------------------------------------- gradients kept low, tied weights, offload
 
 
@@ -500,11 +441,6 @@ def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
 def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> None:  # D-006, D-089
     trace = optimizers_in_backward(rank, strategy)
     assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
-
-
-@on_ranks(2)
-def test_optimizer_in_backward_steps_as_with_torch_in_low_precision(rank: int) -> None:  # D-089
-    optimizers_in_backward(rank, "FULL_SHARD", mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16))
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])

@@ -280,6 +280,7 @@ class Side(Run):
     forgotten: list[Any] = field(default_factory=list)  # graphs that are alive, and may not be used
     graded: bool = False  # true if there are gradients
     local: bool = False  # true if no_sync kept some of them local
+    local_alone: bool = False  # true if no others were reduced
     kept: bool = False  # true if the last backward may have left parameters unsharded for the next forward
     ran: bool = False  # true if the root has run
     viewed: bool = False  # true if modules may show views, for a backward
@@ -380,7 +381,10 @@ class Side(Run):
         self.model.train(training)
         context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
         try:
-            with context[mode]():
+            with (
+                context[mode.split()[0]](),
+                torch.enable_grad() if "with grad" in mode else contextlib.nullcontext(),
+            ):
                 loss = self.loss(module(x))
         finally:
             self.stack.skip = ()
@@ -390,7 +394,7 @@ class Side(Run):
         if loss.requires_grad:
             self.graphs.append((loss, part is None))
             self.viewed = True
-        return {"loss": loss.detach().clone() if mode != "inference" else torch.tensor(loss.item()),
+        return {"loss": torch.tensor(loss.item()) if "inference" in mode else loss.detach().clone(),
                 "requires_grad": loss.requires_grad}  # fmt: skip
 
     def _inner_shape(self, part: int) -> tuple[int, ...]:
@@ -407,6 +411,7 @@ class Side(Run):
             sum(loss for loss, _ in chosen).backward(retain_graph=retain)
         if not retain:
             self.graphs = [graph for graph in self.graphs if not any(graph is one for one in chosen)]
+        self.local_alone = not sync and (self.local_alone or not self.graded)
         self.graded = True
         whole = sync and any(of_root for _, of_root in chosen)
         self.local = not sync or (self.local and not whole)
@@ -453,20 +458,36 @@ class Side(Run):
             return {"norm": torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05, norm_type).double()}
         return {"norm": self.model.clip_grad_norm_(0.05, norm_type).double()}
 
-    def do_scale_gradients(self, factor: float) -> None:
+    def do_zero_weights(self, to_none: bool) -> None:
+        if not self.point.use_orig_params:
+            raise Illegal
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("weight") and to_none:
+                parameter.grad = None
+            elif name.endswith("weight") and parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def do_edit_gradients(self, replace: bool) -> None:
         self.needs_reduced()
         for parameter in self.held():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+            if parameter.grad is not None and replace:
+                parameter.grad = parameter.grad * 0.5
+            elif parameter.grad is not None:
+                parameter.grad.mul_(0.5)
 
     def do_edit(self, how: str, held: bool) -> None:
-        if how == "data.mul_" and (self.kept or ((self.graphs or self.forgotten) and not held)):
+        if "data" in how and (
+            self.kept or ((self.graphs or self.forgotten) and not (held and how == "data.mul_"))
+        ):
             raise Illegal  # [Note: Restrictions beside the plain module]
         self.writes_to("held" if held else "shown")
         parameters = self.held() if held else list(self.model.parameters())
         for parameter in filter(torch.is_floating_point, parameters):
             if how == "data.mul_":
                 parameter.data.mul_(0.75)
+                continue
+            if how == "data":
+                parameter.data = parameter.data * 0.75
                 continue
             with torch.no_grad():
                 if how == "mul_":
@@ -494,7 +515,8 @@ class Side(Run):
         self.frozen_later = True
 
     def do_summon(self, writeback: bool, recurse: bool, with_grads: bool) -> Any:
-        with_grads = with_grads and self.point.use_orig_params and recurse and not self.local
+        with_grads = with_grads and self.point.use_orig_params and recurse
+        with_grads = with_grads and (self.local_alone or not self.local)
         arguments = {"writeback": writeback, "recurse": recurse, "with_grads": with_grads}
         with (
             contextlib.nullcontext() if self.plain else self.fsdp.summon_full_params(self.model, **arguments)

@@ -198,21 +198,6 @@ def clip_step(norm_type: float) -> Callable[[Run], None]:
     return step
 
 
-def zero_in_place_step(run: Run) -> None:
-    """Gradients are zeroed, not dropped, and the next backward adds to the zeros."""
-    run.forward_backward()
-    run.optimizer_step(set_to_none=False)
-    run.record_grads("after zero_grad(set_to_none=False)")
-
-
-def zero_by_model_step(run: Run) -> None:
-    run.forward_backward()
-    run.optimizer.step()
-    run.model.zero_grad(set_to_none=run.step % 2 == 0)
-    run.record_params("after optimizer")
-    run.record_grads("after model.zero_grad")
-
-
 def summon(run: Run, label: str, **arguments: Any) -> None:
     """Full parameters are recorded and halved; ``writeback`` says whether the edit stays."""
     with run.fsdp.summon_full_params(run.model, **arguments):
@@ -253,14 +238,6 @@ def state_dict_step(run: Run) -> None:
             {name: value * 0.5 if value.is_floating_point() else value for name, value in state.items()}
         )
         run.record_params("after load")
-
-
-def freeze_between_step(run: Run) -> None:
-    """Parameters are frozen and thawed between steps."""
-    for name, parameter in run.model.named_parameters():
-        if "blocks.0." in name or name.endswith("inp.weight"):
-            parameter.requires_grad_(run.step % 3 != 1)
-    plain_step(run)
 
 
 def edited_grads_step(run: Run) -> None:
@@ -306,14 +283,6 @@ def input_gradient_step(run: Run) -> None:
     run.optimizer_step()
 
 
-def rank_differs_step(run: Run) -> None:
-    """Each rank scales its loss differently, so that averaging shows."""
-    loss = run.forward_loss() * (1.0 + run.rank)
-    loss.backward()
-    run.record_grads("after backward")
-    run.optimizer_step()
-
-
 def hooked_output_step(run: Run) -> None:
     """The user's own hooks see activations and their gradients."""
     seen: list[Tensor] = []
@@ -338,13 +307,11 @@ CORE: dict[str, Scenario] = {  # every strategy, use_orig_params and precision
 }
 
 WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FULL_SHARD in bf16
-    "accumulate": Scenario(per_block(), accumulate_step),
     "no_sync_after_sync": Scenario(per_block(), no_sync_after_sync_step),
     "checkpoint_around_reentrant": Scenario(per_block(around="reentrant"), plain_step),
     "checkpoint_inside_nonreentrant": Scenario(per_block(checkpoint_mode="nonreentrant"), plain_step),
     "frozen_first": Scenario(frozen_first_units, plain_step),
     "frozen_in_unit": Scenario(frozen_in_unit, plain_step),
-    "freeze_between": Scenario(per_block(), freeze_between_step),
     "shared_no_sync": Scenario(per_block(tied=True, tied_head=True), no_sync_step),
     "unused_no_sync": Scenario(per_block(extra=True), no_sync_step),
     "unused_accumulate": Scenario(per_block(extra=True), unused_block_accumulate_step),
@@ -356,14 +323,10 @@ WIDE: dict[str, Scenario] = {  # every strategy and use_orig_params in fp32, FUL
     "nested_no_sync": Scenario(nested_by_hand, no_sync_step),
     "clip_2": Scenario(per_block(), clip_step(2.0)),
     "clip_inf": Scenario(per_block(), clip_step(float("inf"))),
-    "clip_1": Scenario(per_block(), clip_step(1.0)),
     "clip_unused": Scenario(per_block(extra=True), clip_step(2.0)),
-    "zero_in_place": Scenario(per_block(), zero_in_place_step),
-    "zero_by_model": Scenario(per_block(), zero_by_model_step),
     "summon": Scenario(per_block(tied=True), summon_step),
     "summon_grads": Scenario(per_block(extra=True), summon_grads_step),
     "state_dict": Scenario(per_block(tied=True, tied_head=True), state_dict_step),
-    "rank_differs": Scenario(per_block(), rank_differs_step),
 }
 
 NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params both, fp32

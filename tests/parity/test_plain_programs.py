@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.plain_programs import generate, run_program
+from tests.parity.programs import Side
 from tests.ranks import on_ranks
 
 BATCHES = [tuple(range(first, first + 25)) for first in range(0, 75, 25)]
@@ -33,15 +34,13 @@ def test_random_training_loops_of_four_ranks_equal_the_plain_module(rank: int, w
 @on_ranks(2)
 def test_a_gradient_that_is_not_averaged_is_found(rank: int, world_size: int) -> None:
     """A planted difference: the sharded model's learning rate, as it would look after one step."""
-    from tests.parity.programs import Side
+    right = Side.do_step
 
     def wrong(side: Side) -> None:
         side.optimizer.param_groups[0]["lr"] *= 1.0 if side.plain else 2.0
-        side.optimizer.step()
+        right(side)
 
-    right, Side.do_step = Side.do_step, wrong  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Side, "do_step", wrong)
         failure = run_program(rank, world_size, generate(0))
-    finally:
-        Side.do_step = right  # type: ignore[method-assign]
     assert failure is not None and "step()" in failure and "parameter" in failure

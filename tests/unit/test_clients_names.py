@@ -25,8 +25,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, bf16_compress_hook
-from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import _traversal_utils as torch_traversal
 
 from fsdp_c import _C, MixedPrecision, ShardingStrategy
@@ -181,35 +179,6 @@ def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
     """H-010: Lightning looks at the optimizer's parameters."""
     optimizer = torch.optim.SGD(nested(use_orig_params=use_orig_params).parameters(), lr=1.0)
     assert all(_is_fsdp_flattened(param) for group in optimizer.param_groups for param in group["params"])
-
-
-TORCHS: dict[str, Any] = {
-    "summon_full_params": lambda model: TorchFSDP.summon_full_params(model).__enter__(),
-    "clip_grad_norm_": lambda model: TorchFSDP.clip_grad_norm_(model, 1.0),
-    "apply": lambda model: TorchFSDP.apply(model, lambda module: None),
-    "a unit around": lambda model: TorchFSDP(nn.Sequential(model), use_orig_params=True, device_id=CPU),
-    "checkpoint": dcp.get_model_state_dict,
-    "checkpoint of an optimizer": lambda model: dcp.get_optimizer_state_dict(
-        model, torch.optim.SGD(model.parameters(), lr=1.0)
-    ),
-}
-
-
-@pytest.mark.parametrize("call", TORCHS)
-@pytest.mark.parametrize("has_run", [False, True])
-@both_views
-def test_what_torchs_own_functions_would_do_wrong_is_refused(
-    use_orig_params: bool, has_run: bool, call: str
-) -> None:
-    """Where fsdp_c is not installed; the unit stays usable."""
-    model = FSDP(nn.Linear(4, 4), use_orig_params=use_orig_params, device_id=CPU)
-    if has_run:
-        model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"unit Linear: torch's FullyShardedDataParallel, .*fsdp_c.install\(\)"
-    ):
-        TORCHS[call](model)
-    model(torch.ones(2, 4)).sum().backward()
 
 
 # ------------------------------------------------------------------ wrapping helpers

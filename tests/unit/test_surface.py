@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -83,23 +82,6 @@ def test_indexing_is_forwarded_and_len_is_not() -> None:  # A-063
         len(model)
 
 
-def test_mixed_precision_and_offload_default_to_nothing() -> None:  # A-037, A-039
-    model = build(FSDP)
-    assert model.mixed_precision == MixedPrecision() and not model.cpu_offload.offload_params
-
-
-def test_prefetch_limits_are_one() -> None:  # A-049
-    data = build(FSDP)._exec_order_data
-    assert (data._backward_prefetch_limit, data._forward_prefetch_limit) == (1, 1)
-
-
-def test_default_state_dict_settings() -> None:  # A-134
-    model = build(FSDP)
-    assert model._state_dict_type is fsdp_c.StateDictType.FULL_STATE_DICT
-    assert model._state_dict_config == fsdp_c.FullStateDictConfig()
-    assert model._optim_state_dict_config == fsdp_c.FullOptimStateDictConfig()
-
-
 # ----------------------------------------------------------------- the flat parameter
 
 
@@ -161,13 +143,6 @@ def test_handle_names_its_parameters(use_orig_params: bool) -> None:  # C-007, C
         assert repr(our_unit._handle) == repr(their_unit._handle)
 
 
-def test_original_parameters_are_marked() -> None:  # B-004
-    model = build(FSDP, use_orig_params=True)
-    assert model._flat_param._fsdp_flattened and all(param._fsdp_flattened for param in model.parameters())
-    assert len(model._flat_param._params) == model._flat_param._num_params  # B-029
-    assert build(FSDP)._flat_param._params is None
-
-
 @both_views
 def test_padded_full_parameter_is_there_without_its_storage(use_orig_params: bool) -> None:  # B-011, B-024
     model = build(
@@ -179,46 +154,6 @@ def test_padded_full_parameter_is_there_without_its_storage(use_orig_params: boo
     full = model.blocks[0]._handle._get_padded_unsharded_flat_param()
     assert full.dtype is torch.bfloat16 and full.shape == flat._padded_unsharded_size
     assert full.untyped_storage().size() == 0
-
-
-def test_flat_parameter_stands_in_the_inner_module() -> None:  # B-035
-    model = build(FSDP)
-    assert model.module._parameters["_flat_param"] is model._flat_param
-    assert "_flat_param" not in model._parameters
-
-
-@pytest.mark.parametrize(
-    ("precision", "names"),
-    [
-        (None, (torch.float32, torch.float32)),
-        (MixedPrecision(param_dtype=torch.bfloat16), (torch.bfloat16, torch.bfloat16)),
-        (MixedPrecision(reduce_dtype=torch.bfloat16), (torch.float32, torch.bfloat16)),
-        (MixedPrecision(torch.float16, torch.float32), (torch.float16, torch.float32)),
-    ],
-    ids=["none", "param", "reduce", "both"],
-)
-def test_dtypes_follow_the_mixed_precision(precision: Any, names: tuple[torch.dtype, torch.dtype]) -> None:
-    """A-018, C-018."""
-    handle = build(FSDP, mixed_precision=precision)._handle
-    assert (handle._fwd_bwd_param_dtype, handle._reduce_dtype) == names
-    assert handle._orig_param_dtype is torch.float32
-
-
-def test_lazy_initialisation_is_done_once() -> None:  # D-001, D-003
-    model = build(FSDP)
-    model._lazy_init()
-    runtime = model._unit.runtime
-    model._lazy_init()
-    assert model._unit.runtime is runtime
-    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [True, False, False, False]
-
-
-def test_world_of_one_means_no_shard() -> None:  # E-021, A-036
-    group = dist.new_group([RANK])
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-        with pytest.warns(UserWarning, match="NO_SHARD"):
-            model = FSDP(nn.Linear(2, 2), group, strategy)
-        assert model.sharding_strategy is ShardingStrategy.NO_SHARD
 
 
 @all_strategies
