@@ -352,7 +352,7 @@ def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     of what ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is
     not called."""
 
-def let_groups_go() -> None:
+def release_process_groups() -> None:
     """At the end of a process: no unit refers to its process groups, and its collectives raise RuntimeError.
 
     A group with collectives that have not ended well, or of the process that this one was forked from, is

@@ -390,7 +390,7 @@ def python_layer_violations(root: Path) -> list[str]:
 def trace_violations(root: Path) -> list[str]:
     """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own
     phases."""
-    itself = re.compile(r"runtime/(trace|progress)\.[ch]|torch/names\.[ch]|python/module\.c")
+    itself = re.compile(r"runtime/(trace|progress)\.[ch]|torch/py_torch\.[ch]|python/module\.c")
     opening = re.compile(r"\b(profile_(?:begin\w*|end)|progress_(?:enter|leave|end_step))\(")
     return [
         f"{name} calls {function}()"

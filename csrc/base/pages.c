@@ -10,11 +10,11 @@
 enum { LARGE_PAGE_NBYTES = 2 * 1024 * 1024, WORTHWHILE_NBYTES = 2 * LARGE_PAGE_NBYTES };
 
 void pages_prefer_large(void *start, size_t nbytes) {
-    const size_t before = -(uintptr_t)start % LARGE_PAGE_NBYTES;
+    const size_t unaligned_nbytes = -(uintptr_t)start % LARGE_PAGE_NBYTES;
     if (!start || nbytes < WORTHWHILE_NBYTES)
         return;
-    const size_t inside = (nbytes - before) / LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES;
-    (void)madvise((char *)start + before, inside, MADV_HUGEPAGE);
+    const size_t aligned_nbytes = (nbytes - unaligned_nbytes) / LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES;
+    (void)madvise((char *)start + unaligned_nbytes, aligned_nbytes, MADV_HUGEPAGE);
 }
 #else
 void pages_prefer_large(void *start, size_t nbytes) {

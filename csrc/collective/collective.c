@@ -3,7 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* One collective of torch.distributed under one of its public names, newest name first. */
 struct public_name {
@@ -25,7 +25,7 @@ static PyObject *public_functions; /* owned; the dict of torch.distributed */
 static PyObject *gather_options, *scatter_options, *reduce_options;
 
 /* Was the function defined where torch defines its collectives, or where it decorates them? */
-static bool is_torchs_own(PyObject *function) {
+static bool is_defined_by_torch(PyObject *function) {
     static const char *const modules[] = {"torch.distributed.distributed_c10d",
                                           "torch.distributed.c10d_logger"};
     OWNED *globals = PyObject_GetAttrString(function, "__globals__");
@@ -44,7 +44,7 @@ static int names_find(struct public_name *names, size_t count) {
         PyObject *function = PyDict_GetItemWithError(public_functions, names[i].interned);
         if (!function && PyErr_Occurred())
             return -1;
-        names[i].original = function && is_torchs_own(function) ? Py_NewRef(function) : NULL;
+        names[i].original = function && is_defined_by_torch(function) ? Py_NewRef(function) : NULL;
     }
     return 0;
 }
@@ -81,53 +81,56 @@ int collective_init(void) {
 
 /* The function that stands under a public name and is not the one torch put there, borrowed; NULL when
  * nothing was replaced. */
-static PyObject *replacement(const struct public_name *names, size_t count) {
+static PyObject *find_replacement(const struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        PyObject *now = PyDict_GetItemWithError(public_functions, names[i].interned);
-        if (now != names[i].original && now)
-            return now;
+        PyObject *current = PyDict_GetItemWithError(public_functions, names[i].interned);
+        if (current != names[i].original && current)
+            return current;
     }
     return NULL;
 }
 
-/* What stands for a method that the group does not have: `what` is (rank, group, name). */
-static PyObject *refuse_missing(PyObject *what, PyObject *args) {
+/* What stands for a method that the group does not have: `context` is (rank, group, name). */
+static PyObject *raise_missing_method(PyObject *context, PyObject *args) {
     (void)args;
     PyErr_Format(PyExc_TypeError,
                  "rank %S: its process group %R has no %U(), which this collective calls. Pass a "
                  "torch.distributed.ProcessGroup, or one of its backends.",
-                 PyTuple_GetItem(what, 0), PyTuple_GetItem(what, 1), PyTuple_GetItem(what, 2));
+                 PyTuple_GetItem(context, 0), PyTuple_GetItem(context, 1), PyTuple_GetItem(context, 2));
     return NULL;
 }
 
-static PyMethodDef refuse_missing_def = {"refuse_missing", refuse_missing, METH_VARARGS, NULL};
+static PyMethodDef raise_missing_method_def = {"raise_missing_method", raise_missing_method, METH_VARARGS,
+                                               NULL};
 
 /* A bound method, new reference. An object that says its rank and size is a group until it is asked to send
  * something. */
-static PyObject *method_of(PyObject *group, PyObject *rank, const char *name) {
+static PyObject *bind_method(PyObject *group, PyObject *rank, const char *name) {
     PyObject *method = PyObject_GetAttrString(group, name);
     if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
         return method;
     PyErr_Clear();
-    OWNED *what = Py_BuildValue("(OOs)", rank, group, name);
-    return what ? PyCFunction_New(&refuse_missing_def, what) : NULL;
+    OWNED *context = Py_BuildValue("(OOs)", rank, group, name);
+    return context ? PyCFunction_New(&raise_missing_method_def, context) : NULL;
 }
 
-static struct collective_group all = {.previous = &all, .next = &all}; /* initialised groups, in a ring */
-static int64_t unfinished;
+static struct collective_group group_list = {.previous = &group_list,
+                                             .next = &group_list}; /* initialised groups, in a ring */
+static int64_t num_unfinished;
 
 int collective_group_init(struct collective_group *group, PyObject *process_group) {
-    *group = (struct collective_group){.process = getpid(), .previous = all.previous, .next = &all};
-    group->previous->next = all.previous = group;
+    *group =
+        (struct collective_group){.process = getpid(), .previous = group_list.previous, .next = &group_list};
+    group->previous->next = group_list.previous = group;
     OWNED *size = PyObject_CallMethod(process_group, "size", NULL);
     OWNED *rank = size ? PyObject_CallMethod(process_group, "rank", NULL) : NULL;
     if (rank) {
         group->world_size = PyLong_AsLongLong(size);
         group->rank = PyLong_AsLongLong(rank);
     }
-    if (!PyErr_Occurred() && (group->all_gather = method_of(process_group, rank, "_allgather_base")) &&
-        (group->reduce_scatter = method_of(process_group, rank, "_reduce_scatter_base")) &&
-        (group->all_reduce = method_of(process_group, rank, "allreduce"))) {
+    if (!PyErr_Occurred() && (group->all_gather = bind_method(process_group, rank, "_allgather_base")) &&
+        (group->reduce_scatter = bind_method(process_group, rank, "_reduce_scatter_base")) &&
+        (group->all_reduce = bind_method(process_group, rank, "allreduce"))) {
         group->group = Py_NewRef(process_group);
         group->gather_group = Py_NewRef(process_group);
         group->scatter_group = Py_NewRef(process_group);
@@ -163,19 +166,22 @@ static int move_references(struct collective_group *group, PyObject *list) {
     return 0;
 }
 
-int collective_let_go(void) {
-    PyObject *let_go = PyList_New(0), *kept = PyList_New(0);
-    int result = let_go && kept ? 0 : -1;
-    for (struct collective_group *group = all.next; !result && group != &all; group = group->next)
-        result = move_references(group, unfinished || group->process != getpid() ? kept : let_go);
-    if (kept && PyList_Size(kept) == 0)
-        Py_CLEAR(kept); /* else it is owned for ever */
-    Py_XDECREF(let_go); /* destructors of groups wait for their threads, and let others run meanwhile */
+int collective_release_groups(void) {
+    PyObject *released_references = PyList_New(0), *leaked_references = PyList_New(0);
+    int result = released_references && leaked_references ? 0 : -1;
+    for (struct collective_group *group = group_list.next; !result && group != &group_list;
+         group = group->next)
+        result = move_references(group, num_unfinished || group->process != getpid() ? leaked_references
+                                                                                     : released_references);
+    if (leaked_references && PyList_Size(leaked_references) == 0)
+        Py_CLEAR(leaked_references); /* else it is owned for ever */
+    Py_XDECREF(
+        released_references); /* destructors of groups wait for their threads, and let others run meanwhile */
     return result;
 }
 
 /* The answer of a group that was let go of, NULL. */
-static PyObject *refuse(const struct collective_group *group) {
+static PyObject *raise_groups_released(const struct collective_group *group) {
     PyErr_Format(
         PyExc_RuntimeError,
         "rank %lld: the process is ending and its process groups were destroyed, so FullyShardedDataParallel "
@@ -184,8 +190,8 @@ static PyObject *refuse(const struct collective_group *group) {
     return NULL;
 }
 
-static PyObject *enqueued(PyObject *work) {
-    unfinished += work && work != Py_None;
+static PyObject *count_unfinished(PyObject *work) {
+    num_unfinished += work && work != Py_None;
     return work;
 }
 
@@ -208,46 +214,47 @@ static PyObject *call_replacement(PyObject *function, PyObject *group, PyObject 
 }
 
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input) {
-    PyObject *function = replacement(gather_names, 2);
+    PyObject *function = find_replacement(gather_names, 2);
     if (!group->all_gather)
-        return refuse(group);
+        return raise_groups_released(group);
     if (function)
-        return enqueued(call_replacement(function, group->gather_group, output, input));
-    return enqueued(PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL));
+        return count_unfinished(call_replacement(function, group->gather_group, output, input));
+    return count_unfinished(
+        PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL));
 }
 
-/* Nobody who has replaced an all-gather would see it. */
-bool collective_gathers_together(const struct collective_group *group) {
-    return group->all_gather && !replacement(gather_names, 2) &&
+/* Nobody who has replaced an group_list-gather would see it. */
+bool collective_can_coalesce(const struct collective_group *group) {
+    return group->all_gather && !find_replacement(gather_names, 2) &&
            PyObject_HasAttrString(group->gather_group, "allgather_into_tensor_coalesced");
 }
 
-PyObject *collective_all_gather_together(const struct collective_group *group, PyObject *outputs,
-                                         PyObject *inputs) {
-    return enqueued(PyObject_CallMethod(group->gather_group, "allgather_into_tensor_coalesced", "OOO",
-                                        outputs, inputs, gather_options));
+PyObject *collective_all_gather_coalesced(const struct collective_group *group, PyObject *outputs,
+                                          PyObject *inputs) {
+    return count_unfinished(PyObject_CallMethod(group->gather_group, "allgather_into_tensor_coalesced", "OOO",
+                                                outputs, inputs, gather_options));
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
-    PyObject *function = replacement(scatter_names, 2);
+    PyObject *function = find_replacement(scatter_names, 2);
     if (!group->reduce_scatter)
-        return refuse(group);
+        return raise_groups_released(group);
     if (function)
-        return enqueued(call_replacement(function, group->scatter_group, output, input));
-    return enqueued(
+        return count_unfinished(call_replacement(function, group->scatter_group, output, input));
+    return count_unfinished(
         PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, scatter_options, NULL));
 }
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {
-    PyObject *function = replacement(reduce_names, 1);
+    PyObject *function = find_replacement(reduce_names, 1);
     if (!group->all_reduce)
-        return refuse(group);
+        return raise_groups_released(group);
     if (function)
-        return enqueued(call_replacement(function, group->group, tensor, NULL));
+        return count_unfinished(call_replacement(function, group->group, tensor, NULL));
     OWNED *tensors = PyList_New(1);
     if (!tensors || PyList_SetItem(tensors, 0, Py_NewRef(tensor)) < 0)
         return NULL;
-    return enqueued(PyObject_CallFunctionObjArgs(group->all_reduce, tensors, reduce_options, NULL));
+    return count_unfinished(PyObject_CallFunctionObjArgs(group->all_reduce, tensors, reduce_options, NULL));
 }
 
 int collective_wait(PyObject *work) {
@@ -256,6 +263,6 @@ int collective_wait(PyObject *work) {
         return 0;
     if (ref_done(PyObject_CallMethodObjArgs(waited, torch_names.wait, NULL)) < 0)
         return -1;
-    unfinished--;
+    num_unfinished--;
     return 0;
 }

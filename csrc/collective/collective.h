@@ -42,15 +42,15 @@ void collective_group_fini(struct collective_group *group);
  * Let go of all groups: collectives raise RuntimeError from now on. What was enqueued and has not ended well
  * may wait for ranks that are dead, and the threads of a group do not come along when a process forks: such a
  * group is kept for ever, because its destructor would wait. 0 or -1. */
-int collective_let_go(void);
+int collective_release_groups(void);
 
 /* Each enqueues and returns what must be waited for (a Work object, or Py_None), NULL with an exception on
  * failure. The tensors must stay alive and untouched until collective_wait. Collective over the group. */
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input);
 /* Of tensors in two lists, in one launch where the group can, which is asked first. */
-bool collective_gathers_together(const struct collective_group *group);
-PyObject *collective_all_gather_together(const struct collective_group *group, PyObject *outputs,
-                                         PyObject *inputs);
+bool collective_can_coalesce(const struct collective_group *group);
+PyObject *collective_all_gather_coalesced(const struct collective_group *group, PyObject *outputs,
+                                          PyObject *inputs);
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input);
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor);
 

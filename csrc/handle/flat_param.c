@@ -1,7 +1,7 @@
 #include "handle/flat_param.h"
 #include "base/check.h"
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/ref.h"
 #include "torch/tensor.h"
 

@@ -16,7 +16,7 @@
 #include "handle/grads.h"
 
 #include "base/check.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 /* ---- what `.grad` holds between backwards ---- */

@@ -2,7 +2,7 @@
  * of it; and in which precision it is gathered. */
 #include "handle/handle.h"
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 #include "base/check.h"

@@ -82,7 +82,7 @@ static StableIValue int_list(const int64_t *values, int64_t count) {
 static AtenTensorHandle narrow(AtenTensorHandle full, int64_t offset, int64_t numel) {
     AtenTensorHandle reference = NULL;
     OP_CALL(torch_abi.aoti_torch_new_tensor_handle(full, &reference));
-    StableIValue slots[4] = {op_give(&reference), 0, (StableIValue)offset, (StableIValue)numel};
+    StableIValue slots[4] = {op_move(&reference), 0, (StableIValue)offset, (StableIValue)numel};
     OP_CALL(torch_abi.torch_call_dispatcher("aten::narrow", "", slots, TORCH_BUILD_VERSION));
     return op_tensor(slots[0]);
 }

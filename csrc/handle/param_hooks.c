@@ -12,7 +12,7 @@
 
 #include <string.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 /* ---- which there are ---- */

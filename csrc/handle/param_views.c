@@ -3,7 +3,7 @@
 #include "handle/param_views.h"
 
 #include "base/check.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 /* ---- what they show ---- */

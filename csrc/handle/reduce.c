@@ -2,7 +2,7 @@
  * has registered. Under no_sync what was received is added up in full size. */
 #include "handle/grads.h"
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 #include "base/check.h"

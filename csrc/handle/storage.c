@@ -4,7 +4,7 @@
 
 #include "base/check.h"
 #include "torch/kernel_library.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 /* ---- life ---- */
@@ -62,7 +62,7 @@ PyObject *storage_copy_shard(const struct storage *storage) {
 int storage_leave_device(struct storage *storage) {
     if (!storage->elsewhere)
         return 0;
-    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0)
+    if (deferred_free_flush_buffer(storage->full_free, &storage->copy->full) < 0)
         return -1;
     return storage->pool ? pool_empty(storage->pool) : 0;
 }
@@ -192,7 +192,7 @@ static void copy_fini(struct precision_copy *copy) {
 
 /* Its storage goes with it, but not before its last use. */
 static void drop_copy(struct storage *storage, struct precision_copy *copy) {
-    if (deferred_free_forget(storage->full_free, &copy->full) < 0)
+    if (deferred_free_flush_buffer(storage->full_free, &copy->full) < 0)
         PyErr_WriteUnraisable(storage->param->name);
     copy_fini(copy);
 }
@@ -316,7 +316,7 @@ int storage_follow_shard(struct storage *storage) {
  * by which wrap_views knows that it is to wrap them anew. */
 static int renew_full(struct storage *storage) {
     struct precision_copy *copy = storage->copy;
-    if (buffer_renew(&copy->full) < 0 || take_parts(storage->param, copy, copy->full.tensor) < 0)
+    if (buffer_replace_storage(&copy->full) < 0 || take_parts(storage->param, copy, copy->full.tensor) < 0)
         return -1;
     OWNED *renewed = flat_param_views(storage->param, copy->full.tensor);
     OWNED *views = renewed ? PySequence_List(copy->views) : NULL;

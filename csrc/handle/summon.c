@@ -1,6 +1,6 @@
 /* summon_full_params on one handle: full-precision, full-shape parameters, and gradients, for a while. */
 #include "handle/handle.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 static int restore_flat_param(struct handle *handle) {

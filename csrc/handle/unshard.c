@@ -2,7 +2,7 @@
 #include "handle/handle.h"
 
 #include "base/check.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 /* ---- what the storage of the unsharded parameters holds ---- */
@@ -62,7 +62,7 @@ int storage_alloc_unsharded(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
     if (storage->copy->is_local)
         return 0;
-    if (storage->full_free && deferred_free_take_back(storage->full_free, full) < 0)
+    if (storage->full_free && deferred_free_reclaim(storage->full_free, full) < 0)
         return -1;
     if (storage->pool && !full->allocated) {
         int result = pool_enter(storage->pool) < 0 ? -1 : buffer_alloc(full);
@@ -119,7 +119,7 @@ static int fill_own_part(struct storage *storage) {
  * enqueued. */
 void storage_abandon_unshard(struct storage *storage) {
     PyObject *error = PyErr_GetRaisedException();
-    if (deferred_free_forget(storage->full_free, &storage->copy->full) == 0)
+    if (deferred_free_flush_buffer(storage->full_free, &storage->copy->full) == 0)
         buffer_free(&storage->copy->full);
     buffer_free(&storage->device_shard);
     PyErr_SetRaisedException(error);
@@ -259,7 +259,7 @@ int handle_unshard_outside_step(struct handle *handle) {
     if (!storage->copy->is_local && storage->param_state == PARAM_SHARDED) {
         /* not of the pool, where a step would not find it */
         if (storage->full_free)
-            result = deferred_free_take_back(storage->full_free, full);
+            result = deferred_free_reclaim(storage->full_free, full);
         if (!result)
             result = buffer_alloc(full);
     }

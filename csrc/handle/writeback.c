@@ -2,7 +2,7 @@
 #include "handle/handle.h"
 
 #include "base/check.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 void writeback_check(const struct handle *handle) {

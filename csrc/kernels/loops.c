@@ -10,12 +10,12 @@ bool rounds_once_to_float16 = true;
 
 static const struct loops *active = &loops_default; /* before the constructor below has run */
 
-static bool processor_has(const struct loops *loops) {
+static bool processor_supports(const struct loops *loops) {
 #ifdef LOOPS_X86_64
     if (loops == &loops_avx512) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               processor_has(&loops_avx2);
+               processor_supports(&loops_avx2);
     }
     if (loops == &loops_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -34,7 +34,7 @@ enum { NUM_VERSIONS = sizeof versions / sizeof versions[0] };
 
 const struct loops *loops_version(int index) {
     for (int i = 0; i < NUM_VERSIONS; i++)
-        if (processor_has(versions[i]) && index-- == 0)
+        if (processor_supports(versions[i]) && index-- == 0)
             return versions[i];
     return NULL;
 }
@@ -51,7 +51,7 @@ const struct loops *loops_active(void) {
     return active;
 }
 
-__attribute__((constructor)) static void use_the_widest(void) {
+__attribute__((constructor)) static void select_widest_loops(void) {
 #ifdef LOOPS_X86_64
     __builtin_cpu_init();
 #endif

@@ -4,7 +4,7 @@
  * A source whose strides are those of its place in the output is one run of memory. Any other one goes
  * through tiles:
  *
- *   source (fast dimension first)  -- gather -->  tile, row by row  -- cast, divide -->  rows of the output
+ *   source (fast dimension first)  -- copy -->  tile, row by row  -- cast, divide -->  rows of the output
  *
  * Threads share the output's range: an element belongs to the thread whose range holds it, a row of a strided
  * source to the one whose range holds the row's first element. */
@@ -68,8 +68,8 @@ struct tile {
 };
 
 /* Elements are moved as integers of their size: a copy never changes a NaN. */
-#define DEFINE_GATHER(type)                                                                                  \
-    static void gather_##type(void *buffer, const struct tile *tile) {                                       \
+#define DEFINE_COPY_TILE(type)                                                                               \
+    static void copy_tile_##type(void *buffer, const struct tile *tile) {                                    \
         type *output = buffer;                                                                               \
         for (int64_t row = 0; row < tile->rows; row++) {                                                     \
             const type *input = (const type *)(const void *)tile->input + row * tile->input_row_stride;      \
@@ -78,29 +78,29 @@ struct tile {
             }                                                                                                \
         }                                                                                                    \
     }
-DEFINE_GATHER(uint16_t)
-DEFINE_GATHER(uint32_t)
-DEFINE_GATHER(uint64_t)
+DEFINE_COPY_TILE(uint16_t)
+DEFINE_COPY_TILE(uint32_t)
+DEFINE_COPY_TILE(uint64_t)
 
-static void gather(void *buffer, const struct tile *tile, int64_t nbytes) {
+static void copy_tile(void *buffer, const struct tile *tile, int64_t nbytes) {
     if (nbytes == 2)
-        gather_uint16_t(buffer, tile);
+        copy_tile_uint16_t(buffer, tile);
     else if (nbytes == 4)
-        gather_uint32_t(buffer, tile);
+        copy_tile_uint32_t(buffer, tile);
     else
-        gather_uint64_t(buffer, tile);
+        copy_tile_uint64_t(buffer, tile);
 }
 
 static void pack_tile(const struct pack *pack, const struct tile *tile, enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
-    union block gathered;
+    union block tile_elements;
     union block converted;
-    const unsigned char *rows = gathered.bytes;
+    const unsigned char *rows = tile_elements.bytes;
     int64_t row_nbytes = tile->columns * (pack->add ? input_nbytes : output_nbytes);
-    gather(gathered.bytes, tile, input_nbytes);
+    copy_tile(tile_elements.bytes, tile, input_nbytes);
     if (!pack->add && (pack->output_dtype != input_dtype || pack->divisor != 1.0)) {
-        pack_block(pack, (char *)converted.bytes, (const char *)gathered.bytes, input_dtype,
+        pack_block(pack, (char *)converted.bytes, (const char *)tile_elements.bytes, input_dtype,
                    tile->rows * tile->columns);
         rows = converted.bytes;
     }
@@ -152,7 +152,7 @@ static void pack_planes(const struct pack *pack, const struct plan *plan, char *
                         enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
-    int64_t index[PACK_MOST_NDIM] = {0};
+    int64_t index[PACK_MAX_NDIM] = {0};
     int32_t last = plan->ndim - 1;
     int32_t row = plan->ndim - 2;
     struct tile plane = {output, input, 1, plan->sizes[last], 0, 0, plan->input_strides[last]};

@@ -1,7 +1,7 @@
 /* Many tensors into one flat buffer, with the cast and the pre-division; or added to what it holds.
  *
  * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the
- * zeros behind it. Any other source has a launch of its own: a transposed one goes by tiles, in the rest each
+ * zeros behind it. Any other source has a launch of its own: a transposed one goes by tiles, in the rest row_numel
  * thread finds its element by the strides. */
 #include "kernels/cuda_elementwise.h"
 #include "kernels/pack.h"
@@ -11,8 +11,8 @@ enum {
     LEAST_SIDE = 8, /* of a matrix that is worth tiles */
 };
 
-#ifndef MOST_STRIDED_NUMEL /* a test makes it small */
-#define MOST_STRIDED_NUMEL INT32_MAX
+#ifndef MAX_STRIDED_NUMEL /* a test makes it small */
+#define MAX_STRIDED_NUMEL INT32_MAX
 #endif
 
 /* The sum in the wider arithmetic of the two, rounded once, as torch promotes. */
@@ -36,8 +36,8 @@ struct strided_source {
     int64_t num_tiles;
     int32_t ndim;
     int32_t rows; /* the dimension that is dense in the input, where the source goes by tiles; or -1 */
-    int64_t sizes[PACK_MOST_NDIM];
-    int64_t strides[PACK_MOST_NDIM];
+    int64_t sizes[PACK_MAX_NDIM];
+    int64_t strides[PACK_MAX_NDIM];
 };
 
 /* Does the source lie in memory as in the output? */
@@ -49,7 +49,7 @@ static bool is_flat(const struct pack_source *source) {
     return plan_is_flat(&plan);
 }
 
-/* The dimension to make tiles of with the last one: neighbours in the output are far from each other in the
+/* The dimension to make tiles of with the last one: neighbours in the output are far from row_numel other in the
  * input, but these are neighbours there. -1 for none. */
 static int32_t rows_of_tiles(const struct strided_source *source) {
     int32_t last = source->ndim - 1;
@@ -113,7 +113,7 @@ __device__ static inline uint32_t take_index(uint32_t *rest, int64_t size) {
     return index;
 }
 
-__device__ static tile_place place_of(const struct strided_source &source, int64_t tile) {
+__device__ static tile_place tile_place_at(const struct strided_source &source, int64_t tile) {
     int32_t last = source.ndim - 1;
     uint32_t rest = (uint32_t)tile;
     struct tile_place place = {};
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(THREADS)
     int64_t column_step = source.strides[source.ndim - 1]; /* in the input */
     int64_t x = threadIdx.x % TILE;
     for (int64_t tile = blockIdx.x; tile < source.num_tiles; tile += gridDim.x) {
-        struct tile_place place = place_of(source, tile);
+        struct tile_place place = tile_place_at(source, tile);
         const In *input = (const In *)source.input + place.input;
         Out *output = (Out *)source.output + place.output;
         In loaded[TILE * TILE / THREADS] = {}; /* all are on their way before the first is put down */
@@ -183,7 +183,7 @@ static enum status enqueue_one(struct strided_source *source, const Operation &o
 }
 
 /* The index 0 of the first dimension alone. */
-static struct strided_source first_of(const struct strided_source *source) {
+static struct strided_source first_slice(const struct strided_source *source) {
     struct strided_source first = *source;
     first.ndim--;
     first.numel = source->numel / source->sizes[0];
@@ -198,19 +198,19 @@ static struct strided_source first_of(const struct strided_source *source) {
 template <typename Out, typename In, typename Operation>
 static enum status enqueue_strided(struct strided_source source, const Operation &operation,
                                    const struct kernel_stream *stream) {
-    int64_t left = source.ndim > 0 ? source.sizes[0] : 1;
-    int64_t each = source.numel / left;
-    int64_t most = MOST_STRIDED_NUMEL / each;
+    int64_t rows_left = source.ndim > 0 ? source.sizes[0] : 1;
+    int64_t row_numel = source.numel / rows_left;
+    int64_t max_rows = MAX_STRIDED_NUMEL / row_numel;
     enum status status = STATUS_OK;
-    while (left > 0 && status == STATUS_OK) {
-        int64_t taken = left < most ? left : most > 0 ? most : 1;
-        source.sizes[0] = taken;
-        source.numel = taken * each;
-        status = most > 0 ? enqueue_one<Out, In>(&source, operation, stream)
-                          : enqueue_strided<Out, In>(first_of(&source), operation, stream);
-        source.input = (const In *)source.input + taken * (source.ndim > 0 ? source.strides[0] : 0);
+    while (rows_left > 0 && status == STATUS_OK) {
+        int64_t num_rows_taken = rows_left < max_rows ? rows_left : max_rows > 0 ? max_rows : 1;
+        source.sizes[0] = num_rows_taken;
+        source.numel = num_rows_taken * row_numel;
+        status = max_rows > 0 ? enqueue_one<Out, In>(&source, operation, stream)
+                              : enqueue_strided<Out, In>(first_slice(&source), operation, stream);
+        source.input = (const In *)source.input + num_rows_taken * (source.ndim > 0 ? source.strides[0] : 0);
         source.output = (Out *)source.output + source.numel;
-        left -= taken;
+        rows_left -= num_rows_taken;
     }
     return status;
 }

@@ -7,7 +7,7 @@
 
 #include "kernels/kernels.h"
 
-enum { PACK_MOST_NDIM = 64 /* torch's own limit */ };
+enum { PACK_MAX_NDIM = 64 /* torch's own limit */ };
 
 struct pack {
     char *output;
@@ -24,9 +24,9 @@ struct pack {
  * allow it. */
 struct plan {
     int32_t ndim;
-    int64_t sizes[PACK_MOST_NDIM];
-    int64_t input_strides[PACK_MOST_NDIM];
-    int64_t output_strides[PACK_MOST_NDIM];
+    int64_t sizes[PACK_MAX_NDIM];
+    int64_t input_strides[PACK_MAX_NDIM];
+    int64_t output_strides[PACK_MAX_NDIM];
 };
 
 static inline void plan_insert(struct plan *plan, int64_t size, int64_t input_stride, int64_t output_stride) {
@@ -128,7 +128,7 @@ static inline enum status pack_check(const struct pack *pack) {
             continue;
         if ((unsigned)source->view.dtype >= DTYPE_COUNT)
             return STATUS_UNSUPPORTED;
-        if (source->view.ndim > PACK_MOST_NDIM || !output_is_dense(source))
+        if (source->view.ndim > PACK_MAX_NDIM || !output_is_dense(source))
             return STATUS_INVALID;
     }
     return STATUS_OK;

@@ -78,34 +78,34 @@ int64_t cuda_blocks(int64_t num_chunks) {
         cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess) {
         known_device = device;
     }
-    int64_t most = (int64_t)processors * BLOCKS_PER_PROCESSOR;
-    return num_chunks < most ? num_chunks : most;
+    int64_t max_blocks = (int64_t)processors * BLOCKS_PER_PROCESSOR;
+    return num_chunks < max_blocks ? num_chunks : max_blocks;
 }
 
 /* ---- which devices ---- */
 
-static __global__ void nothing() {
+static __global__ void empty_kernel() {
 }
 
 /* Has the library code for the current device? CUDA loads one that has none, and refuses its launches. */
-static cudaError_t find_code() {
+static cudaError_t query_code() {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, nothing);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, empty_kernel);
     cuda_status(error);
     return error;
 }
 
 static const char *cuda_why_not_on(int32_t device_index) {
-    static thread_local int32_t fits = -1;
+    static thread_local int32_t known_supported_device = -1;
     static thread_local char text[256];
     const struct kernel_stream stream = {nullptr, nullptr, device_index, DEVICE_CUDA};
     int major = 0, minor = 0;
-    if (device_index == fits)
+    if (device_index == known_supported_device)
         return nullptr;
     device_guard guard(&stream);
-    cudaError_t error = guard.status == STATUS_OK ? find_code() : last_error;
+    cudaError_t error = guard.status == STATUS_OK ? query_code() : last_error;
     if (error == cudaSuccess) {
-        fits = device_index;
+        known_supported_device = device_index;
         return nullptr;
     }
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index);

@@ -17,7 +17,7 @@ struct kernel_table {
     elementwise_kernel *cast_divide, *accumulate;
     const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
     /* Of CUDA's alone. NULL: this device can run them. The text is the thread's own. */
-    const char *(*why_not_on)(int32_t device_index);
+    const char *(*unsupported_reason)(int32_t device_index);
 };
 
 extern const struct kernel_table cpu_kernels;

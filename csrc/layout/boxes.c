@@ -17,22 +17,22 @@ static int outermost_dim(const int64_t *shape, int ndim, int64_t start, int64_t 
 
 int64_t box_at(const int64_t *shape, int ndim, int64_t start, int64_t end, struct box *box) {
     int64_t row_numel;
-    const int cut = outermost_dim(shape, ndim, start, end, &row_numel);
+    const int cut_dim = outermost_dim(shape, ndim, start, end, &row_numel);
     int64_t rows = (end - start) / row_numel;
     int64_t index = start / row_numel;
-    for (int dim = ndim - 1; dim > cut; dim--) {
+    for (int dim = ndim - 1; dim > cut_dim; dim--) {
         box->offsets[dim] = 0;
         box->sizes[dim] = shape[dim];
     }
-    for (int dim = cut; dim >= 0; dim--) {
+    for (int dim = cut_dim; dim >= 0; dim--) {
         box->offsets[dim] = index % shape[dim];
         box->sizes[dim] = 1;
         index /= shape[dim];
     }
-    if (cut < 0)
+    if (cut_dim < 0)
         return 1; /* no dimensions: the one element */
-    const int64_t left = shape[cut] - box->offsets[cut];
-    rows = rows < left ? rows : left;
-    box->sizes[cut] = rows;
+    const int64_t rows_left = shape[cut_dim] - box->offsets[cut_dim];
+    rows = rows < rows_left ? rows : rows_left;
+    box->sizes[cut_dim] = rows;
     return rows * row_numel;
 }

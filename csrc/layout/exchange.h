@@ -39,8 +39,8 @@ struct exchange {
     struct exchange_ranges sent;  /* by peer; the source is the tensor */
     struct exchange_ranges parts; /* of the new pieces, tensor by tensor */
     int64_t *part_counts;         /* by tensor */
-    int64_t *held_nbytes;         /* by tensor: this rank's piece before */
-    int64_t *made_nbytes;         /* by tensor: its piece after */
+    int64_t *source_nbytes;       /* by tensor: this rank's piece before */
+    int64_t *target_nbytes;       /* by tensor: its piece after */
     int64_t *sent_nbytes;         /* by peer */
     int64_t *received_nbytes;     /* by peer */
 };

@@ -11,13 +11,13 @@ bool partition_is_valid(const struct partition *partition) {
 }
 
 /* Where `rank` begins, cut to [0, numel]; a rank far behind the last element would overflow the product. */
-static int64_t begin_of(const struct partition *partition, int64_t rank) {
+static int64_t rank_start(const struct partition *partition, int64_t rank) {
     const int64_t last = (partition->numel + partition->offset) / partition->step + 1;
     return clamp(clamp(rank, 0, last) * partition->step - partition->offset, 0, partition->numel);
 }
 
 struct partition_range partition_of_rank(const struct partition *partition, int64_t rank) {
-    const struct partition_range range = {rank, begin_of(partition, rank), begin_of(partition, rank + 1)};
+    const struct partition_range range = {rank, rank_start(partition, rank), rank_start(partition, rank + 1)};
     return range.start < range.end ? range : (struct partition_range){rank, 0, 0};
 }
 
@@ -27,6 +27,6 @@ struct partition_range partition_next(const struct partition *partition, int64_t
     const int64_t rank = (start + partition->offset) / partition->step;
     if (start == end)
         return (struct partition_range){rank, start, start};
-    const int64_t next = begin_of(partition, rank + 1);
+    const int64_t next = rank_start(partition, rank + 1);
     return (struct partition_range){rank, start, next < end ? next : end};
 }

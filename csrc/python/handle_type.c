@@ -3,7 +3,7 @@
 
 #include <structmember.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 struct handle_object {
     PyObject_HEAD
@@ -12,13 +12,13 @@ struct handle_object {
 
 static PyTypeObject *handle_type; /* borrowed from module.c */
 
-static struct handle *inside(PyObject *self) {
+static struct handle *handle_from_object(PyObject *self) {
     return &((struct handle_object *)self)->handle;
 }
 
 struct handle *handle_of(PyObject *object) {
     if (PyObject_TypeCheck(object, handle_type))
-        return inside(object);
+        return handle_from_object(object);
     PyErr_Format(PyExc_TypeError, "expected a Handle, got %R", (PyObject *)Py_TYPE(object));
     return NULL;
 }
@@ -31,7 +31,7 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                             "flat_param_name", "wrap_views", "name",        NULL};
     struct handle_spec spec = {0};
     PyObject *config, *layout;
-    if (inside(self)->param.tensor)
+    if (handle_from_object(self)->param.tensor)
         return RAISED(PyExc_RuntimeError, "a Handle is initialised once");
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "OOOOO!O!O!OUOU", names, &config, &layout, &spec.flat_param, &spec.params,
@@ -41,60 +41,60 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     spec.layout_owner = layout;
     if (config_read(&spec.config, config) < 0 || !(spec.layout = layout_of(layout)))
         return -1;
-    return handle_init(inside(self), &spec);
+    return handle_init(handle_from_object(self), &spec);
 }
 
-OBJECT_LIFE(handle_visit, handle_fini)
+OBJECT_LIFE(handle_from_object, handle_visit, handle_fini)
 
 /* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
 static void object_finalize(PyObject *self) {
-    grads_watch_nothing(&inside(self)->grads);
+    grads_watch_nothing(&handle_from_object(self)->grads);
 }
 
 /* ---- methods ---- */
 
 /* `Handle.__new__(Handle)` gives an object without anything that a method could use. NULL with an exception
  * then. */
-static struct handle *made(PyObject *self) {
-    if (inside(self)->param.tensor)
-        return inside(self);
+static struct handle *initialized_handle(PyObject *self) {
+    if (handle_from_object(self)->param.tensor)
+        return handle_from_object(self);
     PyErr_SetString(PyExc_RuntimeError, "this Handle was not initialised: call its __init__ first");
     return NULL;
 }
 
 /* Lazy attributes may be needed before the first forward: they follow the flat parameter's dtype and data of
  * now. */
-static struct handle *ready(PyObject *self) {
-    struct handle *handle = made(self);
+static struct handle *lazily_initialized_handle(PyObject *self) {
+    struct handle *handle = initialized_handle(self);
     return handle && (handle->ready || handle_lazy_init(handle) == 0) ? handle : NULL;
 }
 
-METHOD(summon_exit, made, handle_summon_exit)
-METHOD(summon_free, made, handle_summon_free)
-METHOD(summon_hide, made, handle_summon_hide)
-METHOD(summon_grads, made, handle_summon_grads)
-METHOD(show_sharded, made, handle_follow)
-METHOD(leave_shard, made, handle_leave)
-METHOD(collect_user_grads, made, handle_collect_user_grads)
-METHOD(hide_views, made, handle_hide_views)
-METHOD(note_assigned, made, handle_note_assigned)
-METHOD(writeback, ready, handle_writeback)
-METHOD(publish, ready, handle_publish)
+METHOD(summon_exit, initialized_handle, handle_summon_exit)
+METHOD(summon_free, initialized_handle, handle_summon_free)
+METHOD(summon_hide, initialized_handle, handle_summon_hide)
+METHOD(summon_grads, initialized_handle, handle_summon_grads)
+METHOD(show_sharded, initialized_handle, handle_follow)
+METHOD(leave_shard, initialized_handle, handle_leave)
+METHOD(collect_user_grads, initialized_handle, handle_collect_user_grads)
+METHOD(hide_views, initialized_handle, handle_hide_views)
+METHOD(note_assigned, initialized_handle, handle_note_assigned)
+METHOD(writeback, lazily_initialized_handle, handle_writeback)
+METHOD(publish, lazily_initialized_handle, handle_publish)
 
 static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
-    struct handle *handle = ready(self);
+    struct handle *handle = lazily_initialized_handle(self);
     int wanted = handle ? PyObject_IsTrue(writeback) : -1;
     return none_or_error(wanted < 0 ? -1 : handle_summon_enter(handle, wanted));
 }
 
 static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     int wanted = handle ? PyObject_IsTrue(writeback) : -1;
     return none_or_error(wanted < 0 ? -1 : handle_summon_grads_exit(handle, wanted));
 }
 
 static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     PyObject *grads = handle ? PyList_New(0) : NULL;
     int64_t count = !handle ? 0 : handle->param.use_orig_params ? handle->param.num_params : 1;
     for (int64_t i = 0; grads && i < count; i++) {
@@ -107,12 +107,12 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs) {
-    struct handle *handle = ready(self);
+    struct handle *handle = lazily_initialized_handle(self);
     return none_or_error(handle ? handle_flat_param_to(handle, args, kwargs) : -1);
 }
 
 static PyObject *unshard(PyObject *self, PyObject *unused) {
-    struct handle *handle = ready(self);
+    struct handle *handle = lazily_initialized_handle(self);
     if (!handle || handle_unshard(handle) < 0)
         return NULL;
     return none_or_error(storage_wait_unshard(&handle->storage));
@@ -134,7 +134,7 @@ static PyObject *padded_unsharded(const struct handle *handle) {
 }
 
 static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
-    struct handle *handle = ready(self);
+    struct handle *handle = lazily_initialized_handle(self);
     if (!handle || (!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
         storage_alloc_unsharded(&handle->storage) < 0)
         return NULL;
@@ -143,7 +143,7 @@ static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
 
 static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *tensor = only_argument(args, kwargs, "padded_unsharded_flat_param");
-    struct handle *handle = tensor ? ready(self) : NULL;
+    struct handle *handle = tensor ? lazily_initialized_handle(self) : NULL;
     PyObject *full = handle && handle_unshard(handle) == 0 ? padded_unsharded(handle) : NULL;
     if (full && full != tensor) {
         flat_param_error(&handle->param, PyExc_ValueError,
@@ -155,21 +155,22 @@ static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
 
 /* Without sharding there is nothing to gather, and this is the only step. */
 static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs) {
-    struct handle *handle = only_argument(args, kwargs, "padded_unsharded_flat_param") ? ready(self) : NULL;
+    struct handle *handle =
+        only_argument(args, kwargs, "padded_unsharded_flat_param") ? lazily_initialized_handle(self) : NULL;
     if (!handle || (!handle->param.sharded && handle_unshard(handle) < 0))
         return NULL;
     return none_or_error(storage_wait_unshard(&handle->storage));
 }
 
 static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     if (!handle)
         return NULL;
     return PyBool_FromLong(handle->param.sharded && handle->storage.param_state == PARAM_SHARDED);
 }
 
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     PyObject *free_storage = handle ? only_argument(args, kwargs, "free_unsharded_flat_param") : NULL;
     int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
     return none_or_error(wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted));
@@ -177,19 +178,19 @@ static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
 
 static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
     PyObject *function, *state, *dtype;
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     if (!handle || !PyArg_ParseTuple(args, "OOO", &function, &state, &dtype))
         return NULL;
     return none_or_error(handle_set_comm_hook(handle, function, state, dtype));
 }
 
 static PyObject *fake_all_gather(PyObject *self, PyObject *group) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     return none_or_error(handle ? collective_fake_all_gather(&handle->param.shard_group, group) : -1);
 }
 
 static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     return none_or_error(handle ? collective_fake_reduce_scatter(&handle->param.shard_group, group) : -1);
 }
 
@@ -229,33 +230,33 @@ static PyMethodDef methods[] = {
 /* ---- attributes ---- */
 
 static PyObject *get_shows_sharded(PyObject *self, void *unused) {
-    return PyBool_FromLong(handle_shows_sharded(inside(self)));
+    return PyBool_FromLong(handle_shows_sharded(handle_from_object(self)));
 }
 
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     return handle ? PyLong_FromLongLong(storage_unsharded_nbytes(&handle->storage)) : NULL;
 }
 
 static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
-    struct handle *handle = ready(self);
+    struct handle *handle = lazily_initialized_handle(self);
     return handle ? padded_unsharded(handle) : NULL;
 }
 
 static PyObject *get_sharded_grad(PyObject *self, void *unused) {
-    struct handle *handle = made(self);
+    struct handle *handle = initialized_handle(self);
     return handle ? grads_sharded(&handle->grads) : NULL;
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {
-    PyObject *name = inside(self)->param.name;
+    PyObject *name = handle_from_object(self)->param.name;
     return Py_NewRef(name ? name : Py_None);
 }
 
 static int set_name(PyObject *self, PyObject *name, void *unused) {
     if (!name || !PyUnicode_Check(name))
         return RAISED(PyExc_TypeError, "the name of a unit is a str");
-    flat_param_rename(&inside(self)->param, name);
+    flat_param_rename(&handle_from_object(self)->param, name);
     return 0;
 }
 

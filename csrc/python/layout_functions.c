@@ -103,7 +103,7 @@ static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, lo
                             "of range, or elements behind the last rank",
                             rank, world_size);
     PyObject *result =
-        Py_BuildValue("(NNNNNNN)", int_list(plan.held_nbytes, count), int_list(plan.made_nbytes, count),
+        Py_BuildValue("(NNNNNNN)", int_list(plan.source_nbytes, count), int_list(plan.target_nbytes, count),
                       range_list(&plan.sent), int_list(plan.sent_nbytes, (size_t)world_size),
                       int_list(plan.received_nbytes, (size_t)world_size), range_list(&plan.parts),
                       int_list(plan.part_counts, count));

@@ -5,20 +5,20 @@
 
 #include "base/memory.h"
 
-/* The tuples that are kept once somebody has asked, as a layout never changes: loops over parameters ask for
+/* The tuples that are cached_tuple once somebody has asked, as a layout never changes: loops over parameters ask for
  * each. */
-enum kept { PARAM_NUMELS, PARAM_OFFSETS, SEGMENT_NUMELS, PADDING_MASK, OWN_RANGES, NUM_KEPT };
+enum cached_tuple { PARAM_NUMELS, PARAM_OFFSETS, SEGMENT_NUMELS, PADDING_MASK, OWN_RANGES, NUM_CACHED };
 
 struct layout_object {
     PyObject_HEAD
-    struct flat_layout layout; /* owned */
-    PyObject *kept[NUM_KEPT];  /* owned, or NULL; of numbers, so that no cycle goes through them */
+    struct flat_layout layout;          /* owned */
+    PyObject *cached_tuple[NUM_CACHED]; /* owned, or NULL; of numbers, so that no cycle goes through them */
 };
 
 static void layout_object_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (int which = 0; which < NUM_KEPT; which++)
-        Py_CLEAR(((struct layout_object *)self)->kept[which]);
+    for (int kind = 0; kind < NUM_CACHED; kind++)
+        Py_CLEAR(((struct layout_object *)self)->cached_tuple[kind]);
     layout_fini(&((struct layout_object *)self)->layout);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -105,8 +105,9 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
 
 /* Attributes */
 
-static PyObject *item_of(const struct flat_layout *layout, enum kept which, int64_t index, int64_t rank) {
-    switch (which) {
+static PyObject *item_of(const struct flat_layout *layout, enum cached_tuple kind, int64_t index,
+                         int64_t rank) {
+    switch (kind) {
     case PARAM_NUMELS:
         return PyLong_FromLongLong(layout_param_numel(layout, index));
     case PARAM_OFFSETS:
@@ -116,7 +117,7 @@ static PyObject *item_of(const struct flat_layout *layout, enum kept which, int6
     case PADDING_MASK:
         return PyBool_FromLong(layout->segments[index].param == LAYOUT_PADDING);
     case OWN_RANGES:
-    case NUM_KEPT:
+    case NUM_CACHED:
     default:
         break;
     }
@@ -126,12 +127,12 @@ static PyObject *item_of(const struct flat_layout *layout, enum kept which, int6
 }
 
 /* One item per parameter, or per segment. New reference, or NULL with an exception. */
-static PyObject *tuple_of(const struct flat_layout *layout, enum kept which, int64_t rank) {
-    const bool per_segment = which == SEGMENT_NUMELS || which == PADDING_MASK;
+static PyObject *tuple_of(const struct flat_layout *layout, enum cached_tuple kind, int64_t rank) {
+    const bool per_segment = kind == SEGMENT_NUMELS || kind == PADDING_MASK;
     const int64_t count = per_segment ? layout->num_segments : layout->num_params;
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t index = 0; tuple && index < count; index++) {
-        PyObject *item = item_of(layout, which, index, rank);
+        PyObject *item = item_of(layout, kind, index, rank);
         if (!item || PyTuple_SetItem(tuple, (Py_ssize_t)index, item) < 0)
             Py_CLEAR(tuple);
     }
@@ -139,17 +140,17 @@ static PyObject *tuple_of(const struct flat_layout *layout, enum kept which, int
 }
 
 /* New reference, or NULL with an exception. */
-static PyObject *keep(struct layout_object *self, enum kept which) {
-    if (!self->kept[which]) {
-        PyObject *made = tuple_of(&self->layout, which, self->layout.rank);
-        Py_XDECREF(self->kept[which]); /* what is collected meanwhile may have asked as well */
-        self->kept[which] = made;
+static PyObject *get_cached_tuple(struct layout_object *self, enum cached_tuple kind) {
+    if (!self->cached_tuple[kind]) {
+        PyObject *made = tuple_of(&self->layout, kind, self->layout.rank);
+        Py_XDECREF(self->cached_tuple[kind]); /* what is collected meanwhile may have asked as well */
+        self->cached_tuple[kind] = made;
     }
-    return Py_XNewRef(self->kept[which]);
+    return Py_XNewRef(self->cached_tuple[kind]);
 }
 
-static PyObject *get_kept(PyObject *self, void *which) {
-    return keep((struct layout_object *)self, *(const enum kept *)which);
+static PyObject *get_tuple(PyObject *self, void *kind) {
+    return get_cached_tuple((struct layout_object *)self, *(const enum cached_tuple *)kind);
 }
 
 /* -1 with an exception when `object` is not a rank of the layout; None is its own rank */
@@ -173,7 +174,7 @@ static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) 
         return NULL;
     const int64_t rank = parse_rank(layout, object);
     if (rank == layout->rank)
-        return keep((struct layout_object *)self, OWN_RANGES);
+        return get_cached_tuple((struct layout_object *)self, OWN_RANGES);
     return rank < 0 ? NULL : tuple_of(layout, OWN_RANGES, rank);
 }
 
@@ -196,16 +197,16 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static const enum kept numels = PARAM_NUMELS, offsets = PARAM_OFFSETS;
-static const enum kept segment_numels = SEGMENT_NUMELS, padding_mask = PADDING_MASK;
+static const enum cached_tuple numels = PARAM_NUMELS, offsets = PARAM_OFFSETS;
+static const enum cached_tuple segment_numels = SEGMENT_NUMELS, padding_mask = PADDING_MASK;
 
 static PyGetSetDef getters[] = {
-    {"param_numels", get_kept, NULL, "Elements per parameter.", (void *)&numels},
-    {"param_offsets", get_kept, NULL, "First element of each parameter in the flat parameter.",
+    {"param_numels", get_tuple, NULL, "Elements per parameter.", (void *)&numels},
+    {"param_offsets", get_tuple, NULL, "First element of each parameter in the flat parameter.",
      (void *)&offsets},
-    {"numels_with_padding", get_kept, NULL, "Elements per segment, padding included.",
+    {"numels_with_padding", get_tuple, NULL, "Elements per segment, padding included.",
      (void *)&segment_numels},
-    {"is_padding_mask", get_kept, NULL, "Per segment, whether it is padding.", (void *)&padding_mask},
+    {"is_padding_mask", get_tuple, NULL, "Per segment, whether it is padding.", (void *)&padding_mask},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

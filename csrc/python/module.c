@@ -9,8 +9,8 @@
 #include "torch/data_guard.h"
 #include "torch/freed_views.h"
 #include "torch/kernel_library.h"
-#include "torch/names.h"
 #include "torch/ops.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
@@ -133,8 +133,8 @@ static int add_phases(PyObject *module) {
     return phases ? PyModule_AddObjectRef(module, "PHASES", phases) : -1;
 }
 
-static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
-    return none_or_error(collective_let_go());
+static PyObject *release_process_groups(PyObject *self, PyObject *unused) {
+    return none_or_error(collective_release_groups());
 }
 
 static PyMethodDef functions[] = {
@@ -151,7 +151,7 @@ static PyMethodDef functions[] = {
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},
-    {"let_groups_go", let_groups_go, METH_NOARGS, NULL},
+    {"release_process_groups", release_process_groups, METH_NOARGS, NULL},
     {"prefer_large_pages", prefer_large_pages, METH_O, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes,

@@ -10,7 +10,7 @@ struct runtime_object {
 
 static PyTypeObject *runtime_type; /* borrowed from module.c */
 
-static struct runtime *inside(PyObject *self) {
+static struct runtime *runtime_from_object(PyObject *self) {
     return &((struct runtime_object *)self)->runtime;
 }
 
@@ -36,7 +36,7 @@ static struct unit **units_of(PyObject *objects) {
 static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"units", NULL};
     PyObject *sequence;
-    if (inside(self)->units)
+    if (runtime_from_object(self)->units)
         return RAISED(PyExc_RuntimeError, "a Runtime is initialised once");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence))
         return -1;
@@ -46,40 +46,40 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct unit **units = PyTuple_Size(objects) ? units_of(objects) : NULL;
     if (!units && !PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "a Runtime needs at least its root");
-    int result = units ? runtime_init(inside(self), self, objects, units) : -1;
+    int result = units ? runtime_init(runtime_from_object(self), self, objects, units) : -1;
     if (result < 0)
-        runtime_clear(inside(self));
+        runtime_clear(runtime_from_object(self));
     PyMem_Free(units);
     return result;
 }
 
-OBJECT_LIFE(runtime_visit, runtime_clear)
+OBJECT_LIFE(runtime_from_object, runtime_visit, runtime_clear)
 
 /* ---- methods ---- */
 
-METHOD(final_callback, inside, runtime_final_callback)
-METHOD(await_failed_backward, inside, runtime_await_failed_backward)
-METHOD(begin_walk, inside, runtime_begin_walk)
-METHOD(reset_grad_info, inside, runtime_collect_user_grads)
+METHOD(final_callback, runtime_from_object, runtime_final_callback)
+METHOD(await_failed_backward, runtime_from_object, runtime_await_failed_backward)
+METHOD(begin_walk, runtime_from_object, runtime_begin_walk)
+METHOD(reset_grad_info, runtime_from_object, runtime_collect_user_grads)
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
-    struct runtime *runtime = inside(self);
+    struct runtime *runtime = runtime_from_object(self);
     return none_or_error(runtime_check_thread(runtime) < 0 ? -1
                                                            : runtime_reset_after_failed_backward(runtime));
 }
 
 static PyObject *hold(PyObject *self, PyObject *unused) {
-    int held = runtime_hold(inside(self));
+    int held = runtime_hold(runtime_from_object(self));
     return held < 0 ? NULL : PyBool_FromLong(held);
 }
 
 static PyObject *let_go(PyObject *self, PyObject *unused) {
-    runtime_let_go(inside(self));
+    runtime_let_go(runtime_from_object(self));
     Py_RETURN_NONE;
 }
 
 static PyObject *release(PyObject *self, PyObject *unused) {
-    struct runtime *runtime = inside(self);
+    struct runtime *runtime = runtime_from_object(self);
     for (int64_t i = 0; i < runtime->num_units; i++) {
         if (runtime->units[i]->phase == PHASE_IDLE)
             continue;
@@ -90,7 +90,7 @@ static PyObject *release(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *check_order(PyObject *self, PyObject *validate) {
-    order_set_validation(&inside(self)->order, validate);
+    order_set_validation(&runtime_from_object(self)->order, validate);
     return Py_NewRef(Py_None);
 }
 
@@ -130,12 +130,12 @@ static PyMethodDef methods[] = {
 /* ---- attributes ---- */
 
 static PyObject *get_units(PyObject *self, void *unused) {
-    PyObject *units = inside(self)->unit_objects;
+    PyObject *units = runtime_from_object(self)->unit_objects;
     return units ? Py_NewRef(units) : PyTuple_New(0);
 }
 
 static PyObject *get_handles_with_views(PyObject *self, void *unused) {
-    const struct runtime *runtime = inside(self);
+    const struct runtime *runtime = runtime_from_object(self);
     PyObject *handles = PyList_New(0);
     for (int64_t i = 0; handles && i < runtime->num_units && !runtime->callback_queued; i++)
         if (unit_shows_views(runtime->units[i]) &&
@@ -147,7 +147,7 @@ static PyObject *get_handles_with_views(PyObject *self, void *unused) {
 static const bool is_forward = true;
 
 static PyObject *get_limit(PyObject *self, void *forward) {
-    const struct order *order = &inside(self)->order;
+    const struct order *order = &runtime_from_object(self)->order;
     return PyLong_FromLongLong(forward ? order->forward_prefetch_limit : order->backward_prefetch_limit);
 }
 
@@ -157,13 +157,13 @@ static int set_limit(PyObject *self, PyObject *value, void *forward) {
         PyErr_SetString(PyExc_ValueError, "a prefetch limit is the number of units to prefetch, 0 or more");
     if (limit < 0)
         return -1;
-    struct order *order = &inside(self)->order;
-    int64_t least =
+    struct order *order = &runtime_from_object(self)->order;
+    int64_t clamped =
         limit < INT32_MAX ? limit : INT32_MAX; /* an index and a limit are added, without overflow */
     if (forward)
-        order_set_limits(order, order->backward_prefetch_limit, least);
+        order_set_limits(order, order->backward_prefetch_limit, clamped);
     else
-        order_set_limits(order, least, order->forward_prefetch_limit);
+        order_set_limits(order, clamped, order->forward_prefetch_limit);
     return 0;
 }
 

@@ -22,20 +22,20 @@ struct unit *unit_of(PyObject *object);
 
 int layout_functions_add(PyObject *module); /* partitions, exchange plans and boxes. 0 or -1 */
 
-/* What the collector asks of a type, by the verbs of the struct `inside` its objects. */
-#define OBJECT_LIFE(visit_struct, fini_struct)                                                               \
+/* Define tp_traverse, tp_clear and tp_dealloc of a type by the verbs of the struct that `from_object` returns. */
+#define OBJECT_LIFE(from_object, visit_struct, fini_struct)                                                  \
     static int object_traverse(PyObject *self, visitproc visit, void *arg) {                                 \
         Py_VISIT(Py_TYPE(self));                                                                             \
-        return visit_struct(inside(self), visit, arg);                                                       \
+        return visit_struct(from_object(self), visit, arg);                                                  \
     }                                                                                                        \
     static int object_clear(PyObject *self) {                                                                \
-        fini_struct(inside(self));                                                                           \
+        fini_struct(from_object(self));                                                                      \
         return 0;                                                                                            \
     }                                                                                                        \
     static void object_dealloc(PyObject *self) {                                                             \
         PyTypeObject *type = Py_TYPE(self);                                                                  \
         PyObject_GC_UnTrack(self);                                                                           \
-        fini_struct(inside(self));                                                                           \
+        fini_struct(from_object(self));                                                                      \
         ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                                                  \
         Py_DECREF(type);                                                                                     \
     }
@@ -56,10 +56,10 @@ int layout_functions_add(PyObject *module); /* partitions, exchange plans and bo
 #define READ_ONLY(name, type, struct_object, field)                                                          \
     {name, type, offsetof(struct_object, field), READONLY, NULL}
 
-/* A method without arguments that is one verb of the struct that `here` has for the object, or NULL. */
-#define METHOD(name, here, verb)                                                                             \
+/* Define a method without arguments that calls `verb` on the struct that `from_object` returns, unless NULL. */
+#define METHOD(name, from_object, verb)                                                                      \
     static PyObject *name(PyObject *self, PyObject *unused) {                                                \
-        __typeof__(here(self)) target = here(self);                                                          \
+        __typeof__(from_object(self)) target = from_object(self);                                            \
         return none_or_error(target ? verb(target) : -1);                                                    \
     }
 

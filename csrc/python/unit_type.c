@@ -3,7 +3,7 @@
 
 #include <structmember.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 struct unit_object {
     PyObject_HEAD
@@ -12,13 +12,13 @@ struct unit_object {
 
 static PyTypeObject *unit_type; /* borrowed from module.c */
 
-static struct unit *inside(PyObject *self) {
+static struct unit *unit_from_object(PyObject *self) {
     return &((struct unit_object *)self)->unit;
 }
 
 struct unit *unit_of(PyObject *object) {
     if (PyObject_TypeCheck(object, unit_type))
-        return inside(object);
+        return unit_from_object(object);
     PyErr_Format(PyExc_TypeError, "expected a Unit, got %R", (PyObject *)Py_TYPE(object));
     return NULL;
 }
@@ -26,7 +26,7 @@ struct unit *unit_of(PyObject *object) {
 /* ---- life ---- */
 
 /* Each of the unit's segments belongs to it from now on. */
-static int lead(struct unit *unit) {
+static int add_segments(struct unit *unit) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(unit->segments); i++) {
         struct unit *segment = unit_of(PyTuple_GetItem(unit->segments, i));
         if (!segment)
@@ -45,7 +45,7 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"module", "handle", "config", "name", "segments", NULL};
     struct unit_spec spec = {0};
     PyObject *handle, *config;
-    if (inside(self)->module_ref)
+    if (unit_from_object(self)->module_ref)
         return RAISED(PyExc_RuntimeError, "a Unit is initialised once");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOUO!", names, &spec.module, &handle, &config,
                                      &spec.name, &PyTuple_Type, &spec.segments) ||
@@ -56,54 +56,54 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         if (!(spec.handle = handle_of(handle)))
             return -1;
     }
-    return unit_init(inside(self), self, &spec) < 0 ? -1 : lead(inside(self));
+    return unit_init(unit_from_object(self), self, &spec) < 0 ? -1 : add_segments(unit_from_object(self));
 }
 
-OBJECT_LIFE(unit_visit, unit_clear)
+OBJECT_LIFE(unit_from_object, unit_visit, unit_clear)
 
 /* ---- methods ---- */
 
 /* `Unit.__new__(Unit)` gives an object without anything that a method could use. NULL with an exception
  * then. */
-static struct unit *made(PyObject *self) {
-    if (inside(self)->module_ref)
-        return inside(self);
+static struct unit *initialized_unit(PyObject *self) {
+    if (unit_from_object(self)->module_ref)
+        return unit_from_object(self);
     PyErr_SetString(PyExc_RuntimeError, "this Unit was not initialised: call its __init__ first");
     return NULL;
 }
 
 static PyObject *forward(PyObject *self, PyObject *args) {
     PyObject *wrapped, *inputs, *kwargs;
-    struct unit *unit = made(self);
+    struct unit *unit = initialized_unit(self);
     if (!unit || !PyArg_ParseTuple(args, "OO!O!", &wrapped, &PyTuple_Type, &inputs, &PyDict_Type, &kwargs))
         return NULL;
     return unit_forward(unit, wrapped, inputs, kwargs);
 }
 
-/* A unit without parameters has no handle whose state could say that it is inside summon_full_params. */
+/* A unit without parameters has no handle whose state could say that it is unit_from_object summon_full_params. */
 static PyObject *set_summoning(PyObject *self, PyObject *value) {
-    struct unit *unit = made(self);
+    struct unit *unit = initialized_unit(self);
     int wanted = unit ? PyObject_IsTrue(value) : -1;
     if (wanted < 0)
         return NULL;
     return none_or_error(unit_set_phase(unit, wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
-METHOD(unshard, inside, unit_prefetch_by_user)
-METHOD(register_post_backward_hook, made, unit_register_post_backward_hook)
+METHOD(unshard, unit_from_object, unit_prefetch_by_user)
+METHOD(register_post_backward_hook, initialized_unit, unit_register_post_backward_hook)
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
-    struct unit *unit = inside(self);
+    struct unit *unit = unit_from_object(self);
     return none_or_error(unit->handle && unit->runtime ? unit_wait_unshard(unit) : 0);
 }
 
 static PyObject *post_backward_reshard(PyObject *self, PyObject *unused) {
-    struct unit *unit = inside(self);
+    struct unit *unit = unit_from_object(self);
     return none_or_error(unit->handle && unit->runtime ? unit_post_backward_reshard(unit) : 0);
 }
 
 static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
-    struct unit *unit = inside(self);
+    struct unit *unit = unit_from_object(self);
     long state = PyLong_AsLong(value);
     if (state == -1 && PyErr_Occurred())
         return NULL;
@@ -112,7 +112,7 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
 }
 
 static PyObject *register_pre_backward_hooks(PyObject *self, PyObject *outputs) {
-    struct unit *unit = made(self);
+    struct unit *unit = initialized_unit(self);
     return none_or_error(unit ? unit_register_pre_backward_hooks(unit, &outputs) : -1);
 }
 
@@ -131,9 +131,9 @@ static PyMethodDef methods[] = {
 /* ---- attributes ---- */
 
 static PyObject *get_is_root(PyObject *self, void *unused) {
-    if (!inside(self)->runtime)
+    if (!unit_from_object(self)->runtime)
         Py_RETURN_NONE;
-    return PyBool_FromLong(inside(self)->is_root);
+    return PyBool_FromLong(unit_from_object(self)->is_root);
 }
 
 /* In torch's words, which has no other for amid a backward. */
@@ -143,14 +143,14 @@ static PyObject *get_training_state(PyObject *self, void *unused) {
         [PHASE_IN_STEP] = USE_FORWARD,
         [PHASE_SUMMON_FULL_PARAMS] = USE_SUMMON_FULL_PARAMS,
     };
-    const struct unit *unit = inside(self);
+    const struct unit *unit = unit_from_object(self);
     if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
         return PyLong_FromLong(USE_SUMMON_FULL_PARAMS);
     return PyLong_FromLong(states[unit->phase]);
 }
 
 static PyObject *get_sync_gradients(PyObject *self, void *unused) {
-    return PyBool_FromLong(inside(self)->sync_gradients);
+    return PyBool_FromLong(unit_from_object(self)->sync_gradients);
 }
 
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
@@ -159,7 +159,7 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     int wanted = PyObject_IsTrue(value);
     if (wanted < 0)
         return -1;
-    unit_set_sync_gradients(inside(self), wanted);
+    unit_set_sync_gradients(unit_from_object(self), wanted);
     return 0;
 }
 

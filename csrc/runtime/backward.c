@@ -3,7 +3,7 @@
 
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 #include "base/check.h"
 
@@ -279,7 +279,7 @@ int unit_post_backward(void *target) {
         if (result < 0)
             return -1;
     }
-    return unit->runtime ? stream_give_back(&unit->runtime->schedule.streams) : 0;
+    return unit->runtime ? stream_join_former(&unit->runtime->schedule.streams) : 0;
 }
 
 int unit_reshard_only(void *target) {
@@ -313,7 +313,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     runtime->final_hook = hook;
     if (!hook)
         return -1;
-    hook_on_drop(hook, backward_raised);
+    hook_set_on_drop(hook, backward_raised);
     if (ref_done(PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL)) < 0)
         return -1;
     runtime->graph_task = torch_graph_task();

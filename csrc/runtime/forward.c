@@ -2,7 +2,7 @@
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 /* ---- inputs ---- */
@@ -188,7 +188,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     int result = hook ? hook_outputs(*output, hook, &hooked) : -1;
     unit->backward_hook = hook;
     if (hooked && unit->handle && handle_leaves_views(unit->handle))
-        hook_on_drop(hook, graph_dropped);
+        hook_set_on_drop(hook, graph_dropped);
     Py_XDECREF(hook);
     if (!result && !hooked)
         return 0;

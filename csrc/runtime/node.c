@@ -1,7 +1,7 @@
 /* The autograd function of a unit. See [Note: one node per unit] in node.h. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
 static PyObject *apply;
@@ -207,7 +207,7 @@ static int take(struct unit *unit, struct arrival *arrival) {
     if (!arrival->answer || arrive_all(unit, arrival) < 0)
         return -1;
     /* the earlier ones were added up here, and may have been made under another stream */
-    return arrival->again ? stream_give_back(&unit->runtime->schedule.streams) : 0;
+    return arrival->again ? stream_join_former(&unit->runtime->schedule.streams) : 0;
 }
 
 /* backward(context, *gradients) -> (None, None, a flat gradient or None for each part) */
@@ -304,7 +304,7 @@ static int make_anchor(struct unit *unit) {
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         return -1;
     /* the node stays with the unit, and the engine uses its stream in each backward */
-    unit->node.accumulation_node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(anchor);
+    unit->node.accumulation_node = stream_enter_persistent(streams) < 0 ? NULL : accumulation_node(anchor);
     if (stream_leave(streams) == 0 && unit->node.accumulation_node)
         unit->node.anchor_hook = hook_new(unit_post_backward, unit, NULL);
     if (unit->node.anchor_hook)

@@ -2,7 +2,7 @@
  * code or the user says; and the memory for what is gathered at a time. */
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* ---- which unit comes next ---- */
 
@@ -203,7 +203,7 @@ static int for_all_held(const struct runtime *runtime, int (*visit)(struct unit 
 }
 
 static int add_to_piece(struct unit *part, void *nbytes) {
-    *(int64_t *)nbytes += pool_nbytes_of_piece(part->handle->storage.copy->full.nbytes);
+    *(int64_t *)nbytes += pool_block_nbytes(part->handle->storage.copy->full.nbytes);
     return 0;
 }
 
@@ -220,7 +220,7 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
         int trains = handle->param.sharded ? flat_param_is_trainable(&handle->param) : 0;
         if (trains < 0)
             return -1;
-        int64_t nbytes = trains ? pool_nbytes_of_piece(grads_reduce_input_nbytes(&handle->grads)) : 0;
+        int64_t nbytes = trains ? pool_block_nbytes(grads_reduce_input_nbytes(&handle->grads)) : 0;
         most = nbytes > most ? nbytes : most;
     }
     return most;
@@ -236,7 +236,7 @@ static int take(struct unit *part, void *arg) {
     struct taken *taken = arg;
     if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
         return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
-    taken->cuts_piece = taken->cuts_piece || pool_is_cut(taken->pool, storage->copy->full.view.data);
+    taken->cuts_piece = taken->cuts_piece || pool_arena_contains(taken->pool, storage->copy->full.view.data);
     return 0;
 }
 
@@ -265,10 +265,10 @@ int runtime_reserve(struct runtime *runtime) {
     int64_t held = 0, input = last_input_nbytes(runtime);
     if (input >= 0)
         for_all_held(runtime, add_to_piece, &held);
-    int64_t nbytes = pool_piece_nbytes(held && input > held ? input : held);
-    int cuts_piece = input < 0 || pool_grow(pool, nbytes) < 0 ? -1 : take_memory(runtime);
+    int64_t nbytes = pool_arena_nbytes(held && input > held ? input : held);
+    int cuts_piece = input < 0 || pool_alloc_arena(pool, nbytes) < 0 ? -1 : take_memory(runtime);
     /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
-    if (cuts_piece == 0 && pool->piece && (pool_renew(pool) < 0 || take_memory(runtime) < 0))
+    if (cuts_piece == 0 && pool->arena_nbytes && (pool_recreate(pool) < 0 || take_memory(runtime) < 0))
         cuts_piece = -1;
     return stream_leave(streams) < 0 || cuts_piece < 0 ? -1 : 0;
 }

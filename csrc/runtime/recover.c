@@ -6,7 +6,7 @@
 #include <sched.h>
 #include <time.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* ---- a forward that has raised ---- */
 

@@ -14,7 +14,7 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
             return STREAM_POST_BACKWARD; /* its gradients are still to come: the root is found at once */
         is_anything_gathered = is_anything_gathered || unit->handle->storage.copy->full.allocated;
     }
-    bool has_room = pool_has_room(&runtime->schedule.pool, grads_reduce_input_nbytes(grads));
+    bool has_room = pool_arena_fits(&runtime->schedule.pool, grads_reduce_input_nbytes(grads));
     return has_room && !is_anything_gathered ? STREAM_UNSHARD : STREAM_COMPUTE;
 }
 

@@ -2,7 +2,7 @@
  * forward or a prefetch has left them. */
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* ---- after a forward ---- */
 

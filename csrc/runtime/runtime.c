@@ -3,7 +3,7 @@
 
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 #include "base/check.h"
 
@@ -139,7 +139,7 @@ void runtime_enter_forward(struct runtime *runtime) {
 
 void runtime_leave_forward(struct runtime *runtime) {
     if (--runtime->num_in_forward == 0)
-        stream_note_end(&runtime->schedule.streams);
+        stream_record_external_end(&runtime->schedule.streams);
 }
 
 /* ---- scripts that walk over the parameters ---- */

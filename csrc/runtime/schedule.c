@@ -308,7 +308,7 @@ int schedule_flush(struct schedule *schedule) {
 /* The script may call a backward under another stream than its forward. */
 int schedule_end_backward(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    if (schedule_flush(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0 ||
+    if (schedule_flush(schedule) < 0 || stream_follow(streams) < 0 || stream_join_former(streams) < 0 ||
         stream_end_backward(streams) < 0)
         return -1;
     schedule->has_ended = true;

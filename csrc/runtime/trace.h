@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #include "runtime/progress.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 enum traced {
     TRACED_NOTHING,

@@ -5,7 +5,7 @@
 
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* ---- what errors name ---- */
 

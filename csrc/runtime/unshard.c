@@ -3,7 +3,7 @@
  * and reshard.c. */
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 /* ---- one flat parameter ---- */
 
@@ -78,7 +78,7 @@ static bool can_coalesce(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
             return false;
-    return collective_gathers_together(&unit->handle->param.shard_group);
+    return collective_can_coalesce(&unit->handle->param.shard_group);
 }
 
 static int enqueue_together(struct unit *unit) {
@@ -90,7 +90,7 @@ static int enqueue_together(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (make_input(part) < 0 || storage_unshard_add(&part->handle->storage, &batch) < 0)
             return -1;
-    OWNED *work = collective_all_gather_together(&unit->handle->param.shard_group, outputs, inputs);
+    OWNED *work = collective_all_gather_coalesced(&unit->handle->param.shard_group, outputs, inputs);
     if (!work)
         return -1;
     FOR_PARTS(part, unit) /* what comes next is after the first one's */

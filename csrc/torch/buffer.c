@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/tensor.h"
 
 static int64_t live_nbytes, peak_nbytes;
@@ -28,7 +28,7 @@ int64_t buffer_peak_nbytes(bool reset) {
 }
 
 /* What `buffer` keeps of the storage of `tensor`. 0, or -1 and nothing has changed */
-static int take_storage(struct buffer *buffer, PyObject *tensor) {
+static int bind_storage(struct buffer *buffer, PyObject *tensor) {
     struct data_guard guard = {0};
     OWNED *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     if (!storage || (buffer->counted && data_guard_init(&guard, tensor) < 0))
@@ -47,7 +47,7 @@ int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject 
     *buffer =
         (struct buffer){.tensor = torch_empty(numel, dtype, device), .numel = numel, .counted = counted};
     if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0 ||
-        take_storage(buffer, buffer->tensor) < 0 ||
+        bind_storage(buffer, buffer->tensor) < 0 ||
         !(buffer->full_nbytes = PyLong_FromLongLong(numel * dtype_nbytes(buffer->view.dtype)))) {
         buffer_fini(buffer);
         return -1;
@@ -107,9 +107,9 @@ int buffer_is_exported(const struct buffer *buffer) {
     return resizable ? resizable == Py_False : -1;
 }
 
-int buffer_renew(struct buffer *buffer) {
+int buffer_replace_storage(struct buffer *buffer) {
     OWNED *tensor = torch_empty_like(buffer->tensor);
-    if (!tensor || torch_set_data(buffer->tensor, tensor) < 0 || take_storage(buffer, tensor) < 0)
+    if (!tensor || torch_set_data(buffer->tensor, tensor) < 0 || bind_storage(buffer, tensor) < 0)
         return -1;
     return tensor_view_of(buffer->tensor, &buffer->view);
 }
@@ -123,7 +123,7 @@ static int wait_for_last_use(struct deferred_free *deferred) {
     return stream_wait(deferred->streams, deferred->owner, deferred->last_use);
 }
 
-static struct buffer *take_out(struct buffer **link) {
+static struct buffer *unlink_held(struct buffer **link) {
     struct buffer *buffer = *link;
     *link = buffer->next_held;
     buffer->next_held = NULL;
@@ -136,18 +136,18 @@ int deferred_free_flush(struct deferred_free *deferred) {
     bool waits = wait_for_last_use(deferred) == 0;
     int result = waits ? 0 : -1;
     while (deferred->held) {
-        struct buffer *buffer = take_out(&deferred->held);
+        struct buffer *buffer = unlink_held(&deferred->held);
         if (waits && buffer_free(buffer) < 0)
             result = -1;
     }
     return result;
 }
 
-int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool beside) {
+int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool same_unit) {
     if (!buffer->allocated)
         return 0;
     if (!deferred_free_holds(deferred, buffer)) {
-        if (!beside && deferred_free_flush(deferred) < 0)
+        if (!same_unit && deferred_free_flush(deferred) < 0)
             return -1;
         buffer->next_held = deferred->held;
         deferred->held = buffer;
@@ -156,16 +156,16 @@ int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, boo
     return stream_record(deferred->streams, deferred->user, &deferred->last_use);
 }
 
-int deferred_free_take_back(struct deferred_free *deferred, struct buffer *buffer) {
+int deferred_free_reclaim(struct deferred_free *deferred, struct buffer *buffer) {
     struct buffer **link = &deferred->held;
     while (*link && *link != buffer)
         link = &(*link)->next_held;
     if (!*link)
         return 0;
-    data_guard_set(&take_out(link)->guard, false);
+    data_guard_set(&unlink_held(link)->guard, false);
     return wait_for_last_use(deferred);
 }
 
-int deferred_free_forget(struct deferred_free *deferred, struct buffer *buffer) {
+int deferred_free_flush_buffer(struct deferred_free *deferred, struct buffer *buffer) {
     return deferred_free_holds(deferred, buffer) ? deferred_free_flush(deferred) : 0;
 }

@@ -38,7 +38,7 @@ void buffer_fini(struct buffer *buffer);
  * Such a storage cannot be resized. 1, 0 or -1 */
 int buffer_is_exported(const struct buffer *buffer);
 /* The same tensor, over new memory. Tensors that share the old memory keep it. 0 or -1 */
-int buffer_renew(struct buffer *buffer);
+int buffer_replace_storage(struct buffer *buffer);
 
 int buffer_alloc(struct buffer *buffer); /* a no-op when allocated; contents undefined otherwise. 0 or -1 */
 int buffer_free(struct buffer *buffer);  /* a no-op when freed. 0 or -1 */
@@ -65,14 +65,14 @@ struct deferred_free {
     stream_event last_use;   /* destroyed with the streams */
 };
 
-/* Free what was held before, and hold `buffer` from now on; beside it, where they are one unit's. 0 or -1. */
-int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool beside);
+/* Free what was held before, and hold `buffer` from now on; same_unit it, where they are one unit's. 0 or -1. */
+int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool same_unit);
 /* Free what is held. 0 or -1. */
 int deferred_free_flush(struct deferred_free *deferred);
 /* `buffer` is wanted again: its memory is handed over as it is, if it is held. 0 or -1. */
-int deferred_free_take_back(struct deferred_free *deferred, struct buffer *buffer);
+int deferred_free_reclaim(struct deferred_free *deferred, struct buffer *buffer);
 /* `buffer` ends, or is to be taken anew: its memory goes, if it is held. 0 or -1. */
-int deferred_free_forget(struct deferred_free *deferred, struct buffer *buffer);
+int deferred_free_flush_buffer(struct deferred_free *deferred, struct buffer *buffer);
 /* without one: no */
 static inline bool deferred_free_holds(const struct deferred_free *deferred, const struct buffer *buffer) {
     const struct buffer *held = deferred ? deferred->held : NULL;

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 enum {
     SCANNED_NBYTES = 80,   /* less than torch::StorageImpl has in any version */
@@ -78,9 +78,9 @@ static bool flag_works(PyObject *tensor, Py_ssize_t offset) {
 int data_guard_init_flags(void) {
     OWNED *cpu = PyUnicode_FromString("cpu");
     OWNED *probe = cpu ? torch_empty(1, torch_names.int32, cpu) : NULL;
-    OWNED *tried = probe ? torch_empty(1, torch_names.int32, cpu) : NULL;
-    Py_ssize_t offset = tried && is_plain(tried) ? find_flags(probe) : -1;
-    flags_offset = offset >= 0 && flag_works(tried, offset) ? offset : -1;
+    OWNED *trial_tensor = probe ? torch_empty(1, torch_names.int32, cpu) : NULL;
+    Py_ssize_t offset = trial_tensor && is_plain(trial_tensor) ? find_flags(probe) : -1;
+    flags_offset = offset >= 0 && flag_works(trial_tensor, offset) ? offset : -1;
     PyErr_Clear();
     return 0;
 }

@@ -1,6 +1,6 @@
 #include "torch/freed_views.h"
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 static PyTypeObject *freed_type; /* owned; NULL until one is bound */
 

@@ -14,14 +14,14 @@
 #include "torch/torch_abi.h"
 
 static const struct kernel_table *cuda_kernels;
-static const char *why_no_cuda;
+static const char *cuda_unavailable_reason;
 
 /* Beside the file that holds this module, unless the environment says where: tests take kernels for another
  * device so. */
 static bool find_library(char *path, size_t size) {
-    const char *elsewhere = getenv("FSDP_C_CUDA_KERNELS");
-    if (elsewhere && *elsewhere)
-        return snprintf(path, size, "%s", elsewhere) < (int)size;
+    const char *override = getenv("FSDP_C_CUDA_KERNELS");
+    if (override && *override)
+        return snprintf(path, size, "%s", override) < (int)size;
     Dl_info module;
     *path = '\0';
     if (!torch_abi.cuda_major || !dladdr((const void *)&cpu_kernels, &module) || !module.dli_fname)
@@ -34,7 +34,7 @@ static bool find_library(char *path, size_t size) {
 /* A library that is there and cannot be loaded lacks something: the loader says what. */
 static const char *why_not_loaded(const char *path) {
     static char text[512];
-    const char *said = dlerror();
+    const char *loader_message = dlerror();
     if (!*path)
         return "this torch does not tell of which version its CUDA is";
     if (access(path, F_OK) != 0)
@@ -45,7 +45,7 @@ static const char *why_not_loaded(const char *path) {
             torch_abi.cuda_major);
     else
         snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s",
-                 said ? said : "no reason was given");
+                 loader_message ? loader_message : "no reason was given");
     return text;
 }
 
@@ -53,43 +53,43 @@ static void load_cuda(void) {
     char path[PATH_MAX] = "";
     cuda_kernels_function kernels = NULL;
     if (!torch_abi.aoti_torch_get_current_cuda_stream) {
-        why_no_cuda = "this torch has no CUDA";
+        cuda_unavailable_reason = "this torch has no CUDA";
         return;
     }
     void *library = find_library(path, sizeof path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
     if (!library) {
-        why_no_cuda = why_not_loaded(path);
+        cuda_unavailable_reason = why_not_loaded(path);
         return;
     }
     void *symbol = dlsym(library, CUDA_KERNELS_SYMBOL);
     memcpy(&kernels, &symbol, sizeof symbol);
-    const struct kernel_table *table = kernels ? kernels(&why_no_cuda) : NULL;
+    const struct kernel_table *table = kernels ? kernels(&cuda_unavailable_reason) : NULL;
     if (table && table->version == KERNEL_TABLE_VERSION)
         cuda_kernels = table;
-    else if (!why_no_cuda)
-        why_no_cuda = "fsdp_c's CUDA kernels are of another version: build it anew";
+    else if (!cuda_unavailable_reason)
+        cuda_unavailable_reason = "fsdp_c's CUDA kernels are of another version: build it anew";
 }
 
-static const char *why_not_ours(enum device_kind device, int32_t device_index) {
+static const char *torch_operators_reason(enum device_kind device, int32_t device_index) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    if (kernels_are_wanted_of_torch())
+    if (kernels_use_torch_operators())
         return "FSDP_C_KERNELS=torch is in the environment";
     if (device == DEVICE_CPU)
         return NULL;
     if (device != DEVICE_CUDA)
         return "fsdp_c has kernels of its own for the CPU and for CUDA";
     pthread_once(&once, load_cuda);
-    return cuda_kernels ? cuda_kernels->why_not_on(device_index) : why_no_cuda;
+    return cuda_kernels ? cuda_kernels->unsupported_reason(device_index) : cuda_unavailable_reason;
 }
 
 const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why) {
-    *why = why_not_ours(device, device_index);
+    *why = torch_operators_reason(device, device_index);
     if (*why)
         return &operator_kernels;
     return device == DEVICE_CPU ? &cpu_kernels : cuda_kernels;
 }
 
-bool kernels_are_wanted_of_torch(void) {
+bool kernels_use_torch_operators(void) {
     const char *wanted = getenv("FSDP_C_KERNELS");
     return wanted && !strcmp(wanted, "torch");
 }

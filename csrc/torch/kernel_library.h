@@ -15,7 +15,7 @@
  * NULL. */
 const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why);
 
-bool kernels_are_wanted_of_torch(void); /* FSDP_C_KERNELS=torch */
+bool kernels_use_torch_operators(void); /* FSDP_C_KERNELS=torch */
 
 /* operator_kernels.c: the kernels as operators of torch. fsdp_c/operator_kernels.py says which.
  *

@@ -39,7 +39,7 @@ void op_flatten(StableIValue *stack, struct op_call *call) {
     struct op_operand flat;
     op_read_operand(&flat, output);
     op_call_pack(call, &flat, sources, tensors.count, 1.0);
-    stack[0] = op_give(&output);
+    stack[0] = op_move(&output);
 }
 
 /* `numel` elements of a flat tensor from `start` on, in a new one of `numel_padded`: zeros follow them. */
@@ -53,7 +53,7 @@ static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand 
     if (!call->is_meta && flat->view.data)
         source.view.data = (char *)flat->view.data + start * dtype_nbytes(flat->view.dtype);
     op_call_pack(call, &output, &source, 1, 1.0);
-    return op_tensor(op_give(&part));
+    return op_tensor(op_move(&part));
 }
 
 /* fsdp_c::unflatten: a copy of each segment, in one dimension. */
@@ -95,7 +95,7 @@ void op_shard(StableIValue *stack, struct op_call *call) {
     int64_t start = shard_numel * rank < flat.numel ? shard_numel * rank : flat.numel;
     int64_t valid_numel = flat.numel - start < shard_numel ? flat.numel - start : shard_numel;
     OP_OWNED output = copy_part(call, &flat, start, valid_numel, shard_numel, dtype);
-    stack[0] = op_give(&output);
+    stack[0] = op_move(&output);
 }
 
 /* Each gradient, and where it goes among `numel` elements: one behind the other. */
@@ -145,7 +145,7 @@ void op_cast_divide(StableIValue *stack, struct op_call *call) {
     op_read_operand(&result, output);
     struct pack_source source = {.view = input.view, .numel = input.numel};
     op_call_pack(call, &result, &source, 1, divisor);
-    stack[0] = op_give(&output);
+    stack[0] = op_move(&output);
 }
 
 /* fsdp_c::accumulate_shard: accumulator += shard / divisor, rounded in the shard's dtype first. */

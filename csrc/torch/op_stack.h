@@ -62,7 +62,7 @@ static inline AtenTensorHandle op_tensor(StableIValue slot) {
 }
 
 /* Give an owned tensor to the caller of the op. */
-static inline StableIValue op_give(AtenTensorHandle *tensor) {
+static inline StableIValue op_move(AtenTensorHandle *tensor) {
     StableIValue slot = (StableIValue)(uintptr_t)*tensor;
     *tensor = NULL;
     return slot;
@@ -136,7 +136,7 @@ static inline void op_read_lists(struct op_list *const *lists) {
 
 /* Append an owned tensor to a list under construction, which takes it over. */
 static inline void op_push(StableListHandle list, AtenTensorHandle *tensor) {
-    OP_CALL(torch_abi.torch_list_push_back(list, op_give(tensor)));
+    OP_CALL(torch_abi.torch_list_push_back(list, op_move(tensor)));
 }
 
 enum { OP_MAX_NDIM = 64 };
@@ -167,7 +167,7 @@ static inline enum dtype op_dtype(int32_t code) {
 static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
     AtenTensorHandle reference = NULL;
     OP_CALL(torch_abi.aoti_torch_new_tensor_handle(tensor, &reference));
-    StableIValue slots[2] = {op_give(&reference), (StableIValue)dim};
+    StableIValue slots[2] = {op_move(&reference), (StableIValue)dim};
     /* takes the reference */
     OP_CALL(torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION));
     return op_int(slots[0]);

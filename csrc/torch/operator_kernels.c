@@ -4,19 +4,19 @@
 #include "torch/ref.h"
 #include "torch/tensor.h"
 
-static PyObject *functions; /* owned for ever: the module that has them */
+static PyObject *kernel_functions; /* owned for ever: the module that has them */
 static _Thread_local char error_text[512];
 
 void operator_kernels_bind(PyObject *module) {
-    ref_set(&functions, Py_NewRef(module));
+    ref_set(&kernel_functions, Py_NewRef(module));
 }
 
 /* ---- calls ---- */
 
 /* The function of that name, called with `arguments`, which are stolen, or NULL with an exception; the lock
  * is given back. */
-static enum status finish(PyGILState_STATE lock, const char *name, PyObject *arguments) {
-    PyObject *function = arguments ? PyObject_GetAttrString(functions, name) : NULL;
+static enum status call_function(PyGILState_STATE lock, const char *name, PyObject *arguments) {
+    PyObject *function = arguments ? PyObject_GetAttrString(kernel_functions, name) : NULL;
     int result = ref_done(function ? PyObject_CallObject(function, arguments) : NULL);
     Py_XDECREF(function);
     Py_XDECREF(arguments);
@@ -26,24 +26,24 @@ static enum status finish(PyGILState_STATE lock, const char *name, PyObject *arg
     return result < 0 ? STATUS_DEVICE : STATUS_OK;
 }
 
-/* ---- tensors over what kernels are given ---- */
+/* ---- tensors tensor_on_stream what kernels are given ---- */
 
-static PyObject *over(const struct tensor_view *view, const struct kernel_stream *stream) {
-    struct tensor_view there = *view;
-    there.device = stream->device;
-    there.device_index = stream->device_index;
-    return tensor_over(&there);
+static PyObject *tensor_on_stream(const struct tensor_view *view, const struct kernel_stream *stream) {
+    struct tensor_view device_view = *view;
+    device_view.device = stream->device;
+    device_view.device_index = stream->device_index;
+    return tensor_from_view(&device_view);
 }
 
-static PyObject *over_flat(const void *data, enum dtype dtype, int64_t numel,
-                           const struct kernel_stream *stream) {
-    return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype, .ndim = 1, .sizes = &numel},
-                stream);
+static PyObject *flat_tensor(const void *data, enum dtype dtype, int64_t numel,
+                             const struct kernel_stream *stream) {
+    return tensor_on_stream(
+        &(struct tensor_view){.data = (void *)data, .dtype = dtype, .ndim = 1, .sizes = &numel}, stream);
 }
 
 /* ---- gradients into a flat tensor ---- */
 
-/* What is written, what it is made from, and what stays zero. */
+/* What is written, what it is is_built from, and what stays zero. */
 struct packing {
     PyObject *targets;
     PyObject *sources;
@@ -58,7 +58,7 @@ static int append_gap(const struct packing *packing, const struct pack *pack, in
     if (pack->add || begin >= end)
         return 0;
     return ref_append(packing->gaps,
-                      over_flat(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
+                      flat_tensor(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
 }
 
 static int append_source(const struct packing *packing, const struct pack *pack,
@@ -69,12 +69,12 @@ static int append_source(const struct packing *packing, const struct pack *pack,
     target.data = address(pack, source->offset);
     target.dtype = pack->output_dtype;
     target.strides = source->output_strides;
-    if (ref_append(packing->targets, over(&target, pack->stream)) < 0)
+    if (ref_append(packing->targets, tensor_on_stream(&target, pack->stream)) < 0)
         return -1;
-    return ref_append(packing->sources, over(&source->view, pack->stream));
+    return ref_append(packing->sources, tensor_on_stream(&source->view, pack->stream));
 }
 
-static int fill(const struct packing *packing, const struct pack *pack) {
+static int fill_packing(const struct packing *packing, const struct pack *pack) {
     int64_t position = 0;
     for (int64_t i = 0; i < pack->num_sources; i++) {
         const struct pack_source *source = &pack->sources[i];
@@ -94,9 +94,9 @@ static enum status run_pack(const struct pack *pack) {
         return status;
     PyGILState_STATE lock = PyGILState_Ensure();
     struct packing packing = {PyList_New(0), PyList_New(0), PyList_New(0)};
-    bool made = packing.targets && packing.sources && packing.gaps && fill(&packing, pack) == 0;
+    bool is_built = packing.targets && packing.sources && packing.gaps && fill_packing(&packing, pack) == 0;
     PyObject *output =
-        made ? over_flat(pack->output, pack->output_dtype, pack->output_numel, pack->stream) : NULL;
+        is_built ? flat_tensor(pack->output, pack->output_dtype, pack->output_numel, pack->stream) : NULL;
     PyObject *arguments = output ? Py_BuildValue("(OOOOd)", output, packing.targets, packing.sources,
                                                  packing.gaps, pack->divisor)
                                  : NULL;
@@ -104,7 +104,7 @@ static enum status run_pack(const struct pack *pack) {
     Py_XDECREF(packing.targets);
     Py_XDECREF(packing.sources);
     Py_XDECREF(packing.gaps);
-    return finish(lock, pack->add ? "pack_add" : "pack", arguments);
+    return call_function(lock, pack->add ? "pack_add" : "pack", arguments);
 }
 
 static enum status pack(void *output, enum dtype output_dtype, int64_t output_numel,
@@ -130,12 +130,12 @@ static enum status run_flat(const char *name, void *output, enum dtype output_dt
     if (status != STATUS_OK)
         return status;
     PyGILState_STATE lock = PyGILState_Ensure();
-    PyObject *to = over_flat(output, output_dtype, numel, stream);
-    PyObject *from = to ? over_flat(input, input_dtype, numel, stream) : NULL;
+    PyObject *to = flat_tensor(output, output_dtype, numel, stream);
+    PyObject *from = to ? flat_tensor(input, input_dtype, numel, stream) : NULL;
     PyObject *arguments = from ? Py_BuildValue("(OOd)", to, from, divisor) : NULL;
     Py_XDECREF(to);
     Py_XDECREF(from);
-    return finish(lock, name, arguments);
+    return call_function(lock, name, arguments);
 }
 
 static enum status cast_divide(void *output, enum dtype output_dtype, const void *input,

@@ -20,23 +20,23 @@
       "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")
 /* clang-format on */
 
-#define DEFINE_ON(function, op, body, ...)                                                                   \
+#define DEFINE_OP_ON(function, op, body, ...)                                                                \
     static void function(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                   \
         body(stack, &(struct op_call){.name = "fsdp_c::" #op, __VA_ARGS__});                                 \
     }
 #define DEFINE_BOXED(op, body, schema)                                                                       \
-    DEFINE_ON(op##_on_cpu, op, body, .is_cpu = true)                                                         \
-    DEFINE_ON(op##_elsewhere, op, body, .is_cpu = false)                                                     \
-    DEFINE_ON(op##_on_meta, op, body, .is_cpu = true, .is_meta = true)
+    DEFINE_OP_ON(op##_on_cpu, op, body, .is_cpu = true)                                                      \
+    DEFINE_OP_ON(op##_on_device, op, body, .is_cpu = false)                                                  \
+    DEFINE_OP_ON(op##_on_meta, op, body, .is_cpu = true, .is_meta = true)
 EACH_OP(DEFINE_BOXED)
 
 #define SCHEMA(name, body, schema) #name schema,
 static const char *const schemas[] = {EACH_OP(SCHEMA)};
 
 #define KERNELS(name, body, schema)                                                                          \
-    {"CPU", #name, name##_on_cpu}, {"Meta", #name, name##_on_meta}, {"CUDA", #name, name##_elsewhere},       \
-        {"XPU", #name, name##_elsewhere}, {"MAIA", #name, name##_elsewhere},                                 \
-        {"PrivateUse1", #name, name##_elsewhere},
+    {"CPU", #name, name##_on_cpu}, {"Meta", #name, name##_on_meta}, {"CUDA", #name, name##_on_device},       \
+        {"XPU", #name, name##_on_device}, {"MAIA", #name, name##_on_device},                                 \
+        {"PrivateUse1", #name, name##_on_device},
 static const struct op_kernel kernels[] = {EACH_OP(KERNELS)};
 
 static struct op_library library = {.schemas = schemas,
@@ -55,7 +55,7 @@ int ops_init(void) {
 static bool register_kernel(const struct op_kernel *kernel) {
     TorchLibraryHandle implementations = NULL;
     /* it copies with the host's memcpy; for other devices torch says that there is none */
-    if (kernel->kernel == join_ranges_elsewhere)
+    if (kernel->kernel == join_ranges_on_device)
         return true;
     return !torch_abi.aoti_torch_library_init_impl("fsdp_c", kernel->key, "fsdp_c", 0, &implementations) &&
            !torch_abi.torch_library_impl(implementations, kernel->name, kernel->kernel, TORCH_BUILD_VERSION);
@@ -98,10 +98,11 @@ static void read_memory(struct op_call *call, struct op_operand *operand, AtenTe
                         const char *argument) {
     op_read_operand(operand, tensor);
     bool has_memory = operand->numel == 0 || operand->view.data;
-    bool is_there = (operand->view.device == DEVICE_CPU) == call->is_cpu &&
-                    (call->is_cpu || !call->has_device ||
-                     (operand->view.device == call->device && operand->device_index == call->device_index));
-    OP_CHECK(call->is_meta || is_there, "%s: %s must be on %s", call->name, argument,
+    bool is_on_op_device =
+        (operand->view.device == DEVICE_CPU) == call->is_cpu &&
+        (call->is_cpu || !call->has_device ||
+         (operand->view.device == call->device && operand->device_index == call->device_index));
+    OP_CHECK(call->is_meta || is_on_op_device, "%s: %s must be on %s", call->name, argument,
              call->is_cpu ? "the CPU" : "the device that the other arguments are on");
     OP_CHECK(call->is_meta || has_memory, "%s: the storage of %s is freed", call->name, argument);
     call->has_device = true;

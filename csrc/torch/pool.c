@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "torch/names.h"
+#include "torch/py_torch.h"
 #include "torch/ref.h"
 
 /* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for
@@ -21,10 +21,10 @@ static int find_functions(struct pool *pool) {
 /* torch's allocator ends the process where a pool ends while another is entered on its device, as one is while
  * a graph is captured. What is collected then waits here, until a pool is left, made or ends elsewhere. What
  * other threads capture, and pools that a script enters itself, are not seen. */
-static PyObject *kept_pools;
+static PyObject *deferred_pools;
 static int num_entered;
 
-static bool must_keep(void) {
+static bool release_is_unsafe(void) {
     OWNED *ask = ref_find("torch.cuda", "is_current_stream_capturing");
     OWNED *answer = ask ? PyObject_CallNoArgs(ask) : NULL;
     if (!answer)
@@ -32,17 +32,17 @@ static bool must_keep(void) {
     return num_entered || answer == Py_True; /* last: other threads may have run meanwhile */
 }
 
-static void give_back_kept(void) {
-    if (kept_pools && !must_keep())
-        Py_CLEAR(kept_pools);
+static void release_deferred(void) {
+    if (deferred_pools && !release_is_unsafe())
+        Py_CLEAR(deferred_pools);
 }
 
 /* Before the last reference goes. */
-static void keep_if_need_be(PyObject *pool) {
+static void defer_release(PyObject *pool) {
     PyObject *error = PyErr_GetRaisedException();
-    give_back_kept();
-    if (pool && must_keep() &&
-        ((!kept_pools && !(kept_pools = PyList_New(0))) || PyList_Append(kept_pools, pool) < 0))
+    release_deferred();
+    if (pool && release_is_unsafe() &&
+        ((!deferred_pools && !(deferred_pools = PyList_New(0))) || PyList_Append(deferred_pools, pool) < 0))
         PyErr_Clear();
     PyErr_SetRaisedException(error);
 }
@@ -54,7 +54,7 @@ static int new_pool(struct pool *pool, PyObject *module) {
     OWNED *id = made ? PyObject_GetAttrString(made, "id") : NULL;
     if ((current && context_leave(current) < 0) || !id)
         return -1;
-    keep_if_need_be(pool->pool);
+    defer_release(pool->pool);
     ref_set(&pool->pool, Py_NewRef(made));
     ref_set(&pool->id, Py_NewRef(id));
     return 0;
@@ -65,38 +65,38 @@ int pool_init(struct pool *pool, PyObject *device) {
     OWNED *type = PyObject_GetAttrString(device, "type");
     if (!type || PyUnicode_CompareWithASCIIString(type, "cuda") != 0)
         return type ? 0 : -1;
-    /* the other allocator of torch has pools for the capture of graphs alone */
+    /* the other allocator of torch is_supported pools for the capture of graphs alone */
     OWNED *module = PyImport_ImportModule("torch.cuda");
     OWNED *backend = module ? PyObject_CallMethod(module, "get_allocator_backend", NULL) : NULL;
     pool->device = Py_NewRef(device);
     pool->index = PyObject_GetAttrString(device, "index");
-    int has = backend && pool->index ? PyUnicode_CompareWithASCIIString(backend, "native") == 0 : -1;
-    if (has > 0)
-        has = find_functions(pool);
-    int result = has > 0 ? new_pool(pool, module) : has;
+    int is_supported = backend && pool->index ? PyUnicode_CompareWithASCIIString(backend, "native") == 0 : -1;
+    if (is_supported > 0)
+        is_supported = find_functions(pool);
+    int result = is_supported > 0 ? new_pool(pool, module) : is_supported;
     if (result < 0)
         pool_fini(pool);
     return result;
 }
 
-int pool_renew(struct pool *pool) {
+int pool_recreate(struct pool *pool) {
     OWNED *module = PyImport_ImportModule("torch.cuda");
     if (!module || new_pool(pool, module) < 0)
         return -1;
-    pool->piece = 0;
+    pool->arena_nbytes = 0;
     return 0;
 }
 
 int pool_empty(struct pool *pool) {
     if (!pool->pool || !pool->reserved)
         return 0;
-    int result = pool_renew(pool);
+    int result = pool_recreate(pool);
     pool->reserved = result < 0;
     return result;
 }
 
 void pool_fini(struct pool *pool) {
-    keep_if_need_be(pool->pool);
+    defer_release(pool->pool);
     PyObject **const owned[] = {&pool->pool,    &pool->id,     &pool->enter, &pool->leave,
                                 &pool->release, &pool->device, &pool->index};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
@@ -124,45 +124,45 @@ int pool_leave(struct pool *pool) {
     int result = call(pool->leave, pool) < 0 ? -1 : call(pool->release, pool);
     num_entered--;
     if (!result)
-        give_back_kept();
+        release_deferred();
     if (error)
         PyErr_SetRaisedException(error);
     return result;
 }
 
-/* ---- one piece ---- */
+/* ---- one arena_nbytes ---- */
 
-int64_t pool_nbytes_of_piece(int64_t nbytes) {
+int64_t pool_block_nbytes(int64_t nbytes) {
     int64_t rounded = (nbytes + POOL_UNIT - 1) / POOL_UNIT * POOL_UNIT;
     return rounded > POOL_SMALL ? rounded : 0;
 }
 
-int64_t pool_piece_nbytes(int64_t nbytes_of_blocks) {
+int64_t pool_arena_nbytes(int64_t nbytes_of_blocks) {
     return nbytes_of_blocks ? nbytes_of_blocks + POOL_LARGEST_REST + POOL_UNIT : 0;
 }
 
 /* A tensor without elements, whose storage grows: in deterministic mode torch fills those with elements, on
  * the stream that is current now, while other streams may be first to write here. */
-static int take_memory(struct pool *pool, int64_t nbytes) {
+static int alloc_arena_block(struct pool *pool, int64_t nbytes) {
     OWNED *tensor = torch_empty(0, torch_names.uint8, pool->device);
     OWNED *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
     OWNED *grown = storage ? PyObject_CallMethod(storage, "resize_", "L", (long long)nbytes) : NULL;
-    OWNED *begin = grown ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
-    if (begin)
-        pool->begin = PyLong_AsVoidPtr(begin);
-    return begin ? 0 : -1;
+    OWNED *arena_start = grown ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
+    if (arena_start)
+        pool->arena_start = PyLong_AsVoidPtr(arena_start);
+    return arena_start ? 0 : -1;
 }
 
 /* It is free again at once, and stays in the pool. */
-static int take_piece(struct pool *pool, int64_t nbytes) {
-    int result = pool_enter(pool) < 0 ? -1 : take_memory(pool, nbytes);
+static int try_alloc_arena(struct pool *pool, int64_t nbytes) {
+    int result = pool_enter(pool) < 0 ? -1 : alloc_arena_block(pool, nbytes);
     return pool_leave(pool) < 0 ? -1 : result;
 }
 
 /* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of
  * memory. */
-static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
-    if (take_piece(pool, nbytes) == 0)
+static int alloc_arena_or_empty_cache(struct pool *pool, int64_t nbytes) {
+    if (try_alloc_arena(pool, nbytes) == 0)
         return 0;
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return -1;
@@ -170,15 +170,15 @@ static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
     OWNED *empty_cache = ref_find("torch.cuda", "empty_cache");
     if (!empty_cache || ref_done(PyObject_CallNoArgs(empty_cache)) < 0)
         return -1;
-    return take_piece(pool, nbytes);
+    return try_alloc_arena(pool, nbytes);
 }
 
 /* Blocks that do not find one are taken each by itself. */
-int pool_grow(struct pool *pool, int64_t nbytes) {
+int pool_alloc_arena(struct pool *pool, int64_t nbytes) {
     if (!pool->pool || !nbytes)
         return 0;
-    if (take_piece_or_make_room(pool, nbytes) == 0) {
-        pool->piece = nbytes;
+    if (alloc_arena_or_empty_cache(pool, nbytes) == 0) {
+        pool->arena_nbytes = nbytes;
         return 0;
     }
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
@@ -187,12 +187,12 @@ int pool_grow(struct pool *pool, int64_t nbytes) {
     return 0;
 }
 
-bool pool_is_cut(const struct pool *pool, const void *data) {
-    uintptr_t begin = (uintptr_t)pool->begin, at = (uintptr_t)data;
-    return at >= begin && at - begin < (uintptr_t)pool->piece;
+bool pool_arena_contains(const struct pool *pool, const void *data) {
+    uintptr_t arena_start = (uintptr_t)pool->arena_start, at = (uintptr_t)data;
+    return at >= arena_start && at - arena_start < (uintptr_t)pool->arena_nbytes;
 }
 
-bool pool_has_room(const struct pool *pool, int64_t nbytes) {
-    int64_t wanted = pool_nbytes_of_piece(nbytes);
-    return wanted && pool_piece_nbytes(wanted) <= pool->piece;
+bool pool_arena_fits(const struct pool *pool, int64_t nbytes) {
+    int64_t wanted = pool_block_nbytes(nbytes);
+    return wanted && pool_arena_nbytes(wanted) <= pool->arena_nbytes;
 }

@@ -19,9 +19,9 @@ struct pool {
     bool entered;                      /* between pool_enter and pool_leave */
     /* written by the owner, once it has taken all that its steps will take */
     bool reserved;
-    /* bytes of the one that pool_grow has made, or 0; free where nothing of the pool is in use */
-    int64_t piece;
-    const void *begin; /* of the piece */
+    /* bytes of the one that pool_alloc_arena has made, or 0; free where nothing of the pool is in use */
+    int64_t arena_nbytes;
+    const void *arena_start; /* of the arena_nbytes */
 };
 
 /* As torch's allocator has it: at most this much comes from segments for small blocks, and so large a rest
@@ -35,24 +35,24 @@ void pool_fini(struct pool *pool);
 /* What it holds free goes to torch's allocator, whose empty_cache() gives it to the driver; it holds nothing,
  * and nothing is reserved. 0, or -1 and the pool is as before. */
 int pool_empty(struct pool *pool);
-/* The same, amid a reservation: it has no piece. 0, or -1 and the pool is as before. */
-int pool_renew(struct pool *pool);
+/* The same, amid a reservation: it has no arena_nbytes. 0, or -1 and the pool is as before. */
+int pool_recreate(struct pool *pool);
 
-/* What a block of `nbytes` takes of a piece; 0 where it comes from segments for small blocks. */
-int64_t pool_nbytes_of_piece(int64_t nbytes);
-/* How large a piece is that is cut into blocks of so much in all: what is over stays free, as it would belong
+/* What a block of `nbytes` takes of a arena_nbytes; 0 where it comes from segments for small blocks. */
+int64_t pool_block_nbytes(int64_t nbytes);
+/* How large a arena_nbytes is that is cut into blocks of so much in all: what is over stays free, as it would belong
  * to one of them otherwise. */
-int64_t pool_piece_nbytes(int64_t nbytes_of_blocks);
-/* On the stream whose memory it is to be: a free piece of so much is there, unless the device has none. 0 or
+int64_t pool_arena_nbytes(int64_t nbytes_of_blocks);
+/* On the stream whose memory it is to be: a free arena_nbytes of so much is there, unless the device has none. 0 or
  * -1. */
-int pool_grow(struct pool *pool, int64_t nbytes);
+int pool_alloc_arena(struct pool *pool, int64_t nbytes);
 
-/* Does the block that begins at `data` lie in the piece? Settings of torch's allocator, as max_split_size_mb,
+/* Does the block that begins at `data` lie in the arena_nbytes? Settings of torch's allocator, as max_split_size_mb,
  * may keep it whole. */
-bool pool_is_cut(const struct pool *pool, const void *data);
+bool pool_arena_contains(const struct pool *pool, const void *data);
 
-/* Where nothing of the pool is in use: is a block of `nbytes` cut of the piece? */
-bool pool_has_room(const struct pool *pool, int64_t nbytes);
+/* Where nothing of the pool is in use: is a block of `nbytes` cut of the arena_nbytes? */
+bool pool_arena_fits(const struct pool *pool, int64_t nbytes);
 
 int pool_enter(struct pool *pool); /* this thread allocates from the pool from now on. 0 or -1 */
 int pool_leave(struct pool *pool); /* 0 or -1; an exception that is set stays */

@@ -23,11 +23,11 @@ static int wait_on(struct streams *streams, enum stream_role role, stream_event 
 /* `stream` is stolen. */
 static int adopt_stream(struct streams *streams, enum stream_role role, PyObject *stream) {
     ref_set(&streams->roles[role].object, stream);
-    return stream ? stream_number(stream, streams->backend->number, &streams->roles[role].raw) : -1;
+    return stream ? stream_number(stream, streams->backend->id_attribute, &streams->roles[role].raw) : -1;
 }
 
 /* torch numbers its own streams; the number of one that it has only been told of is the handle of that. */
-static int note_external(struct streams *streams) {
+static int detect_external(struct streams *streams) {
     PyObject *stream = streams->roles[STREAM_COMPUTE].object;
     void *number = NULL, *handle = NULL;
     streams->is_external = false;
@@ -42,7 +42,7 @@ static int note_external(struct streams *streams) {
 
 static int adopt_current(struct streams *streams) {
     PyObject *stream = PyObject_CallMethod(streams->module, "current_stream", "O", streams->device);
-    return adopt_stream(streams, STREAM_COMPUTE, stream) < 0 ? -1 : note_external(streams);
+    return adopt_stream(streams, STREAM_COMPUTE, stream) < 0 ? -1 : detect_external(streams);
 }
 
 static bool is_capturing(const struct streams *streams) {
@@ -51,7 +51,7 @@ static bool is_capturing(const struct streams *streams) {
 }
 
 static void clear_former(struct streams *streams) {
-    for (int i = 0; i < MOST_FORMER; i++)
+    for (int i = 0; i < MAX_FORMER; i++)
         Py_CLEAR(streams->former[i].object);
     streams->num_former = 0;
 }
@@ -59,23 +59,23 @@ static void clear_former(struct streams *streams) {
 /* `former` is stolen. */
 static void add_former(struct streams *streams, struct stream_handle former) {
     int count = streams->num_former;
-    for (int i = 0; i < count && i < MOST_FORMER; i++) {
+    for (int i = 0; i < count && i < MAX_FORMER; i++) {
         if (streams->former[i].raw == former.raw) {
             Py_DECREF(former.object);
             return;
         }
     }
-    Py_XDECREF(streams->former[count % MOST_FORMER].object);
-    streams->former[count % MOST_FORMER] = former;
+    Py_XDECREF(streams->former[count % MAX_FORMER].object);
+    streams->former[count % MAX_FORMER] = former;
     streams->num_former = count + 1;
 }
 
 /* A capture takes no wait for what is outside of it; whoever begins one has synchronised the device. */
-static int hand_over(struct streams *streams) {
-    bool has_ended = streams->has_ended;
-    bool was_capturing = !has_ended && is_capturing(streams);
-    streams->has_ended = false;
-    if (!has_ended && record_on(streams, STREAM_COMPUTE, &streams->followed) < 0)
+static int switch_compute_stream(struct streams *streams) {
+    bool is_idle = streams->is_idle;
+    bool was_capturing = !is_idle && is_capturing(streams);
+    streams->is_idle = false;
+    if (!is_idle && record_on(streams, STREAM_COMPUTE, &streams->compute_event) < 0)
         return -1;
     struct stream_handle former = streams->roles[STREAM_COMPUTE];
     Py_INCREF(former.object);
@@ -84,14 +84,14 @@ static int hand_over(struct streams *streams) {
         return -1;
     }
     bool begins_capture = is_capturing(streams) && !was_capturing;
-    if (has_ended || begins_capture)
+    if (is_idle || begins_capture)
         Py_DECREF(former.object);
     else
         add_former(streams, former);
     if (begins_capture)
         return 0;
-    streams->left_ended = streams->left_ended || has_ended;
-    return wait_on(streams, STREAM_COMPUTE, streams->followed);
+    streams->former_may_be_gone = streams->former_may_be_gone || is_idle;
+    return wait_on(streams, STREAM_COMPUTE, streams->compute_event);
 }
 
 /* A script may run its steps, parts of a model, or a backward under other streams than the rest; and the
@@ -102,43 +102,43 @@ int stream_follow(struct streams *streams) {
     if (!streams->roles[STREAM_COMPUTE].object)
         return adopt_current(streams);
     if (!streams->backend->is_current(streams, &streams->roles[STREAM_COMPUTE]))
-        return hand_over(streams);
-    streams->has_ended = false;
+        return switch_compute_stream(streams);
+    streams->is_idle = false;
     return 0;
 }
 
-int stream_give_back(struct streams *streams) {
+int stream_join_former(struct streams *streams) {
     if (!streams->num_former)
         return 0;
     if (stream_follow(streams) < 0)
         return -1;
     if (is_capturing(streams)) /* a graph has memory of its own */
         return 0;
-    int result = record_on(streams, STREAM_COMPUTE, &streams->followed);
-    for (int i = 0; !result && i < streams->num_former && i < MOST_FORMER; i++)
+    int result = record_on(streams, STREAM_COMPUTE, &streams->compute_event);
+    for (int i = 0; !result && i < streams->num_former && i < MAX_FORMER; i++)
         if (streams->former[i].raw != streams->roles[STREAM_COMPUTE].raw)
-            result = streams->backend->wait(streams, &streams->former[i], streams->followed);
+            result = streams->backend->wait(streams, &streams->former[i], streams->compute_event);
     return result;
 }
 
 int stream_end_backward(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
-    bool waits = streams->left_ended && !is_capturing(streams);
+    bool waits = streams->former_may_be_gone && !is_capturing(streams);
     clear_former(streams);
-    streams->left_ended = false;
-    if (waits && (stream_record(streams, STREAM_COMPUTE, &streams->followed) < 0 ||
-                  stream_synchronize(streams, streams->followed) < 0))
+    streams->former_may_be_gone = false;
+    if (waits && (stream_record(streams, STREAM_COMPUTE, &streams->compute_event) < 0 ||
+                  stream_synchronize(streams, streams->compute_event) < 0))
         return -1;
-    stream_note_end(streams);
+    stream_record_external_end(streams);
     return 0;
 }
 
-void stream_note_end(struct streams *streams) {
+void stream_record_external_end(struct streams *streams) {
     if (!streams->is_external || PyErr_Occurred())
         return;
-    streams->has_ended =
-        !is_capturing(streams) && record_on(streams, STREAM_COMPUTE, &streams->followed) == 0;
+    streams->is_idle =
+        !is_capturing(streams) && record_on(streams, STREAM_COMPUTE, &streams->compute_event) == 0;
     PyErr_Clear();
 }
 
@@ -148,13 +148,13 @@ void stream_note_end(struct streams *streams) {
 static int enter(struct streams *streams, PyObject *stream) {
     if (streams->entered)
         return set_current(streams, stream);
-    int elsewhere = streams->backend->is_elsewhere(streams);
-    Py_CLEAR(streams->left_device);
-    if (elsewhere < 0 || stream_follow(streams) < 0)
+    int other_device = streams->backend->is_other_device_current(streams);
+    Py_CLEAR(streams->previous_device);
+    if (other_device < 0 || stream_follow(streams) < 0)
         return -1;
-    if (elsewhere) {
-        ref_set(&streams->left_device, PyObject_CallMethod(streams->module, "current_device", NULL));
-        if (!streams->left_device)
+    if (other_device) {
+        ref_set(&streams->previous_device, PyObject_CallMethod(streams->module, "current_device", NULL));
+        if (!streams->previous_device)
             return -1;
     }
     streams->entered = set_current(streams, stream) == 0;
@@ -165,7 +165,7 @@ int stream_enter(struct streams *streams, enum stream_role role) {
     return streams_are_real(streams) ? enter(streams, streams->roles[role].object) : 0;
 }
 
-int stream_enter_lasting(struct streams *streams) {
+int stream_enter_persistent(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
     if (stream_follow(streams) < 0)
@@ -180,9 +180,9 @@ int stream_enter_lasting(struct streams *streams) {
 int stream_leave(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
-    PyObject *left = streams->left_device;
+    PyObject *left = streams->previous_device;
     PyObject *error = PyErr_GetRaisedException();
-    streams->left_device = NULL;
+    streams->previous_device = NULL;
     streams->entered = false;
     int result = set_current(streams, streams->roles[STREAM_COMPUTE].object);
     if (!result && left)
@@ -248,7 +248,7 @@ int streams_init(struct streams *streams, PyObject *device) {
         PyUnicode_CompareWithASCIIString(type, "meta") == 0)
         return 0;
     bool is_cuda = PyUnicode_CompareWithASCIIString(type, "cuda") == 0;
-    bool by_driver = is_cuda && !kernels_are_wanted_of_torch() && driver_is_there();
+    bool by_driver = is_cuda && !kernels_use_torch_operators() && driver_is_available();
     streams->backend = by_driver ? &driver_backend : &module_backend;
     if (init(streams, device) == 0)
         return 0;
@@ -260,10 +260,10 @@ void streams_fini(struct streams *streams) {
     for (int role = 0; role < STREAM_ROLES; role++)
         Py_CLEAR(streams->roles[role].object);
     clear_former(streams);
-    stream_event_destroy(streams, &streams->followed);
+    stream_event_destroy(streams, &streams->compute_event);
     Py_CLEAR(streams->module);
     Py_CLEAR(streams->set_stream);
     Py_CLEAR(streams->device);
-    Py_CLEAR(streams->left_device);
+    Py_CLEAR(streams->previous_device);
     memset(streams, 0, sizeof *streams);
 }

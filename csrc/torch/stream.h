@@ -22,7 +22,7 @@ enum stream_role {
 
 typedef void *stream_event; /* NULL: nothing to wait for */
 
-enum { MOST_FORMER = 4 };
+enum { MAX_FORMER = 4 };
 
 struct stream_handle {
     PyObject *object; /* owned; torch's, NULL on the CPU */
@@ -39,14 +39,14 @@ struct streams {
     bool entered;  /* a side stream is current */
     void *context; /* the driver's, of the device */
     /* owned; index of the current device that stream_enter left for this one, or NULL */
-    PyObject *left_device;
-    stream_event followed; /* owned; where the compute stream was another one */
+    PyObject *previous_device;
+    stream_event compute_event; /* owned; where the compute stream was another one */
     /* What was the compute stream before, the last ones, since the last backward ended. */
-    struct stream_handle former[MOST_FORMER];
+    struct stream_handle former[MAX_FORMER];
     int num_former;
     bool is_external; /* the compute stream is none of torch's: the script may destroy it between steps */
-    bool has_ended;   /* such a one was given nothing since `followed` was recorded there */
-    bool left_ended;  /* such a one was the compute stream before, since the last backward ended */
+    bool is_idle;     /* such a one was given nothing since `compute_event` was recorded there */
+    bool former_may_be_gone; /* such a one was the compute stream before, since the last backward ended */
 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */
@@ -64,18 +64,18 @@ static inline bool streams_are_real(const struct streams *streams) {
 int stream_follow(struct streams *streams);
 /* What was the compute stream before waits for what is now: memory that was taken there has been used and
  * given back here. */
-int stream_give_back(struct streams *streams);
+int stream_join_former(struct streams *streams);
 /* What was the compute stream before is forgotten; the host waits in the place of one that the script may
  * have destroyed. */
 int stream_end_backward(struct streams *streams);
 /* The root's forward, or a backward, is over: an external compute stream is asked nothing from now on.
  * Nothing where an exception is set; never sets one. */
-void stream_note_end(struct streams *streams);
+void stream_record_external_end(struct streams *streams);
 /* Work is enqueued there from now on; from there, another role's stream may be entered. */
 int stream_enter(struct streams *streams, enum stream_role role);
 /* The compute stream is current until stream_leave, or torch's default stream where the script may destroy
  * that one: autograd's nodes remember which it was when they were made. */
-int stream_enter_lasting(struct streams *streams);
+int stream_enter_persistent(struct streams *streams);
 int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
 /* reuses *event when not NULL */
 int stream_record(struct streams *streams, enum stream_role role, stream_event *event);

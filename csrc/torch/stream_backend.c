@@ -28,7 +28,7 @@ static bool find_symbol(void *library, const char *name, void *field) {
     return symbol != NULL;
 }
 
-bool driver_is_there(void) {
+bool driver_is_available(void) {
     if (driver.pop_context)
         return true;
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -129,13 +129,13 @@ static bool driver_is_capturing(const struct streams *streams, const struct stre
     return capturing;
 }
 
-static int driver_is_elsewhere(const struct streams *streams) {
+static int driver_is_other_device_current(const struct streams *streams) {
     void *context = current_context();
     return context && context != streams->context;
 }
 
 const struct stream_backend driver_backend = {
-    .number = "cuda_stream",
+    .id_attribute = "cuda_stream",
     .init = driver_init,
     .record = driver_record,
     .wait = driver_wait,
@@ -143,7 +143,7 @@ const struct stream_backend driver_backend = {
     .destroy = driver_destroy,
     .is_current = driver_is_current,
     .is_capturing = driver_is_capturing,
-    .is_elsewhere = driver_is_elsewhere,
+    .is_other_device_current = driver_is_other_device_current,
 };
 
 /* ---- any other device, by the functions of torch's module of it, as torch.xpu has them. An event is a Python
@@ -174,25 +174,25 @@ static void module_destroy(stream_event event) {
 static bool module_is_current(const struct streams *streams, const struct stream_handle *stream) {
     void *number = NULL;
     PyObject *current = PyObject_CallMethod(streams->module, "current_stream", "O", streams->device);
-    bool same =
-        current && stream_number(current, streams->backend->number, &number) == 0 && number == stream->raw;
+    bool same = current && stream_number(current, streams->backend->id_attribute, &number) == 0 &&
+                number == stream->raw;
     Py_XDECREF(current);
     PyErr_Clear();
     return same;
 }
 
-static int module_is_elsewhere(const struct streams *streams) {
+static int module_is_other_device_current(const struct streams *streams) {
     OWNED *index = PyObject_CallMethod(streams->module, "current_device", NULL);
     long current = index ? PyLong_AsLong(index) : -1;
     return PyErr_Occurred() ? -1 : current != streams->device_index;
 }
 
 const struct stream_backend module_backend = {
-    .number = "stream_id",
+    .id_attribute = "stream_id",
     .record = module_record,
     .wait = module_wait,
     .synchronize = module_synchronize,
     .destroy = module_destroy,
     .is_current = module_is_current,
-    .is_elsewhere = module_is_elsewhere,
+    .is_other_device_current = module_is_other_device_current,
 };

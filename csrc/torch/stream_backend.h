@@ -8,7 +8,7 @@
 
 /* Each returns 0, or -1 with an exception, where nothing else is said. */
 struct stream_backend {
-    const char *number;                   /* the attribute of torch's streams that it knows them by */
+    const char *id_attribute;             /* the attribute of torch's streams that it knows them by */
     int (*init)(struct streams *streams); /* once its side streams are there; or NULL */
     int (*record)(const struct streams *streams, const struct stream_handle *stream, stream_event *event);
     int (*wait)(const struct streams *streams, const struct stream_handle *stream, stream_event event);
@@ -18,13 +18,13 @@ struct stream_backend {
     /* Whether a CUDA graph is made of what is enqueued there. Never raises; NULL: none ever is. */
     bool (*is_capturing)(const struct streams *streams, const struct stream_handle *stream);
     /* another device is the thread's current one: 1; or 0 or -1 */
-    int (*is_elsewhere)(const struct streams *streams);
+    int (*is_other_device_current)(const struct streams *streams);
 };
 
 extern const struct stream_backend driver_backend;
 extern const struct stream_backend module_backend;
 
-bool driver_is_there(void); /* libcuda has been found. Never raises */
+bool driver_is_available(void); /* libcuda has been found. Never raises */
 
 /* A number that torch's `stream` has as an attribute. 0, or -1 with an exception. */
 static inline int stream_number(PyObject *stream, const char *attribute, void **number) {

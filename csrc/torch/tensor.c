@@ -55,8 +55,8 @@ struct dl_exchange {
 
 static struct {
     PyTypeObject *tensor_type; /* owned for ever */
-    int (*view_of)(void *tensor, struct dl_tensor *view);
-    int (*over)(struct dl_managed *managed, void **tensor);
+    int (*from_py_object)(void *tensor, struct dl_tensor *view);
+    int (*to_py_object)(struct dl_managed *managed, void **tensor);
     bool is_rocm;
     struct kernel_stream cpu_stream;
 } exchange;
@@ -82,16 +82,16 @@ int tensor_init(void) {
         return 0;
     OWNED *tensor_type = ref_find("torch", "Tensor");
     const struct dl_exchange *table = tensor_type ? find_exchange(tensor_type) : NULL;
-    bool is_whole = table && table->dltensor_from_py_object && table->managed_tensor_to_py_object;
-    if (!is_whole || !PyType_Check(tensor_type))
+    bool is_complete = table && table->dltensor_from_py_object && table->managed_tensor_to_py_object;
+    if (!is_complete || !PyType_Check(tensor_type))
         return RAISED(PyExc_ImportError, "fsdp_c finds no torch.Tensor that it can look into by DLPack: this "
                                          "torch is built in an unknown way");
     OWNED *hip = ref_find("torch.version", "hip");
     if (!hip)
         return -1;
     exchange.is_rocm = hip != Py_None; /* torch calls an AMD GPU "cuda" too; DLPack does not */
-    exchange.view_of = table->dltensor_from_py_object;
-    exchange.over = table->managed_tensor_to_py_object;
+    exchange.from_py_object = table->dltensor_from_py_object;
+    exchange.to_py_object = table->managed_tensor_to_py_object;
     exchange.cpu_stream.parallel_for = cpu_parallel_for;
     exchange.tensor_type = (PyTypeObject *)Py_NewRef(tensor_type);
     return 0;
@@ -139,7 +139,7 @@ static PyObject *attribute_text(PyObject *object, const char *name) {
     return value ? PyObject_Str(value) : NULL;
 }
 
-static int refuse(PyObject *object) {
+static int raise_not_a_tensor(PyObject *object) {
     OWNED *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
     if (name)
         PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, got %U", name);
@@ -147,7 +147,7 @@ static int refuse(PyObject *object) {
 }
 
 /* torch's own message carries a C++ stack trace. */
-static int refuse_memory(PyObject *tensor) {
+static int raise_no_dense_memory(PyObject *tensor) {
     PyErr_Clear();
     OWNED *device = attribute_text(tensor, "device");
     OWNED *layout = attribute_text(tensor, "layout");
@@ -162,9 +162,9 @@ static int refuse_memory(PyObject *tensor) {
 int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
     struct dl_tensor dl;
     if (!PyObject_TypeCheck(tensor, exchange.tensor_type))
-        return refuse(tensor);
-    if (exchange.view_of(tensor, &dl) != 0)
-        return refuse_memory(tensor);
+        return raise_not_a_tensor(tensor);
+    if (exchange.from_py_object(tensor, &dl) != 0)
+        return raise_no_dense_memory(tensor);
     const int32_t type = dl.device.type;
     bool is_host = type == DL_CPU || type == DL_CUDA_HOST || type == DL_ROCM_HOST;
     *view = (struct tensor_view){
@@ -182,12 +182,12 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
 /* ---- tensors over memory ---- */
 
 /* With the sizes and strides that its tensor points to. */
-struct over {
+struct tensor_memory {
     struct dl_managed managed;
     int64_t numbers[];
 };
 
-static void over_delete(struct dl_managed *managed) {
+static void tensor_memory_delete(struct dl_managed *managed) {
     free(managed); /* the first member of its `over` */
 }
 
@@ -200,11 +200,11 @@ static void set_dtype(struct dl_tensor *tensor, enum dtype dtype) {
     tensor->dtype.lanes = 1;
 }
 
-static void set_sizes(struct over *over, const struct tensor_view *view) {
-    struct dl_tensor *tensor = &over->managed.tensor;
+static void set_sizes(struct tensor_memory *memory, const struct tensor_view *view) {
+    struct dl_tensor *tensor = &memory->managed.tensor;
     int64_t step = 1;
-    tensor->shape = over->numbers;
-    tensor->strides = over->numbers + view->ndim;
+    tensor->shape = memory->numbers;
+    tensor->strides = memory->numbers + view->ndim;
     for (int32_t d = view->ndim - 1; d >= 0; d--) {
         tensor->shape[d] = view->sizes[d];
         tensor->strides[d] = view->strides ? view->strides[d] : step;
@@ -212,20 +212,20 @@ static void set_sizes(struct over *over, const struct tensor_view *view) {
     }
 }
 
-PyObject *tensor_over(const struct tensor_view *view) {
+PyObject *tensor_from_view(const struct tensor_view *view) {
     void *tensor = NULL;
-    struct over *over = malloc(sizeof *over + 2 * (size_t)view->ndim * sizeof(int64_t));
-    if (!over)
+    struct tensor_memory *memory = malloc(sizeof *memory + 2 * (size_t)view->ndim * sizeof(int64_t));
+    if (!memory)
         return PyErr_NoMemory();
-    over->managed = (struct dl_managed){.major = DLPACK_MAJOR, .deleter = over_delete};
-    over->managed.tensor = (struct dl_tensor){.data = view->data, .ndim = view->ndim};
-    over->managed.tensor.device.type = view->device == DEVICE_CPU ? DL_CPU : (int32_t)view->device;
-    over->managed.tensor.device.index = view->device == DEVICE_CPU ? 0 : view->device_index;
-    set_dtype(&over->managed.tensor, view->dtype);
-    set_sizes(over, view);
-    if (exchange.over(&over->managed, &tensor) == 0)
+    memory->managed = (struct dl_managed){.major = DLPACK_MAJOR, .deleter = tensor_memory_delete};
+    memory->managed.tensor = (struct dl_tensor){.data = view->data, .ndim = view->ndim};
+    memory->managed.tensor.device.type = view->device == DEVICE_CPU ? DL_CPU : (int32_t)view->device;
+    memory->managed.tensor.device.index = view->device == DEVICE_CPU ? 0 : view->device_index;
+    set_dtype(&memory->managed.tensor, view->dtype);
+    set_sizes(memory, view);
+    if (exchange.to_py_object(&memory->managed, &tensor) == 0)
         return tensor;
-    free(over);
+    free(memory);
     return NULL;
 }
 

@@ -16,7 +16,7 @@ int tensor_init(void);
 int tensor_view_of(PyObject *tensor, struct tensor_view *view);
 
 /* The reverse: a new tensor over the memory of `view`, which must outlive it. NULL with an exception. */
-PyObject *tensor_over(const struct tensor_view *view);
+PyObject *tensor_from_view(const struct tensor_view *view);
 
 int64_t tensor_view_numel(const struct tensor_view *view);
 bool tensor_view_is_contiguous(const struct tensor_view *view);

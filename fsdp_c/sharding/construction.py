@@ -552,7 +552,7 @@ def _let_groups_go() -> None:
 
 
 def _forget_groups() -> None:
-    _C.let_groups_go()
+    _C.release_process_groups()
     for fsdp_module in claimed_units():
         for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
             attributes = getattr(owner, "__dict__", {})

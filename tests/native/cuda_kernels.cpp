@@ -378,13 +378,13 @@ TEST(test_a_refused_launch_is_told) {
 
 TEST(test_a_device_of_another_architecture_is_told_by_name) {
     emulated_device_without_code = 1;
-    CHECK(table->why_not_on(0) == nullptr);
-    const char *why = table->why_not_on(1);
+    CHECK(table->unsupported_reason(0) == nullptr);
+    const char *why = table->unsupported_reason(1);
     CHECK(why && strstr(why, "7.5") && strstr(why, "FSDP_C_CUDA_ARCHS=\"75\""));
     CHECK_EQUAL(emulated_device, 0);
-    CHECK(table->why_not_on(0) == nullptr);
+    CHECK(table->unsupported_reason(0) == nullptr);
     emulated_device_without_code = EMULATED_NO_DEVICE;
-    CHECK(table->why_not_on(1) == nullptr); /* what was refused is asked again */
+    CHECK(table->unsupported_reason(1) == nullptr); /* what was refused is asked again */
 }
 
 TEST(test_a_large_tensor_is_taken_in_strides_of_the_grid) {

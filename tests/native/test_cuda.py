@@ -29,7 +29,7 @@ EMULATION += [
     "-Wno-unknown-pragmas",
     f"-I{CSRC}",
     f"-I{NATIVE}",
-    "-DMOST_STRIDED_NUMEL=5000",
+    "-DMAX_STRIDED_NUMEL=5000",
     "-DCUDA_THREADS=32",
 ]
 EMULATION += ["-include", str(NATIVE / "cuda_emulation.h"), "-x", "c++"]

@@ -223,7 +223,7 @@ static void check_sent(const struct exchange *plan, const struct exchange_tensor
             CHECK(!sent || range->source > before->source || range->start > before->start);
             const struct exchange_tensor *tensor = &tensors[range->source];
             const int64_t begin = partition_of_rank(&tensor->source, rank).start * tensor->element_nbytes;
-            CHECK(range->nbytes > 0 && range->start + range->nbytes <= plan->held_nbytes[range->source]);
+            CHECK(range->nbytes > 0 && range->start + range->nbytes <= plan->source_nbytes[range->source]);
             for (int64_t byte = 0; byte < range->nbytes; byte++)
                 CHECK_EQUAL(owner_of(&tensor->target, (begin + range->start + byte) / tensor->element_nbytes),
                             peer);
@@ -302,7 +302,7 @@ static void fuzz_gather(void) {
                                 place_in_piece(&tensors[i].source, scale, at));
             }
         CHECK_EQUAL(at, nbytes);
-        CHECK_EQUAL(plan.made_nbytes[i], nbytes);
+        CHECK_EQUAL(plan.target_nbytes[i], nbytes);
     }
     exchange_free(&plan);
 }

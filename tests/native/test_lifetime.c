@@ -166,8 +166,8 @@ ENDS(int, storage_unshard_add, struct storage *storage, struct unshard_batch *ba
 ENDS(int, storage_unshard, struct storage *storage)
 ENDS(int, handle_use_precision, struct handle *handle, enum precision precision)
 ENDS(void, storage_abandon_unshard, struct storage *storage)
-ENDS(bool, collective_gathers_together, const struct collective_group *group)
-ENDS(PyObject *, collective_all_gather_together, const struct collective_group *group, PyObject *outputs,
+ENDS(bool, collective_can_coalesce, const struct collective_group *group)
+ENDS(PyObject *, collective_all_gather_coalesced, const struct collective_group *group, PyObject *outputs,
      PyObject *inputs)
 ENDS(int, callbacks_tell, PyObject *function, PyObject *a, PyObject *b)
 ENDS(void, PyErr_Fetch, PyObject **type, PyObject **value, PyObject **traceback)

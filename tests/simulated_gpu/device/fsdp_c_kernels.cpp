@@ -185,7 +185,7 @@ static const char *device_error() {
 
 static int32_t device_without_code = -1;
 
-static const char *why_not_on(int32_t device_index) {
+static const char *unsupported_reason(int32_t device_index) {
     return device_index == device_without_code ? "no code for this GPU" : nullptr;
 }
 
@@ -196,7 +196,7 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, device_error, why_not_on,
+        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, device_error, unsupported_reason,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;

@@ -1,4 +1,4 @@
-#include "torch/names.h"
+#include "torch/py_torch.h"
 
 #include "kernels/convert.h"
 #include "torch/tensor.h"
@@ -9,7 +9,7 @@ struct torch_names torch_names;
 static PyObject *profiler_dict; /* borrowed; of torch.autograd.profiler */
 static bool profiler_is_on;     /* when an outer range was last opened, or would have been */
 
-static int find_names(void) {
+static int find_torch_objects(void) {
 #define TORCH_NAME_INTERN(name)                                                                              \
     if (!(torch_names.name = PyUnicode_InternFromString(#name)))                                             \
         return -1;
@@ -30,7 +30,7 @@ struct attribute {
     descrsetfunc set;
 };
 
-static struct attribute of_grad, of_data, of_requires_grad, of_version;
+static struct attribute grad_attribute, data_attribute, requires_grad_attribute, version_attribute;
 
 static int find_attribute(const char *name, struct attribute *attribute) {
     attribute->descriptor = PyObject_GetAttrString(torch_names.parameter_type, name);
@@ -60,11 +60,11 @@ static int write_attribute(PyObject *tensor, const struct attribute *attribute, 
 }
 
 /* Of torch's kernels for aarch64 the default ones round once. 0 or -1. */
-static int ask_how_to_round(void) {
+static int init_float16_rounding(void) {
     int result = 0;
 #ifdef __aarch64__
-    OWNED *ask = ref_find("torch._C", "_get_cpu_capability");
-    OWNED *kernels = ask ? PyObject_CallNoArgs(ask) : NULL;
+    OWNED *get_capability = ref_find("torch._C", "_get_cpu_capability");
+    OWNED *kernels = get_capability ? PyObject_CallNoArgs(get_capability) : NULL;
     result = kernels ? 0 : -1;
     rounds_once_to_float16 = kernels && PyUnicode_CompareWithASCIIString(kernels, "DEFAULT") == 0;
 #endif
@@ -149,10 +149,11 @@ static int make_hook_type(void) {
 
 int torch_names_init(void) {
     static bool done;
-    if (!done &&
-        (find_names() < 0 || find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
-         find_attribute("requires_grad", &of_requires_grad) < 0 ||
-         find_attribute("_version", &of_version) < 0 || ask_how_to_round() < 0 || make_hook_type() < 0))
+    if (!done && (find_torch_objects() < 0 || find_attribute("grad", &grad_attribute) < 0 ||
+                  find_attribute("data", &data_attribute) < 0 ||
+                  find_attribute("requires_grad", &requires_grad_attribute) < 0 ||
+                  find_attribute("_version", &version_attribute) < 0 || init_float16_rounding() < 0 ||
+                  make_hook_type() < 0))
         return -1;
     profiler_dict = PyModule_GetDict(torch_names.profiler);
     done = true;
@@ -207,11 +208,11 @@ PyObject *torch_empty_pinned_like(PyObject *tensor) {
 }
 
 int torch_set_data(PyObject *tensor, PyObject *data) {
-    return write_attribute(tensor, &of_data, torch_names.data, data);
+    return write_attribute(tensor, &data_attribute, torch_names.data, data);
 }
 
 int torch_set_grad(PyObject *tensor, PyObject *grad) {
-    return write_attribute(tensor, &of_grad, torch_names.grad, grad);
+    return write_attribute(tensor, &grad_attribute, torch_names.grad, grad);
 }
 
 /* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not
@@ -236,7 +237,7 @@ int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
 }
 
 PyObject *torch_get_grad(PyObject *tensor) {
-    return read_attribute(tensor, &of_grad, torch_names.grad);
+    return read_attribute(tensor, &grad_attribute, torch_names.grad);
 }
 
 PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel) {
@@ -245,7 +246,7 @@ PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel) {
 }
 
 PyObject *torch_data(PyObject *tensor) {
-    return read_attribute(tensor, &of_data, torch_names.data);
+    return read_attribute(tensor, &data_attribute, torch_names.data);
 }
 
 int64_t torch_graph_task(void) {
@@ -272,7 +273,7 @@ int torch_keeps_graph(void) {
 }
 
 int torch_requires_grad(PyObject *tensor) {
-    PyObject *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
+    PyObject *value = read_attribute(tensor, &requires_grad_attribute, torch_names.requires_grad);
     int result = value ? value == Py_True : -1;
     Py_XDECREF(value); /* a leaf that is inlined everywhere, which OWNED would not be */
     return result;
@@ -280,7 +281,7 @@ int torch_requires_grad(PyObject *tensor) {
 
 /* Inference tensors count nothing. */
 int64_t torch_version(PyObject *tensor) {
-    OWNED *value = read_attribute(tensor, &of_version, torch_names._version);
+    OWNED *value = read_attribute(tensor, &version_attribute, torch_names._version);
     if (!value && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         PyErr_Clear();
         return 0;
@@ -327,18 +328,18 @@ bool torch_inference_mode(void) {
     return result;
 }
 
-int torch_leave_inference_mode(PyObject **left) {
-    *left = NULL;
+int torch_leave_inference_mode(PyObject **guard) {
+    *guard = NULL;
     if (!torch_inference_mode())
         return 0;
-    *left = context_enter(PyObject_CallFunctionObjArgs(torch_names.inference_mode_guard, Py_False, NULL));
-    if (*left)
+    *guard = context_enter(PyObject_CallFunctionObjArgs(torch_names.inference_mode_guard, Py_False, NULL));
+    if (*guard)
         torch_set_grad_enabled(false);
-    return *left ? 0 : -1;
+    return *guard ? 0 : -1;
 }
 
-int torch_return_to_inference_mode(PyObject *left) {
-    return left ? context_leave(left) : 0;
+int torch_return_to_inference_mode(PyObject *guard) {
+    return guard ? context_leave(guard) : 0;
 }
 
 bool torch_grad_enabled(void) {
@@ -387,7 +388,7 @@ PyObject *hook_new(hook_function function, void *target, PyObject *owner) {
     return (PyObject *)hook;
 }
 
-void hook_on_drop(PyObject *hook, hook_drop_function function) {
+void hook_set_on_drop(PyObject *hook, hook_drop_function function) {
     ((struct hook *)hook)->on_drop = function;
 }
 

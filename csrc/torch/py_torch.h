@@ -1,8 +1,8 @@
 /* The Python side of torch: what the runtime calls of it, by interned attribute names and bound functions,
  * found once per process, and, as hooks, what it calls of the runtime. Each call has a function here, so that
  * the layers above read as verbs. */
-#ifndef FSDP_TORCH_NAMES_H
-#define FSDP_TORCH_NAMES_H
+#ifndef FSDP_TORCH_PY_TORCH_H
+#define FSDP_TORCH_PY_TORCH_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -113,11 +113,11 @@ int torch_hooks_registered_since(PyObject **seen /* owned by the caller */);
 
 bool torch_inference_mode(void);
 /* In inference mode no history is let go of, and nothing that is made may be written outside of it: so it is
- * left, without grad mode, for what outlives it. `*left`: what to return to it with, which comes in any case;
+ * left, without grad mode, for what outlives it. `*guard`: what to return to it with, which comes in any case;
  * NULL where it was not on. 0 or -1 */
-int torch_leave_inference_mode(PyObject **left);
+int torch_leave_inference_mode(PyObject **guard);
 /* Steals `left`. An exception that is set stays. 0 or -1 */
-int torch_return_to_inference_mode(PyObject *left);
+int torch_return_to_inference_mode(PyObject *guard);
 
 /* Grad mode around code that must or must not record. */
 bool torch_grad_enabled(void);
@@ -145,7 +145,7 @@ typedef int (*hook_function)(void *target);
 PyObject *hook_new(hook_function function, void *target, PyObject *owner);
 /* `function` is called when the hook goes without ever having been called, with the hook to know it by. */
 typedef int (*hook_drop_function)(void *target, const void *hook);
-void hook_on_drop(PyObject *hook, hook_drop_function function);
+void hook_set_on_drop(PyObject *hook, hook_drop_function function);
 
 void hook_disarm(PyObject *hook);
 void *hook_target(PyObject *hook); /* NULL once disarmed */
