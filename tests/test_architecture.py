@@ -70,7 +70,7 @@ WITHOUT_PYTHON = ("base", "layout", "kernels")
 STATE_OWNERS = {
     "param_state": "handle",
     "training_state": "handle",
-    "shown": "handle",
+    "exposed": "handle",
     "phase": "runtime",
     "reduction": "runtime",
 }
@@ -486,15 +486,15 @@ int handle_move(struct handle *h, int to)
     return aoti_torch_x(h->param_state == to);
 }
 void handle_use(struct handle *h, int to) { if (to && lower_verb(&h->lower)) { h->training_state = to; } }
-void handle_show(struct handle *h, int to) { h->shown = to; }
+void handle_expose(struct handle *h, int to) { h->exposed = to; }
 """
 HANDLE_H = """
 #include "torch/tensor.h"
 #include "lower.h"
-struct handle { struct lower lower; int param_state, training_state, shown; };
+struct handle { struct lower lower; int param_state, training_state, exposed; };
 int handle_move(struct handle *h, int to);
 void handle_use(struct handle *h, int to);
-void handle_show(struct handle *h, int to);
+void handle_expose(struct handle *h, int to);
 """
 LOWER_H = """
 struct lower { int count; PyObject *shard; };

@@ -11,7 +11,7 @@
  * shard, and nobody reduces it, as nobody does where the term was made after the forward and the gradient was
  * there before the backward came to the unit.
  *
- * What parameters show of earlier backwards is hidden meanwhile, as a reduction on another stream adds to
+ * What parameters show of earlier backwards is stashed meanwhile, as a reduction on another stream adds to
  * it. */
 #include "handle/grads.h"
 
@@ -25,7 +25,7 @@ static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
     [GRAD_NONE] = {[GRAD_NONE] = true,        /* the user has set none */
                    [GRAD_SHARDED] = true,     /* a reduced one is handed over */
                    [GRAD_UNSHARDED] = true},  /* after no_sync */
-    [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* set aside in a backward, or cleared by the user */
+    [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* set stash in a backward, or cleared by the user */
                       [GRAD_SHARDED] = true}, /* the user has set others */
     [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or by the user's hooks */
                         [GRAD_SHARDED] = true /* the user has set others */},
@@ -46,22 +46,22 @@ void grads_check(const struct grads *grads) {
     INVARIANT(grads->kind != GRAD_UNSHARDED || grads->param->sharded);
     INVARIANT(!grads->work || grads->reduce_output);
     INVARIANT(!grads->offloaded || grads->storage->offload);
-    INVARIANT(!grads->shown || grads->kind == GRAD_SHARDED);
+    INVARIANT(!grads->watched || grads->kind == GRAD_SHARDED);
 }
 
 /* ---- given back with the last view ---- */
 
-static int watch_part(struct grads *grads, PyObject *part, int64_t index) {
-    grads->shown_param = index;
-    ref_set(&grads->shown, PyWeakref_NewRef(part, grads->shown_end));
-    return grads->shown ? 0 : -1;
+static int watch_grad(struct grads *grads, PyObject *part, int64_t index) {
+    grads->watched_param = index;
+    ref_set(&grads->watched, PyWeakref_NewRef(part, grads->watch_callback));
+    return grads->watched ? 0 : -1;
 }
 
-enum { NOBODY = -1 }; /* in the place of a parameter */
+enum { NO_PARAM = -1 }; /* in the place of a parameter */
 
 /* Watch the last part that is shown, and not what the user has put there, but for that of parameter `gone`:
  * gradients are usually cleared in order. */
-static int watch_shown(struct grads *grads, int64_t gone) {
+static int watch_exposed(struct grads *grads, int64_t gone) {
     OWNED *flat_grad = torch_get_grad(grads->param->tensor);
     struct tensor_view flat, view;
     if (!flat_grad || flat_grad == Py_None)
@@ -77,28 +77,28 @@ static int watch_shown(struct grads *grads, int64_t gone) {
             return -1;
         if (part != Py_None &&
             (const char *)view.data == (const char *)flat.data + offset * dtype_nbytes(flat.dtype))
-            return watch_part(grads, part, i);
+            return watch_grad(grads, part, i);
     }
     return 0;
 }
 
 /* The parameter may not be asked for what it has shown: this is called amid its end. */
-static PyObject *end_of_part(PyObject *capsule, PyObject *reference) {
+static PyObject *on_watched_freed(PyObject *capsule, PyObject *reference) {
     (void)reference;
     if (!PyCapsule_IsValid(capsule, NULL))
         Py_RETURN_NONE; /* the unit has gone as well */
     struct grads *grads = PyCapsule_GetPointer(capsule, NULL);
-    Py_CLEAR(grads->shown);
-    int result = watch_shown(grads, grads->shown_param);
-    if (!result && !grads->shown)
-        result = grads_drop_shown(grads);
+    Py_CLEAR(grads->watched);
+    int result = watch_exposed(grads, grads->watched_param);
+    if (!result && !grads->watched)
+        result = grads_clear_accumulated(grads);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyMethodDef end_of_part_def = {"end_of_part", end_of_part, METH_O, NULL};
+static PyMethodDef on_watched_freed_def = {"on_watched_freed", on_watched_freed, METH_O, NULL};
 
-void grads_watch_nothing(struct grads *grads) {
-    Py_CLEAR(grads->shown);
+void grads_unwatch(struct grads *grads) {
+    Py_CLEAR(grads->watched);
 }
 
 /* ---- life ---- */
@@ -109,16 +109,16 @@ void grads_init(struct grads *grads, const struct config *config) {
 }
 
 void grads_fini(struct grads *grads) {
-    grads_drop(grads);
-    Py_CLEAR(grads->hidden);
-    grads_watch_nothing(grads);
-    if (grads->shown_end)
-        PyCapsule_SetName(PyCFunction_GetSelf(grads->shown_end), "of a unit that has gone");
-    Py_CLEAR(grads->shown_end);
+    grads_discard(grads);
+    Py_CLEAR(grads->stashed);
+    grads_unwatch(grads);
+    if (grads->watch_callback)
+        PyCapsule_SetName(PyCFunction_GetSelf(grads->watch_callback), "of a unit that has gone");
+    Py_CLEAR(grads->watch_callback);
     Py_CLEAR(grads->unsharded);
     Py_CLEAR(grads->shard_sizes);
     Py_CLEAR(grads->hooks_seen);
-    Py_CLEAR(grads->hidden_hooks);
+    Py_CLEAR(grads->stashed_hooks);
     Py_CLEAR(grads->comm_hook.function);
     Py_CLEAR(grads->comm_hook.state);
     collective_group_fini(&grads->comm_hook.group);
@@ -130,7 +130,7 @@ int grads_visit(const struct grads *grads, visitproc visit, void *arg) {
     Py_VISIT(grads->comm_hook.function);
     Py_VISIT(grads->comm_hook.state);
     Py_VISIT(grads->pending);
-    Py_VISIT(grads->hidden_hooks);
+    Py_VISIT(grads->stashed_hooks);
     return 0;
 }
 
@@ -179,12 +179,12 @@ int grads_lazy_init(struct grads *grads) {
     const struct flat_param *param = grads->param;
     if (init_sources(grads) < 0 || init_shard_pieces(grads) < 0)
         return -1;
-    OWNED *capsule = grads->shown_end ? NULL : PyCapsule_New(grads, NULL, NULL);
+    OWNED *capsule = grads->watch_callback ? NULL : PyCapsule_New(grads, NULL, NULL);
     if (capsule)
-        grads->shown_end = PyCFunction_New(&end_of_part_def, capsule);
-    if (!grads->shown_end || !param->keep_low_precision_grads ||
+        grads->watch_callback = PyCFunction_New(&on_watched_freed_def, capsule);
+    if (!grads->watch_callback || !param->keep_low_precision_grads ||
         !grads->storage->copies[PRECISION_COMPUTE].low_precision)
-        return grads->shown_end ? 0 : -1;
+        return grads->watch_callback ? 0 : -1;
     /* torch refuses a gradient of another dtype unless the leaf says that any will do */
     int result = PyObject_SetAttr(param->tensor, torch_names.grad_dtype, Py_None);
     for (int64_t i = 0; !result && param->params && i < param->num_params; i++)
@@ -192,7 +192,7 @@ int grads_lazy_init(struct grads *grads) {
     return result;
 }
 
-void grads_drop(struct grads *grads) {
+void grads_discard(struct grads *grads) {
     Py_CLEAR(grads->pending);
     Py_CLEAR(grads->sum);
     Py_CLEAR(grads->saved_shard);
@@ -207,18 +207,18 @@ void grads_drop(struct grads *grads) {
 
 /* ---- received ---- */
 
-PyObject **grads_previous(struct grads *grads) {
+PyObject **grads_accumulator(struct grads *grads) {
     return grads->param->sharded ? &grads->unsharded : &grads->saved_shard;
 }
 
 /* A second contribution has come: the first one is added up. See [Note: order of addition]. */
-static int settle_pending(struct grads *grads) {
+static int sum_pending(struct grads *grads) {
     bool low_precision = grads->storage->copy->low_precision;
     if (low_precision && grads_call_param_hooks(grads) < 0)
         return -1;
     if (!grads->pending)
         return 0;
-    PyObject *previous = *grads_previous(grads);
+    PyObject *previous = *grads_accumulator(grads);
     if (low_precision && previous)
         return grads_add_pending(grads, previous);
     PyObject *sum = grads_take_received(grads);
@@ -234,14 +234,14 @@ static bool has_gradient(PyObject *args, int64_t num_params) {
     return false;
 }
 
-bool grads_have_new(const struct grads *grads) {
+bool grads_have_received(const struct grads *grads) {
     return grads->pending || grads->hooked;
 }
 
 int grads_receive(struct grads *grads, PyObject *args) {
     if (!has_gradient(args, grads->param->num_params))
         return 0;
-    if (grads->pending && settle_pending(grads) < 0)
+    if (grads->pending && sum_pending(grads) < 0)
         return -1;
     ref_set(&grads->pending, Py_NewRef(args));
     return 0;
@@ -271,8 +271,8 @@ PyObject *grads_flat_of(struct grads *grads, PyObject *args) {
 }
 
 /* Packed, they are zeros. */
-int grads_receive_nothing(struct grads *grads) {
-    if (grads->pending || grads->sum || *grads_previous(grads))
+int grads_receive_zeros(struct grads *grads) {
+    if (grads->pending || grads->sum || *grads_accumulator(grads))
         return 0;
     Py_ssize_t count = (Py_ssize_t)grads->param->num_params + 1;
     grads->pending = PyTuple_New(count);
@@ -309,54 +309,54 @@ int grads_is_zero(PyObject *tensor) {
     return any ? PyObject_Not(any) : -1;
 }
 
-/* ---- hidden amid a backward ---- */
+/* ---- stashed amid a backward ---- */
 
-/* No original parameter's .grad is a part of `whole_grad` any longer; `aside`: until they are shown again. 0
+/* No original parameter's .grad is a part of `whole_grad` any longer; `stash`: until they are shown again. 0
  * or -1. */
-static int hide(struct grads *grads, PyObject *whole_grad, bool aside) {
+static int unexpose(struct grads *grads, PyObject *whole_grad, bool stash) {
     struct tensor_view whole, view;
     if (!grads->param->use_orig_params)
         return 0;
-    ref_set(&grads->hidden, PyList_New(0));
-    if (!grads->hidden || tensor_view_of(whole_grad, &whole) < 0)
+    ref_set(&grads->stashed, PyList_New(0));
+    if (!grads->stashed || tensor_view_of(whole_grad, &whole) < 0)
         return -1;
     uintptr_t nbytes = (uintptr_t)(tensor_view_numel(&whole) * dtype_nbytes(whole.dtype));
     for (int64_t i = 0; i < grads->param->num_params; i++) {
         PyObject *param = PyList_GetItem(grads->param->params, i);
         OWNED *grad = torch_get_grad(param);
-        bool hides = false;
+        bool is_part = false;
         if (!grad)
             return -1;
         if (grad != Py_None && tensor_view_of(grad, &view) == 0)
-            hides = (uintptr_t)view.data - (uintptr_t)whole.data < nbytes;
+            is_part = (uintptr_t)view.data - (uintptr_t)whole.data < nbytes;
         PyErr_Clear(); /* of a gradient that is no tensor in memory */
-        PyObject *kept = !hides ? Py_None : aside ? grad : Py_True;
-        if (PyList_Append(grads->hidden, kept) < 0 || (hides && torch_set_grad(param, Py_None) < 0))
+        PyObject *kept = !is_part ? Py_None : stash ? grad : Py_True;
+        if (PyList_Append(grads->stashed, kept) < 0 || (is_part && torch_set_grad(param, Py_None) < 0))
             return -1;
     }
     return 0;
 }
 
-int grads_hide_unsharded(struct grads *grads) {
+int grads_unexpose_unsharded(struct grads *grads) {
     if (grads->kind != GRAD_UNSHARDED)
         return 0;
-    if (hide(grads, grads->unsharded, false) < 0 || torch_set_grad(grads->param->tensor, Py_None) < 0)
+    if (unexpose(grads, grads->unsharded, false) < 0 || torch_set_grad(grads->param->tensor, Py_None) < 0)
         return -1;
     return grads_set_kind(grads, GRAD_NONE);
 }
 
-int grads_show_again(struct grads *grads) {
-    OWNED *hidden = grads->hidden;
-    grads->hidden = NULL;
+int grads_restore_stashed(struct grads *grads) {
+    OWNED *stashed = grads->stashed;
+    grads->stashed = NULL;
     int result = 0;
-    for (Py_ssize_t i = 0; hidden && !result && i < PyList_Size(hidden); i++)
-        if (torch_is_tensor(PyList_GetItem(hidden, i)))
+    for (Py_ssize_t i = 0; stashed && !result && i < PyList_Size(stashed); i++)
+        if (torch_is_tensor(PyList_GetItem(stashed, i)))
             result =
-                torch_set_foreign_grad(PyList_GetItem(grads->param->params, i), PyList_GetItem(hidden, i));
+                torch_set_foreign_grad(PyList_GetItem(grads->param->params, i), PyList_GetItem(stashed, i));
     return result;
 }
 
-int grads_add_late(struct grads *grads, PyObject **shard) {
+int grads_add_from_autograd(struct grads *grads, PyObject **shard) {
     const struct flat_param *param = grads->param;
     int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
     int64_t end = param->use_orig_params ? param->num_params : 0;
@@ -373,14 +373,14 @@ int grads_add_late(struct grads *grads, PyObject **shard) {
         if (!*shard && !(*shard = torch_zeros_like(grads->storage->shard_like)))
             return -1;
         OWNED *part = i < 0 ? Py_NewRef(*shard) : grads_part(grads, *shard, i);
-        OWNED *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
-        if (ref_done(there ? PyObject_CallMethod(part, "add_", "O", there) : NULL) < 0)
+        OWNED *moved = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
+        if (ref_done(moved ? PyObject_CallMethod(part, "add_", "O", moved) : NULL) < 0)
             return -1;
     }
     return 0;
 }
 
-/* ---- set aside ---- */
+/* ---- set stash ---- */
 
 PyObject *grads_cast_to_shard_dtype(struct grads *grads, PyObject *input) {
     PyObject *output = grads->cast_output;
@@ -393,7 +393,7 @@ PyObject *grads_cast_to_shard_dtype(struct grads *grads, PyObject *input) {
     return output;
 }
 
-int grads_forget_reduced(struct grads *grads, int64_t index) {
+int grads_zero_reduced(struct grads *grads, int64_t index) {
     const struct layout_shard_range *range = &grads->param->layout.shard_ranges[index];
     if (!grads->saved_shard || !range->in_shard)
         return 0;
@@ -403,7 +403,7 @@ int grads_forget_reduced(struct grads *grads, int64_t index) {
 
 /* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where
  * the one was zeroed in place, the other goes as well (parity 41). */
-static int forget_zeroed(struct grads *grads) {
+static int zero_reduced_of_zeroed(struct grads *grads) {
     const struct flat_param *param = grads->param;
     for (int64_t i = 0; grads->saved_shard && i < param->num_params; i++) {
         OWNED *shown =
@@ -412,14 +412,14 @@ static int forget_zeroed(struct grads *grads) {
         int64_t writes = !shown ? -1 : shown == Py_None ? 0 : torch_version(shown);
         OWNED *part = writes > 0 ? grads_part(grads, grads->unsharded, i) : NULL;
         int zeroed = writes <= 0 ? (int)writes : part ? grads_is_zero(part) : -1;
-        if (zeroed < 0 || (zeroed && grads_forget_reduced(grads, i) < 0))
+        if (zeroed < 0 || (zeroed && grads_zero_reduced(grads, i) < 0))
             return -1;
     }
     return 0;
 }
 
-int grads_drop_shown(struct grads *grads) {
-    Py_CLEAR(grads->shown);
+int grads_clear_accumulated(struct grads *grads) {
+    Py_CLEAR(grads->watched);
     grads->unreduced = false;
     Py_CLEAR(grads->unsharded);
     Py_CLEAR(grads->saved_shard);
@@ -430,17 +430,17 @@ int grads_drop_shown(struct grads *grads) {
     return grads_set_kind(grads, GRAD_NONE);
 }
 
-static int take_flat_grad(struct grads *grads) {
-    Py_CLEAR(grads->shown);
+static int stash_flat_grad(struct grads *grads) {
+    Py_CLEAR(grads->watched);
     OWNED *grad = torch_get_grad(grads->param->tensor);
     struct tensor_view view;
     if (!grad)
         return -1;
     if (grad == Py_None)
-        return grads_drop_shown(grads);
+        return grads_clear_accumulated(grads);
     if (grads->kind == GRAD_UNSHARDED)
-        return forget_zeroed(grads);
-    if (grads_set_kind(grads, GRAD_NONE) < 0 || hide(grads, grad, true) < 0)
+        return zero_reduced_of_zeroed(grads);
+    if (grads_set_kind(grads, GRAD_NONE) < 0 || unexpose(grads, grad, true) < 0)
         return -1;
     if (tensor_view_of(grad, &view) < 0)
         return -1;
@@ -457,22 +457,22 @@ static int take_flat_grad(struct grads *grads) {
     return grad ? torch_set_grad(grads->param->tensor, Py_None) : -1;
 }
 
-int grads_prepare(struct grads *grads) {
+int grads_begin_backward(struct grads *grads) {
     bool begins = !grads->in_backward;
     grads->in_backward = true;
-    return begins ? take_flat_grad(grads) : 0;
+    return begins ? stash_flat_grad(grads) : 0;
 }
 
 /* ---- made of nothing ---- */
 
 PyObject *grads_zeros(struct grads *grads) {
-    PyObject *left, *zeros;
-    if (torch_leave_inference_mode(&left) < 0)
+    PyObject *inference_guard, *zeros;
+    if (torch_leave_inference_mode(&inference_guard) < 0)
         return NULL;
     zeros = torch_zeros_like(grads->storage->local_shard);
     if (zeros && torch_set_foreign_grad(grads->param->tensor, zeros) < 0)
         Py_CLEAR(zeros);
-    if (torch_return_to_inference_mode(left) < 0)
+    if (torch_return_to_inference_mode(inference_guard) < 0)
         Py_CLEAR(zeros);
     return zeros;
 }
@@ -502,33 +502,33 @@ static int clear_grad(PyObject *param) {
 
 /* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one
  * comes (parity 42). 1, 0 or -1. */
-static int shows_grad(const struct grads *grads, int64_t index) {
+static int exposes_grad(const struct grads *grads, int64_t index) {
     PyObject *param = PyList_GetItem(grads->param->params, index);
     int requires_grad = torch_requires_grad(param);
     if (requires_grad)
         return requires_grad;
-    if (grads->hidden)
-        return PyList_GetItem(grads->hidden, index) != Py_None;
+    if (grads->stashed)
+        return PyList_GetItem(grads->stashed, index) != Py_None;
     OWNED *grad = torch_get_grad(param);
     return grad ? grad != Py_None : -1;
 }
 
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
-static int show_unsharded_grads(struct grads *grads, PyObject *grad) {
+static int expose_unsharded_grads(struct grads *grads, PyObject *grad) {
     const struct flat_param *param = grads->param;
     OWNED *views = flat_param_views(param, grad);
     for (int64_t i = 0; views && i < param->num_params; i++) {
         PyObject *own = PyList_GetItem(param->params, i), *view = PyTuple_GetItem(views, i);
         /* nor does torch show one that would be empty */
         bool is_empty = !param->sharded && !layout_param_numel(&param->layout, i);
-        int shows = is_empty ? 0 : shows_grad(grads, i);
+        int exposes = is_empty ? 0 : exposes_grad(grads, i);
         /* a rank that holds none of the parameter has none of its gradient to look at */
-        if (!shows && !is_empty && !grads->hidden && param->sharded &&
+        if (!exposes && !is_empty && !grads->stashed && param->sharded &&
             !param->layout.shard_ranges[i].in_shard) {
             int zero = grads_is_zero(view);
-            shows = zero < 0 ? -1 : !zero;
+            exposes = zero < 0 ? -1 : !zero;
         }
-        if (shows < 0 || (shows ? torch_set_foreign_grad(own, view) : clear_grad(own)) < 0)
+        if (exposes < 0 || (exposes ? torch_set_foreign_grad(own, view) : clear_grad(own)) < 0)
             return -1;
     }
     return views ? 0 : -1;
@@ -538,53 +538,54 @@ static int show_unsharded_grads(struct grads *grads, PyObject *grad) {
 
 /* The original parameters show their parts of the sharded flat gradient; those outside the shard show
  * None. */
-static int show_sharded_grads(struct grads *grads, PyObject *grad) {
+static int expose_sharded_grads(struct grads *grads, PyObject *grad) {
     OWNED *pieces =
         PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, grad, grads->shard_sizes, NULL);
     for (int64_t i = grads->param->num_params - 1; pieces && i >= 0; i--) {
         PyObject *param = PyList_GetItem(grads->param->params, i);
-        int shows = grads->shard_pieces[i] < 0 ? 0 : shows_grad(grads, i);
-        OWNED *piece = shows > 0 ? PySequence_GetItem(pieces, grads->shard_pieces[i]) : NULL;
-        if (!piece && (shows || clear_grad(param) < 0))
+        int exposes = grads->shard_pieces[i] < 0 ? 0 : exposes_grad(grads, i);
+        OWNED *piece = exposes > 0 ? PySequence_GetItem(pieces, grads->shard_pieces[i]) : NULL;
+        if (!piece && (exposes || clear_grad(param) < 0))
             return -1;
-        if (piece && (torch_set_grad(param, piece) < 0 || (!grads->shown && watch_part(grads, piece, i) < 0)))
+        if (piece &&
+            (torch_set_grad(param, piece) < 0 || (!grads->watched && watch_grad(grads, piece, i) < 0)))
             return -1;
     }
     return pieces ? 0 : -1;
 }
 
-static int show_grads(struct grads *grads, PyObject *grad) {
+static int expose_grads(struct grads *grads, PyObject *grad) {
     if (!grads->param->use_orig_params)
         return 0;
-    Py_CLEAR(grads->shown); /* nothing goes with the views of before */
+    Py_CLEAR(grads->watched); /* nothing goes with the views of before */
     if (grads->param->sharded && grads->kind == GRAD_SHARDED)
-        return show_sharded_grads(grads, grad);
-    int result = show_unsharded_grads(grads, grad);
-    return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_shown(grads, NOBODY);
+        return expose_sharded_grads(grads, grad);
+    int result = expose_unsharded_grads(grads, grad);
+    return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_exposed(grads, NO_PARAM);
 }
 
 /* flat_param.grad = what no_sync left, without the right padding */
-static int show_flat_unsharded(struct grads *grads) {
+static int expose_flat_unsharded(struct grads *grads) {
     OWNED *grad = torch_part(grads->unsharded, 0, grads->param->layout.numel); /* of version 0 */
     return grad ? torch_set_foreign_grad(grads->param->tensor, grad) : -1;
 }
 
-static int show_no_sync(struct grads *grads) {
-    bool shown = grads->kind == GRAD_UNSHARDED && !grads->hides_some;
-    grads->hides_some = false;
+static int expose_no_sync(struct grads *grads) {
+    bool shown = grads->kind == GRAD_UNSHARDED && !grads->has_unexposed_grads;
+    grads->has_unexposed_grads = false;
     if (shown)
         return 0; /* accumulated in place */
     if (grads->kind == GRAD_UNSHARDED)
-        return show_grads(grads, grads->unsharded);
-    if (grads_add_late(grads, &grads->saved_shard) < 0)
+        return expose_grads(grads, grads->unsharded);
+    if (grads_add_from_autograd(grads, &grads->saved_shard) < 0)
         return -1;
-    int result = show_flat_unsharded(grads);
+    int result = expose_flat_unsharded(grads);
     if (grads_set_kind(grads, GRAD_UNSHARDED) < 0 || result < 0)
         return -1;
-    return show_grads(grads, grads->unsharded);
+    return expose_grads(grads, grads->unsharded);
 }
 
-static int show_reduced(struct grads *grads) {
+static int expose_reduced(struct grads *grads) {
     const struct flat_param *param = grads->param;
     const struct storage *storage = grads->storage;
     /* the gradient of this backward where the shard lies: what was never reduced is copied while the host waits */
@@ -594,10 +595,10 @@ static int show_reduced(struct grads *grads) {
     grads->saved_shard = grads->offloaded = NULL;
     if (storage->offload) {
         ref_set(&shard, offloaded ? Py_NewRef(offloaded) : PyObject_CallMethod(shard, "cpu", NULL));
-        if (shard && storage_put_attribute(storage, "_cpu_grad", shard) < 0)
+        if (shard && storage_set_attribute(storage, "_cpu_grad", shard) < 0)
             Py_CLEAR(shard);
     }
-    if (grads_set_kind(grads, GRAD_SHARDED) < 0 || !shard || grads_add_late(grads, &shard) < 0)
+    if (grads_set_kind(grads, GRAD_SHARDED) < 0 || !shard || grads_add_from_autograd(grads, &shard) < 0)
         return -1;
     /* NO_SHARD keeps the dtype of the reduction instead */
     bool keeps_low = param->sharded && param->keep_low_precision_grads && storage->copy->low_precision;
@@ -608,56 +609,56 @@ static int show_reduced(struct grads *grads) {
     bool fits =
         view.dtype == storage->orig_kind && view.ndim == 1 && view.sizes[0] == param->layout.shard_numel;
     int result = fits ? torch_set_grad(param->tensor, grad) : torch_set_foreign_grad(param->tensor, grad);
-    return result < 0 ? -1 : show_grads(grads, grad);
+    return result < 0 ? -1 : expose_grads(grads, grad);
 }
 
-int grads_note_hidden(struct grads *grads, int64_t index) {
+int grads_mark_unexposed(struct grads *grads, int64_t index) {
     int requires_grad = torch_requires_grad(PyList_GetItem(grads->param->params, index));
-    grads->hides_some = grads->hides_some || requires_grad > 0;
+    grads->has_unexposed_grads = grads->has_unexposed_grads || requires_grad > 0;
     return requires_grad < 0 ? -1 : 0;
 }
 
-int grads_hand_over(struct grads *grads) {
+int grads_expose(struct grads *grads) {
     grads->in_backward = grads->hooked = false;
     /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
     Py_CLEAR(grads->pending);
     Py_CLEAR(grads->sum);
     int result = 0;
     if (grads->unsharded)
-        result = show_no_sync(grads); /* what was reduced before stays aside until the next reduction */
+        result = expose_no_sync(grads); /* what was reduced before stays stash until the next reduction */
     else if (grads->saved_shard)
-        result = show_reduced(grads);
-    Py_CLEAR(grads->hidden);
+        result = expose_reduced(grads);
+    Py_CLEAR(grads->stashed);
     return result;
 }
 
-int grads_show_full_grad(struct grads *grads, PyObject *grad) {
-    Py_CLEAR(grads->shown);
+int grads_expose_full_grad(struct grads *grads, PyObject *grad) {
+    Py_CLEAR(grads->watched);
     if (grad != Py_None)
-        return show_unsharded_grads(grads, grad);
+        return expose_unsharded_grads(grads, grad);
     for (int64_t i = 0; i < grads->param->num_params; i++)
         if (clear_grad(PyList_GetItem(grads->param->params, i)) < 0)
             return -1;
     return 0;
 }
 
-int grads_show_flat_grad(struct grads *grads) {
+int grads_expose_flat_grad(struct grads *grads) {
     if (!grads->param->use_orig_params)
         return 0;
     if (grads->kind == GRAD_UNSHARDED)
-        return show_unsharded_grads(grads, grads->unsharded);
+        return expose_unsharded_grads(grads, grads->unsharded);
     OWNED *grad = torch_get_grad(grads->param->tensor);
     if (!grad)
         return -1;
-    return grad == Py_None ? grads_show_full_grad(grads, grad) : show_grads(grads, grad);
+    return grad == Py_None ? grads_expose_full_grad(grads, grad) : expose_grads(grads, grad);
 }
 
 /* ---- moved ---- */
 
 /* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is
  * none. */
-static int show_parts_anew(struct grads *grads, PyObject *grad) {
-    Py_CLEAR(grads->shown); /* nothing goes with the views of before */
+static int expose_moved_grads(struct grads *grads, PyObject *grad) {
+    Py_CLEAR(grads->watched); /* nothing goes with the views of before */
     for (int64_t i = 0; grads->param->use_orig_params && i < grads->param->num_params; i++) {
         PyObject *param = PyList_GetItem(grads->param->params, i);
         OWNED *before = torch_get_grad(param);
@@ -669,16 +670,16 @@ static int show_parts_anew(struct grads *grads, PyObject *grad) {
         if (!part || torch_set_foreign_grad(param, part) < 0)
             return -1;
     }
-    return grads->kind == GRAD_SHARDED ? watch_shown(grads, NOBODY) : 0;
+    return grads->kind == GRAD_SHARDED ? watch_exposed(grads, NO_PARAM) : 0;
 }
 
-int grads_follow(struct grads *grads) {
+int grads_move(struct grads *grads) {
     const struct storage *storage = grads->storage;
     if (grads->in_backward || grads->kind == GRAD_NONE)
         return 0;
     if (grads->kind == GRAD_SHARDED) {
         OWNED *grad = torch_get_grad(grads->param->tensor);
-        return !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(grads, grad);
+        return !grad ? -1 : grad == Py_None ? 0 : expose_moved_grads(grads, grad);
     }
     /* what no_sync left goes where the shard is, in its dtype unless mixed precision says another */
     PyObject *like = storage->may_offload ? grads->unsharded : storage->local_shard;
@@ -690,5 +691,5 @@ int grads_follow(struct grads *grads) {
     if (!moved)
         return -1;
     ref_set(&grads->unsharded, moved);
-    return show_flat_unsharded(grads) < 0 ? -1 : show_parts_anew(grads, grads->unsharded);
+    return expose_flat_unsharded(grads) < 0 ? -1 : expose_moved_grads(grads, grads->unsharded);
 }

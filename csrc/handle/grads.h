@@ -49,21 +49,21 @@ struct grads {
     bool hooked;
     bool unreduced; /* what no_sync left has not been reduced yet */
     /* a parameter that is trained shows nothing of it: it was cleared, or frozen till now */
-    bool hides_some;
+    bool has_unexposed_grads;
     bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
     /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
-    PyObject *shown;
-    PyObject *hidden;    /* owned; list: what parameters showed of earlier backwards, True where that has been
+    PyObject *watched;
+    PyObject *stashed; /* owned; list: what parameters showed of earlier backwards, True where that has been
                           * packed, or None; NULL outside of one */
-    int64_t shown_param; /* of which parameter */
-    PyObject *shown_end; /* owned; what it calls once that is gone */
+    int64_t watched_param;    /* of which parameter */
+    PyObject *watch_callback; /* owned; what it calls once that is gone */
 
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
     bool has_param_hooks; /* hooks were found on the flat parameter when it was looked at last, */
     PyObject *hooks_seen; /* owned; which was after torch's hook of this number */
     /* owned; (_backward_hooks, _post_accumulate_grad_hooks) while autograd is not to find them, or NULL */
-    PyObject *hidden_hooks;
+    PyObject *stashed_hooks;
 
     /* from lazy init on */
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
@@ -81,22 +81,22 @@ int grads_lazy_init(struct grads *grads); /* after the storage's. 0 or -1 */
 /* ---- received: grads.c ---- */
 
 /* What earlier backwards left and this one adds to. */
-PyObject **grads_previous(struct grads *grads);
-bool grads_have_new(const struct grads *grads);
+PyObject **grads_accumulator(struct grads *grads);
+bool grads_have_received(const struct grads *grads);
 /* one contribution: the arguments of the node's backward */
 int grads_receive(struct grads *grads, PyObject *args);
 /* A contribution as it is, for autograd itself: new tensor, None where there is no gradient, or NULL. */
 PyObject *grads_flat_of(struct grads *grads, PyObject *args);
 /* where nothing is to be packed yet: zeros. 0 or -1 */
-int grads_receive_nothing(struct grads *grads);
+int grads_receive_zeros(struct grads *grads);
 /* param_hooks.c: the user's hooks, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or
  * -1 */
-int grads_hide_param_hooks(struct grads *grads);
-int grads_show_param_hooks(struct grads *grads);
+int grads_stash_param_hooks(struct grads *grads);
+int grads_restore_param_hooks(struct grads *grads);
 /* Call them with what was received since they were called last. They may leave
  * no gradient. A no-op without hooks. 0 or -1. */
 int grads_call_param_hooks(struct grads *grads);
-void grads_drop(struct grads *grads); /* after an exception: nothing of this backward is kept */
+void grads_discard(struct grads *grads); /* after an exception: nothing of this backward is kept */
 
 /* ---- packed and reduced: reduce.c ---- */
 
@@ -112,15 +112,15 @@ PyObject *grads_take_received(struct grads *grads);
 int grads_pack(struct grads *grads);
 /* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is
  * the caller's, in `*packed`, until the pass is over. 0 or -1. */
-bool grads_pack_directly(const struct grads *grads);
-int grads_pack_beside(struct grads *grads, PyObject **packed);
+bool grads_can_pack_directly(const struct grads *grads);
+int grads_pack_on_side_stream(struct grads *grads, PyObject **packed);
 /* no_sync: add what was received, to be shown as .grad */
 int grads_accumulate_unsharded(struct grads *grads);
 /* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is
  * memory of that stream, where it is used and freed. 0 or -1. */
-int grads_take_memory(struct grads *grads);
-/* Before grads_pack_beside, on the stream whose memory the reduction's input is to be. 0 or -1. */
-int grads_take_reduce_input(struct grads *grads);
+int grads_alloc_output(struct grads *grads);
+/* Before grads_pack_on_side_stream, on the stream whose memory the reduction's input is to be. 0 or -1. */
+int grads_alloc_reduce_input(struct grads *grads);
 /* Its bytes; 0 where a user's hook is given it, who may keep it. */
 int64_t grads_reduce_input_nbytes(const struct grads *grads);
 int grads_reduce(struct grads *grads); /* start the reduction of what was packed */
@@ -140,17 +140,17 @@ void grads_reduce_release(struct grads *grads);
 
 /* ---- shown as .grad: grads.c ---- */
 
-void grads_watch_nothing(struct grads *grads); /* what is shown may go: the handle goes with it */
-int grads_hand_over(struct grads *grads);      /* saved_shard becomes .grad */
+void grads_unwatch(struct grads *grads); /* what is shown may go: the handle goes with it */
+int grads_expose(struct grads *grads);   /* saved_shard becomes .grad */
 /* the original parameters' .grad follow flat_param.grad */
-int grads_show_flat_grad(struct grads *grads);
+int grads_expose_flat_grad(struct grads *grads);
 /* ... follow a full-size flat gradient, or None */
-int grads_show_full_grad(struct grads *grads, PyObject *grad);
+int grads_expose_full_grad(struct grads *grads, PyObject *grad);
 /* the parameter's .grad was found None. 0 or -1 */
-int grads_note_hidden(struct grads *grads, int64_t index);
+int grads_mark_unexposed(struct grads *grads, int64_t index);
 /* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or
  * -1 */
-int grads_follow(struct grads *grads);
+int grads_move(struct grads *grads);
 
 /* ---- left by earlier backwards: grads.c ---- */
 
@@ -159,17 +159,17 @@ int grads_set_kind(struct grads *grads, enum grad_kind kind);
 void grads_check(const struct grads *grads); /* the invariant, where FSDP_C_CHECK is defined */
 
 /* first pre-backward: move a sharded .grad aside, to accumulate onto */
-int grads_prepare(struct grads *grads);
+int grads_begin_backward(struct grads *grads);
 /* amid a backward: no .grad shows what no_sync left. 0 or -1 */
-int grads_hide_unsharded(struct grads *grads);
-int grads_show_again(struct grads *grads); /* after an exception. 0 or -1 */
+int grads_unexpose_unsharded(struct grads *grads);
+int grads_restore_stashed(struct grads *grads); /* after an exception. 0 or -1 */
 /* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or
  * -1. Without a `shard`: is there any? 1, 0 or -1. */
-int grads_add_late(struct grads *grads, PyObject **shard);
+int grads_add_from_autograd(struct grads *grads, PyObject **shard);
 /* the user has cleared it: nothing is left of it. 0 or -1 */
-int grads_drop_shown(struct grads *grads);
+int grads_clear_accumulated(struct grads *grads);
 /* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
-int grads_forget_reduced(struct grads *grads, int64_t index);
+int grads_zero_reduced(struct grads *grads, int64_t index);
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New
  * reference. */
 PyObject *grads_zeros(struct grads *grads);

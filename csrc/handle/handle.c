@@ -28,14 +28,16 @@ static const bool training_allowed[USE_STATES][USE_STATES] = {
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
     enum training_state from = handle->training_state;
-    bool comes_early = from == USE_FORWARD && (state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST);
+    bool is_nested_backward =
+        from == USE_FORWARD && (state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST);
     if (!training_allowed[from][state])
         return flat_param_refuse(
             &handle->param, training_state_names[from], training_state_names[state],
-            comes_early ? ": a backward inside its own forward has come to its parameters, which the rest "
-                          "of the forward needs. Call backward() on what the forward returns, after it, or "
-                          "wrap the modules that the backward inside passes through as units of their own"
-                        : "");
+            is_nested_backward
+                ? ": a backward inside its own forward has come to its parameters, which the rest "
+                  "of the forward needs. Call backward() on what the forward returns, after it, or "
+                  "wrap the modules that the backward inside passes through as units of their own"
+                : "");
     handle->training_state = state;
     return 0;
 }
@@ -106,7 +108,7 @@ void handle_check(const struct handle *handle) {
 
 /* dtypes and the shard; enough to show sharded parameters */
 static int init_shard(struct handle *handle) {
-    handle->ready = false;
+    handle->initialized = false;
     if (storage_read_shard(&handle->storage) < 0)
         return -1;
     return handle->param.params
@@ -124,15 +126,15 @@ static int has_shard_data(const struct handle *handle) {
 }
 
 int handle_lazy_init(struct handle *handle) {
-    int known = handle->storage.local_shard && !handle->ready ? has_shard_data(handle) : 0;
+    int known = handle->storage.local_shard && !handle->initialized ? has_shard_data(handle) : 0;
     if (known < 0 || (known && writeback_replace_shard(handle) < 0))
         return -1;
     if (init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
-    param_views_forget_wrapped(&handle->param_views);
+    param_views_drop_wrapped(&handle->param_views);
     if (grads_lazy_init(&handle->grads) < 0)
         return -1;
-    handle->ready = true;
+    handle->initialized = true;
     if (storage_update_attributes(&handle->storage) < 0)
         return -1;
     CHECKED(handle_check(handle));
@@ -140,27 +142,27 @@ int handle_lazy_init(struct handle *handle) {
 }
 
 int handle_publish(struct handle *handle) {
-    return storage_begin_attributes(&handle->storage);
+    return storage_publish_attributes(&handle->storage);
 }
 
 /* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
 int handle_follow_flat_param(struct handle *handle) {
-    PyObject *left;
-    if (!handle->ready)
+    PyObject *inference_guard;
+    if (!handle->initialized)
         return handle_lazy_init(handle);
     int known = has_shard_data(handle);
     if (known)
         return known < 0 ? -1 : 0;
-    if (torch_leave_inference_mode(&left) < 0)
+    if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
-    writeback_note_copied(handle);
+    writeback_mark_copied(handle);
     bool orig = handle->param.use_orig_params;
-    int result = orig ? 0 : param_views_set_shown(&handle->param_views, SHOWN_NOTHING);
+    int result = orig ? 0 : param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING);
     if (!result)
         result = handle_lazy_init(handle);
     if (!result && !orig)
-        result = handle_show_views(handle);
-    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+        result = handle_expose_views(handle);
+    return torch_return_to_inference_mode(inference_guard) < 0 ? -1 : result;
 }
 
 /* Without original parameters the flat one is what functional_call swaps: see [Note: swapped parameters] in
@@ -183,27 +185,27 @@ int handle_check_flat_param(const struct handle *handle) {
 
 /* ---- a flat parameter that moves ---- */
 
-int handle_leave(struct handle *handle) {
+int handle_begin_move(struct handle *handle) {
     if (handle->training_state != USE_IDLE)
         return 0;
     if (handle_collect_user_grads(handle) < 0)
         return -1;
     if (handle->storage.param_state == PARAM_SHARDED)
         return 0;
-    if (handle_take_over_views(handle) < 0)
+    if (handle_writeback_views(handle) < 0)
         return -1;
-    return storage_reshard(&handle->storage, true) < 0 ? -1 : handle_show_sharded(handle);
+    return storage_reshard(&handle->storage, true) < 0 ? -1 : handle_expose_sharded(handle);
 }
 
-int handle_follow(struct handle *handle) {
-    if (param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0)
+int handle_end_move(struct handle *handle) {
+    if (param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING) < 0)
         return -1;
     if ((handle->param.use_orig_params ? init_shard(handle) : handle_lazy_init(handle)) < 0)
         return -1;
-    return handle_show_sharded(handle) < 0 ? -1 : grads_follow(&handle->grads);
+    return handle_expose_sharded(handle) < 0 ? -1 : grads_move(&handle->grads);
 }
 
-static int follow_to(struct handle *handle, PyObject *data) {
+static int adopt_data(struct handle *handle, PyObject *data) {
     if (torch_set_data(handle->param.tensor, data) < 0 || handle_follow_flat_param(handle) < 0)
         return -1;
     return storage_leave_device(&handle->storage);
@@ -221,11 +223,11 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     OWNED *data = torch_data(handle->param.tensor);
     OWNED *method = data ? PyObject_GetAttrString(data, "to") : NULL;
     OWNED *to = method ? PyObject_Call(method, args, kwargs) : NULL;
-    if (!to || follow_to(handle, to) == 0)
+    if (!to || adopt_data(handle, to) == 0)
         return to ? 0 : -1;
     /* what could not be followed is left for what was there before; the exception stays */
     PyObject *error = PyErr_GetRaisedException();
-    if (follow_to(handle, data) < 0)
+    if (adopt_data(handle, data) < 0)
         PyErr_WriteUnraisable(handle->param.name);
     PyErr_SetRaisedException(error);
     return -1;
@@ -233,49 +235,50 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
 
 /* ---- what the modules show ---- */
 
-int handle_show_views(struct handle *handle) {
-    return param_views_show_views(&handle->param_views, handle->storage.copy->views);
+int handle_expose_views(struct handle *handle) {
+    return param_views_expose_views(&handle->param_views, handle->storage.copy->views);
 }
 
-int handle_show_sharded(struct handle *handle) {
-    return param_views_show_sharded(&handle->param_views, handle->storage.local_shard,
-                                    handle->storage.copy->views);
+int handle_expose_sharded(struct handle *handle) {
+    return param_views_expose_sharded(&handle->param_views, handle->storage.local_shard,
+                                      handle->storage.copy->views);
 }
 
-int handle_note_assigned(struct handle *handle) {
-    param_views_note_assigned(&handle->param_views);
+int handle_mark_assigned(struct handle *handle) {
+    param_views_mark_assigned(&handle->param_views);
     return 0;
 }
 
-bool handle_shows_sharded(const struct handle *handle) {
+bool handle_exposes_sharded(const struct handle *handle) {
     bool freed =
-        handle->storage.param_state == PARAM_SHARDED && handle->param_views.shown != SHOWN_FULL_PARAMS;
-    return handle->param.sharded && (freed || handle->param_views.shown == SHOWN_SHARDED);
+        handle->storage.param_state == PARAM_SHARDED && handle->param_views.exposed != EXPOSED_FULL_PARAMS;
+    return handle->param.sharded && (freed || handle->param_views.exposed == EXPOSED_SHARDED);
 }
 
-bool handle_leaves_views(const struct handle *handle) {
+bool handle_keeps_views_exposed(const struct handle *handle) {
     return handle->param.use_orig_params && flat_param_stays_unsharded(&handle->param);
 }
 
-int handle_hide_views(struct handle *handle) {
+int handle_unexpose_views(struct handle *handle) {
     if (!handle->param.use_orig_params || handle->training_state != USE_IDLE ||
-        handle->param_views.shown != SHOWN_VIEWS)
+        handle->param_views.exposed != EXPOSED_VIEWS)
         return 0;
-    return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
+    return handle_writeback_views(handle) < 0 ? -1 : handle_expose_sharded(handle);
 }
 
 static int detach_views(struct handle *handle, bool shows) {
     if (storage_detach_views(&handle->storage) < 0)
         return -1;
-    param_views_forget_wrapped(&handle->param_views);
+    param_views_drop_wrapped(&handle->param_views);
     if (!shows)
         return 0;
-    return param_views_set_shown(&handle->param_views, SHOWN_NOTHING) < 0 ? -1 : handle_show_views(handle);
+    return param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING) < 0 ? -1
+                                                                              : handle_expose_views(handle);
 }
 
 /* A module that keeps a view with its node keeps the whole unit for ever: one failure is not the end. */
 int handle_detach_views(struct handle *handle) {
-    bool shows = handle->param_views.shown == SHOWN_VIEWS;
+    bool shows = handle->param_views.exposed == EXPOSED_VIEWS;
     if (detach_views(handle, shows) == 0)
         return 0;
     PyErr_Clear();
@@ -287,17 +290,17 @@ int handle_detach_views(struct handle *handle) {
 int handle_use_precision(struct handle *handle, enum precision precision) {
     if (storage_precision(&handle->storage) == precision)
         return 0;
-    bool orig = handle->param.use_orig_params, shows_views = handle->param_views.shown == SHOWN_VIEWS;
+    bool orig = handle->param.use_orig_params, shows_views = handle->param_views.exposed == EXPOSED_VIEWS;
     if (storage_reshard(&handle->storage, true) < 0)
         return -1;
     /* the modules let go of the views; without original parameters they show those of the copy in use then */
-    if (shows_views &&
-        (orig ? handle_show_sharded(handle) : param_views_set_shown(&handle->param_views, SHOWN_NOTHING)) < 0)
+    if (shows_views && (orig ? handle_expose_sharded(handle)
+                             : param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING)) < 0)
         return -1;
     if (storage_use_copy(&handle->storage, precision) < 0)
         return -1;
-    param_views_forget_wrapped(&handle->param_views);
-    return shows_views && !orig ? handle_show_views(handle) : 0;
+    param_views_drop_wrapped(&handle->param_views);
+    return shows_views && !orig ? handle_expose_views(handle) : 0;
 }
 
 /* A reduction in `dtype` is so from now on, also when lazy init comes later or comes again. */
@@ -305,7 +308,7 @@ int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *st
     if (grads_check_hookless(&handle->grads) < 0)
         return -1;
     bool native = dtype != Py_None;
-    if (native && handle->ready && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
+    if (native && handle->initialized && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
         return -1;
     if (native && storage_fix_reduce_dtype(&handle->storage, dtype) < 0)
         return -1;

@@ -36,7 +36,7 @@ struct handle {
     struct writeback writeback;
     struct summon summon;
     enum training_state training_state;
-    bool ready;
+    bool initialized;
     bool optimizer_in_backward; /* some parameter has an optimizer attached */
 };
 
@@ -70,8 +70,8 @@ int handle_check_flat_param(const struct handle *handle);
 int handle_publish(struct handle *handle); /* attributes of the flat parameter, from now on. 0 or -1 */
 /* Before and after outside code moves the flat parameter, and its .grad, to another dtype or device: between
  * steps it then shows the shard, with what the user did to gradients; what shows it follows. 0 or -1 */
-int handle_leave(struct handle *handle);
-int handle_follow(struct handle *handle);
+int handle_begin_move(struct handle *handle);
+int handle_end_move(struct handle *handle);
 /* flat_param.data = flat_param.data.to(*args, **kwargs), and the handle and all that is shown follow. 0, or
  * -1 and nothing has moved; AssertionError amid a step. */
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs /* or NULL */);
@@ -97,8 +97,8 @@ int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *st
 
 int handle_summon_enter(struct handle *handle, bool writeback);
 int handle_summon_exit(struct handle *handle);
-int handle_summon_free(struct handle *handle); /* the modules are to show other tensors */
-int handle_summon_hide(struct handle *handle); /* they show sharded ones */
+int handle_summon_free(struct handle *handle);    /* the modules are to show other tensors */
+int handle_summon_reshard(struct handle *handle); /* they show sharded ones */
 int handle_summon_grads(struct handle *handle);
 int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
@@ -108,21 +108,21 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 int handle_writeback(struct handle *handle);
 /* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that
  * writes, goes into the shard, before what is gathered goes. */
-int handle_take_over_views(struct handle *handle);
+int handle_writeback_views(struct handle *handle);
 /* so does what the module has written in place to its parameters in a forward (parity 52) */
-int handle_take_over_writes(struct handle *handle);
+int handle_writeback_forward(struct handle *handle);
 int handle_collect_user_grads(struct handle *handle); /* since the last step: zeroed or replaced */
 
 /* ---- what the modules show, of this handle's storage. 0 or -1 ---- */
 
-int handle_show_views(struct handle *handle);
-int handle_show_sharded(struct handle *handle);
-int handle_detach_views(struct handle *handle); /* views without history take their place */
-int handle_hide_views(struct handle *handle);   /* no backward comes for which views would stay */
-int handle_note_assigned(struct handle *handle);
-bool handle_shows_sharded(
+int handle_expose_views(struct handle *handle);
+int handle_expose_sharded(struct handle *handle);
+int handle_detach_views(struct handle *handle);   /* views without history take their place */
+int handle_unexpose_views(struct handle *handle); /* no backward comes for which views would stay */
+int handle_mark_assigned(struct handle *handle);
+bool handle_exposes_sharded(
     const struct handle *handle); /* a layer that is called now computes with sharded parameters */
-bool handle_leaves_views(
+bool handle_keeps_views_exposed(
     const struct handle *handle); /* do modules show them from a forward to its backward (C-091)? */
 
 #endif

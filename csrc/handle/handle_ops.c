@@ -44,7 +44,7 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     struct handle *handle = find("fsdp_c::unshard", op_int(stack[1]));
     struct op_operand full;
     op_read_shape(&full, tensor); /* the handle's own tensor may have no storage yet */
-    OP_CHECK(handle->ready, "fsdp_c::unshard: the handle is not initialised: run a forward first");
+    OP_CHECK(handle->initialized, "fsdp_c::unshard: the handle is not initialised: run a forward first");
     OP_CHECK(full.numel == handle->param.layout.padded_numel &&
                  full.view.dtype == handle->storage.copy->kind && full.is_contiguous,
              "fsdp_c::unshard: full must be a contiguous tensor of %lld elements in the compute dtype",

@@ -19,21 +19,21 @@
 
 /* The dict of hooks, or None. New reference. */
 static PyObject *hooks_of(const struct grads *grads, PyObject *attribute) {
-    if (!grads->hidden_hooks)
+    if (!grads->stashed_hooks)
         return PyObject_GetAttr(grads->param->tensor, attribute);
-    return Py_NewRef(PyTuple_GetItem(grads->hidden_hooks, attribute != torch_names._backward_hooks));
+    return Py_NewRef(PyTuple_GetItem(grads->stashed_hooks, attribute != torch_names._backward_hooks));
 }
 
 /* The functions in a dict of hooks, which may change while they are called; an empty list where there are
  * none. New reference. */
-static PyObject *functions_of(const struct grads *grads, PyObject *attribute) {
+static PyObject *hook_functions(const struct grads *grads, PyObject *attribute) {
     OWNED *hooks = hooks_of(grads, attribute);
     if (!hooks)
         return NULL;
     return hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
 }
 
-static int has_any(const struct grads *grads, PyObject *attribute) {
+static int has_hooks_in(const struct grads *grads, PyObject *attribute) {
     OWNED *hooks = hooks_of(grads, attribute);
     return !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
 }
@@ -43,9 +43,9 @@ static int has_hooks(struct grads *grads) {
     int registered = torch_hooks_registered_since(&grads->hooks_seen);
     if (registered < 0 || (!registered && !grads->has_param_hooks))
         return registered;
-    int result = has_any(grads, torch_names._backward_hooks);
+    int result = has_hooks_in(grads, torch_names._backward_hooks);
     if (!result)
-        result = has_any(grads, torch_names._post_accumulate_grad_hooks);
+        result = has_hooks_in(grads, torch_names._post_accumulate_grad_hooks);
     grads->has_param_hooks = result != 0;
     return result;
 }
@@ -53,36 +53,36 @@ static int has_hooks(struct grads *grads) {
 /* ---- hidden from autograd ---- */
 
 /* Each stands again, or an empty dict in its place: without any, autograd would go on with the one before. */
-static int set_hooks(const struct grads *grads, PyObject *both, bool hidden) {
+static int set_hooks(const struct grads *grads, PyObject *both, bool stashed) {
     PyObject *attributes[] = {torch_names._backward_hooks, torch_names._post_accumulate_grad_hooks};
     for (int i = 0; i < 2; i++) {
         PyObject *hooks = PyTuple_GetItem(both, i);
         if (hooks == Py_None)
             continue;
-        OWNED *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
-        if (!shown || PyObject_SetAttr(grads->param->tensor, attributes[i], shown) < 0)
+        OWNED *installed = stashed ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
+        if (!installed || PyObject_SetAttr(grads->param->tensor, attributes[i], installed) < 0)
             return -1;
     }
     return 0;
 }
 
-int grads_hide_param_hooks(struct grads *grads) {
-    int any = grads->param->use_orig_params || grads->hidden_hooks ? 0 : has_hooks(grads);
+int grads_stash_param_hooks(struct grads *grads) {
+    int any = grads->param->use_orig_params || grads->stashed_hooks ? 0 : has_hooks(grads);
     if (any <= 0)
         return any;
     OWNED *on_gradient = hooks_of(grads, torch_names._backward_hooks);
     OWNED *on_accumulated = hooks_of(grads, torch_names._post_accumulate_grad_hooks);
     if (on_gradient && on_accumulated)
-        grads->hidden_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
-    return grads->hidden_hooks ? set_hooks(grads, grads->hidden_hooks, true) : -1;
+        grads->stashed_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
+    return grads->stashed_hooks ? set_hooks(grads, grads->stashed_hooks, true) : -1;
 }
 
-int grads_show_param_hooks(struct grads *grads) {
-    OWNED *hidden = grads->hidden_hooks;
-    if (!hidden)
+int grads_restore_param_hooks(struct grads *grads) {
+    OWNED *stashed = grads->stashed_hooks;
+    if (!stashed)
         return 0;
-    grads->hidden_hooks = NULL;
-    return set_hooks(grads, hidden, false);
+    grads->stashed_hooks = NULL;
+    return set_hooks(grads, stashed, false);
 }
 
 /* ---- called ---- */
@@ -112,7 +112,7 @@ static int check_replacement(const struct grads *grads, PyObject *function, PyOb
 
 /* The gradient after all hooks. Steals `grad`; new reference or NULL. */
 static PyObject *call_gradient_hooks(struct grads *grads, PyObject *grad) {
-    OWNED *functions = functions_of(grads, torch_names._backward_hooks);
+    OWNED *functions = hook_functions(grads, torch_names._backward_hooks);
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
         PyObject *function = PyList_GetItem(functions, i);
@@ -127,7 +127,7 @@ static PyObject *call_gradient_hooks(struct grads *grads, PyObject *grad) {
 }
 
 static int call_accumulated_hooks(struct grads *grads) {
-    OWNED *functions = functions_of(grads, torch_names._post_accumulate_grad_hooks);
+    OWNED *functions = hook_functions(grads, torch_names._post_accumulate_grad_hooks);
     for (Py_ssize_t i = 0; functions && i < PyList_Size(functions); i++) {
         OWNED *value = PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), grads->param->tensor, NULL);
         if (!value)
@@ -146,7 +146,7 @@ static PyObject *without_padding(const struct grads *grads, PyObject *padded) {
     return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)grads->param->layout.numel);
 }
 
-static int show_grad(struct grads *grads, PyObject *padded) {
+static int expose_accumulated(struct grads *grads, PyObject *padded) {
     OWNED *grad = padded ? without_padding(grads, padded) : NULL;
     if (padded && !grad)
         return -1;
@@ -172,7 +172,7 @@ static int accumulate(struct grads *grads, PyObject *grad) {
 
 /* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
  * replaced: then it is copied, with the padding behind it. */
-static int take_grad(struct grads *grads, PyObject *padded) {
+static int take_hooked_grad(struct grads *grads, PyObject *padded) {
     const struct flat_param *param = grads->param;
     OWNED *grad = torch_get_grad(param->tensor);
     OWNED *taken = NULL;
@@ -196,7 +196,7 @@ static int take_grad(struct grads *grads, PyObject *padded) {
             return -1;
     }
     grads->hooked = taken != NULL;
-    ref_set(grads_previous(grads), Py_XNewRef(taken));
+    ref_set(grads_accumulator(grads), Py_XNewRef(taken));
     return grads_set_kind(grads, GRAD_NONE); /* until it is handed over */
 }
 
@@ -213,22 +213,22 @@ int grads_call_param_hooks(struct grads *grads) {
     OWNED *data = is_local ? NULL : torch_data(param);
     int result = is_local ? 0 : data ? torch_set_data(param, grads->storage->copy->full_data) : -1;
     if (!result) {
-        PyObject *previous = *grads_previous(grads);
-        result = show_grad(grads, previous);
+        PyObject *previous = *grads_accumulator(grads);
+        result = expose_accumulated(grads, previous);
         PyObject *grad = result < 0 ? NULL : without_padding(grads, total);
         if (grad)
             grad = call_gradient_hooks(grads, grad);
         if (!grad || accumulate(grads, grad) < 0 || call_accumulated_hooks(grads) < 0)
             result = -1;
         else
-            result = take_grad(grads, previous ? previous : total);
+            result = take_hooked_grad(grads, previous ? previous : total);
         if (data)
             torch_restore_data(param, data);
     }
     if (result == 0)
         return 0;
     PyObject *error = PyErr_GetRaisedException();
-    if (show_grad(grads, grads->kind == GRAD_UNSHARDED ? *grads_previous(grads) : NULL) < 0)
+    if (expose_accumulated(grads, grads->kind == GRAD_UNSHARDED ? *grads_accumulator(grads) : NULL) < 0)
         PyErr_WriteUnraisable(grads->param->name);
     PyErr_SetRaisedException(error);
     return -1;

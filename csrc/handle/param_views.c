@@ -8,29 +8,30 @@
 
 /* ---- what they show ---- */
 
-static const bool shown_allowed[SHOWN_KINDS][SHOWN_KINDS] = {
-    [SHOWN_NOTHING] = {[SHOWN_NOTHING] = true, /* failed half-way, and tried again */
-                       [SHOWN_SHARDED] = true,
-                       [SHOWN_VIEWS] = true,
-                       [SHOWN_FULL_PARAMS] = true},
-    [SHOWN_SHARDED] = {[SHOWN_NOTHING] = true}, /* a change begins */
-    [SHOWN_VIEWS] = {[SHOWN_NOTHING] = true},
-    [SHOWN_FULL_PARAMS] = {[SHOWN_NOTHING] = true},
+static const bool exposed_allowed[EXPOSED_KINDS][EXPOSED_KINDS] = {
+    [EXPOSED_NOTHING] = {[EXPOSED_NOTHING] = true, /* failed half-way, and tried again */
+                         [EXPOSED_SHARDED] = true,
+                         [EXPOSED_VIEWS] = true,
+                         [EXPOSED_FULL_PARAMS] = true},
+    [EXPOSED_SHARDED] = {[EXPOSED_NOTHING] = true}, /* a change begins */
+    [EXPOSED_VIEWS] = {[EXPOSED_NOTHING] = true},
+    [EXPOSED_FULL_PARAMS] = {[EXPOSED_NOTHING] = true},
 };
 
-static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEWS", "FULL_PARAMS"};
+static const char *const exposed_names[EXPOSED_KINDS] = {"NOTHING", "SHARDED", "VIEWS", "FULL_PARAMS"};
 
-int param_views_set_shown(struct param_views *param_views, enum shown shown) {
-    if (!shown_allowed[param_views->shown][shown])
-        return flat_param_refuse(param_views->param, shown_names[param_views->shown], shown_names[shown], "");
-    param_views->shown = shown;
+int param_views_set_exposed(struct param_views *param_views, enum exposed exposed) {
+    if (!exposed_allowed[param_views->exposed][exposed])
+        return flat_param_refuse(param_views->param, exposed_names[param_views->exposed],
+                                 exposed_names[exposed], "");
+    param_views->exposed = exposed;
     CHECKED(param_views_check(param_views));
     return 0;
 }
 
 void param_views_check(const struct param_views *param_views) {
     INVARIANT(param_views->count >= param_views->param->num_params);
-    INVARIANT(param_views->shown != SHOWN_SHARDED || param_views->param->use_orig_params);
+    INVARIANT(param_views->exposed != EXPOSED_SHARDED || param_views->param->use_orig_params);
     INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
 }
 
@@ -61,7 +62,8 @@ int param_views_init(struct param_views *param_views, const struct handle_spec *
     for (int64_t i = 0; i < param_views->count; i++) {
         if (param_view_init(&param_views->all[i], PyList_GetItem(spec->param_views, i)) < 0)
             return -1;
-        param_views->watched = param_views->watched || param_views->all[i].setting == SETTING_BY_SETATTR;
+        param_views->uses_setattr =
+            param_views->uses_setattr || param_views->all[i].setting == SETTING_BY_SETATTR;
     }
     return 0;
 }
@@ -105,7 +107,7 @@ int param_views_wrap_views(struct param_views *param_views, PyObject *views) {
     return param_views->wrapped_views ? 0 : -1;
 }
 
-void param_views_forget_wrapped(struct param_views *param_views) {
+void param_views_drop_wrapped(struct param_views *param_views) {
     Py_CLEAR(param_views->wrapped_views);
 }
 
@@ -156,15 +158,15 @@ PyObject *param_views_value(const struct param_views *param_views, int64_t index
 }
 
 /* As a user's `setattr` would do it, for classes that watch their attributes. */
-static int show_by_setattr(const struct param_view *param_view, PyObject *value) {
+static int set_by_setattr(const struct param_view *param_view, PyObject *value) {
     if (PyObject_HasAttr(param_view->module, param_view->name) &&
         PyObject_DelAttr(param_view->module, param_view->name) < 0)
         return -1;
     return PyObject_SetAttr(param_view->module, param_view->name, value);
 }
 
-static int show_in_parameters(const struct param_view *param_view, PyObject *value) {
-    if (param_view->setting == SETTING_BY_SETATTR && show_by_setattr(param_view, value) < 0)
+static int set_in_parameters(const struct param_view *param_view, PyObject *value) {
+    if (param_view->setting == SETTING_BY_SETATTR && set_by_setattr(param_view, value) < 0)
         return -1;
     if (param_view->setting == SETTING_BYPASS &&
         PyDict_SetItem(param_view->attributes, param_view->name, value) < 0)
@@ -179,20 +181,20 @@ static int remove_key(PyObject *dict, PyObject *key) {
 }
 
 /* A plain attribute: in the instance's __dict__ and not among the parameters. */
-static int show_as_attribute(const struct param_view *param_view, PyObject *value) {
+static int set_as_attribute(const struct param_view *param_view, PyObject *value) {
     if (remove_key(param_view->parameters, param_view->name) < 0)
         return -1;
     if (param_view->setting == SETTING_BY_SETATTR)
-        return show_by_setattr(param_view, value);
+        return set_by_setattr(param_view, value);
     return PyDict_SetItem(param_view->attributes, param_view->name, value);
 }
 
-static int put_views(struct param_views *param_views, PyObject *views) {
+static int set_views(struct param_views *param_views, PyObject *views) {
     for (int64_t i = 0; i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
         PyObject *view = PyTuple_GetItem(views, param_view->param);
-        int result = param_views->param->use_orig_params ? show_in_parameters(param_view, view)
-                                                         : show_as_attribute(param_view, view);
+        int result = param_views->param->use_orig_params ? set_in_parameters(param_view, view)
+                                                         : set_as_attribute(param_view, view);
         if (result < 0)
             return -1;
     }
@@ -200,10 +202,10 @@ static int put_views(struct param_views *param_views, PyObject *views) {
 }
 
 /* `params`: a list of Parameters. */
-static int put_params(struct param_views *param_views, PyObject *params) {
+static int set_params(struct param_views *param_views, PyObject *params) {
     for (int64_t i = 0; i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
-        if (show_in_parameters(param_view, PyList_GetItem(params, param_view->param)) < 0)
+        if (set_in_parameters(param_view, PyList_GetItem(params, param_view->param)) < 0)
             return -1;
         if (param_view->setting == SETTING_BY_SETATTR &&
             remove_key(param_view->attributes, param_view->name) < 0)
@@ -212,7 +214,7 @@ static int put_params(struct param_views *param_views, PyObject *params) {
     return 0;
 }
 
-int param_views_put_back(const struct param_views *param_views, int64_t param) {
+int param_views_restore_param(const struct param_views *param_views, int64_t param) {
     PyObject *value = PyList_GetItem(param_views->param->params, param);
     for (int64_t i = 0; i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
@@ -223,31 +225,31 @@ int param_views_put_back(const struct param_views *param_views, int64_t param) {
 }
 
 /* Nothing is shown until all modules agree. */
-static int change(struct param_views *param_views, enum shown to,
-                  int (*put)(struct param_views *, PyObject *), PyObject *values) {
-    if (param_views_set_shown(param_views, SHOWN_NOTHING) < 0 || put(param_views, values) < 0)
+static int change_exposed(struct param_views *param_views, enum exposed to,
+                          int (*set)(struct param_views *, PyObject *), PyObject *values) {
+    if (param_views_set_exposed(param_views, EXPOSED_NOTHING) < 0 || set(param_views, values) < 0)
         return -1;
-    return param_views_set_shown(param_views, to);
+    return param_views_set_exposed(param_views, to);
 }
 
-void param_views_note_assigned(struct param_views *param_views) {
+void param_views_mark_assigned(struct param_views *param_views) {
     param_views->assigned = true;
 }
 
-int param_views_take_back(struct param_views *param_views, PyObject *views) {
+int param_views_restore_attributes(struct param_views *param_views, PyObject *views) {
     for (int64_t i = 0; param_views->assigned && i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
         PyObject *view = PyTuple_GetItem(views, param_view->param);
         if (PyDict_GetItemWithError(param_view->parameters, param_view->name) == view &&
-            show_as_attribute(param_view, view) < 0)
+            set_as_attribute(param_view, view) < 0)
             return -1;
     }
     return PyErr_Occurred() ? -1 : 0;
 }
 
 /* What modules keep from forward to forward is still there, or was deleted. */
-static int check_kept(struct param_views *param_views, PyObject *views) {
-    if (param_views_take_back(param_views, views) < 0)
+static int check_reused_views(struct param_views *param_views, PyObject *views) {
+    if (param_views_restore_attributes(param_views, views) < 0)
         return -1;
     for (int64_t i = 0; i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
@@ -272,32 +274,33 @@ static int check_kept(struct param_views *param_views, PyObject *views) {
     return 0;
 }
 
-int param_views_show_views(struct param_views *param_views, PyObject *views) {
+int param_views_expose_views(struct param_views *param_views, PyObject *views) {
     if (param_views->wrap_views) {
         if (!param_views->wrapped_views && param_views_wrap_views(param_views, views) < 0)
             return -1;
-        return change(param_views, SHOWN_VIEWS, put_views, param_views->wrapped_views);
+        return change_exposed(param_views, EXPOSED_VIEWS, set_views, param_views->wrapped_views);
     }
-    if (param_views->shown == SHOWN_VIEWS && !param_views->param->use_orig_params) {
+    if (param_views->exposed == EXPOSED_VIEWS && !param_views->param->use_orig_params) {
         /* in the first two forwards, later in one of eight: to look costs a lookup for each parameter */
-        uint32_t kept = param_views->num_kept++;
-        bool looks = kept < 2 || kept % 8 == 0 || param_views->assigned || param_views->watched;
-        if (looks && check_kept(param_views, views) < 0)
+        uint32_t num_reused = param_views->num_reused++;
+        bool is_due =
+            num_reused < 2 || num_reused % 8 == 0 || param_views->assigned || param_views->uses_setattr;
+        if (is_due && check_reused_views(param_views, views) < 0)
             return -1;
-        if (!param_views->watched)
+        if (!param_views->uses_setattr)
             return 0;
     }
-    return change(param_views, SHOWN_VIEWS, put_views, views);
+    return change_exposed(param_views, EXPOSED_VIEWS, set_views, views);
 }
 
-int param_views_show_sharded(struct param_views *param_views, PyObject *shard, PyObject *views) {
-    if (param_views->shown == SHOWN_SHARDED && !param_views->params_are_full)
+int param_views_expose_sharded(struct param_views *param_views, PyObject *shard, PyObject *views) {
+    if (param_views->exposed == EXPOSED_SHARDED && !param_views->params_are_full)
         return 0;
     if (!param_views->param->use_orig_params)
-        return param_views->shown == SHOWN_VIEWS ? 0 : param_views_show_views(param_views, views);
+        return param_views->exposed == EXPOSED_VIEWS ? 0 : param_views_expose_views(param_views, views);
     if (param_views->params_are_full && param_views_point_params_at(param_views, shard) < 0)
         return -1;
-    return change(param_views, SHOWN_SHARDED, put_params, param_views->param->params);
+    return change_exposed(param_views, EXPOSED_SHARDED, set_params, param_views->param->params);
 }
 
 /* ---- full parameters ---- */
@@ -334,21 +337,21 @@ static PyObject *full_params(struct param_views *param_views, PyObject *views, P
 }
 
 /* One Parameter per parameter; a shared one appears under all its names. */
-static int put_full_params(struct param_views *param_views, PyObject *params) {
+static int set_full_params(struct param_views *param_views, PyObject *params) {
     for (int64_t i = 0; !param_views->param->use_orig_params && i < param_views->count; i++)
         if (remove_key(param_views->all[i].attributes, param_views->all[i].name) < 0)
             return -1;
-    return put_params(param_views, params);
+    return set_params(param_views, params);
 }
 
-int param_views_show_full_params(struct param_views *param_views, PyObject *full) {
+int param_views_expose_full_params(struct param_views *param_views, PyObject *full) {
     OWNED *views = flat_param_views(param_views->param, full);
     OWNED *values = views ? wrapped(param_views, views) : NULL;
     OWNED *params = values ? full_params(param_views, views, values) : NULL;
-    return params ? change(param_views, SHOWN_FULL_PARAMS, put_full_params, params) : -1;
+    return params ? change_exposed(param_views, EXPOSED_FULL_PARAMS, set_full_params, params) : -1;
 }
 
-int param_views_show_wrapped_grads(struct param_views *param_views, PyObject *full) {
+int param_views_expose_wrapped_grads(struct param_views *param_views, PyObject *full) {
     OWNED *views = param_views->wrap_views ? flat_param_views(param_views->param, full) : NULL;
     OWNED *values = views ? wrapped(param_views, views) : NULL;
     int result = values || !param_views->wrap_views ? 0 : -1;

@@ -148,7 +148,7 @@ static int divide_total(struct grads *grads, PyObject *total) {
     return result;
 }
 
-int grads_take_reduce_input(struct grads *grads) {
+int grads_alloc_reduce_input(struct grads *grads) {
     ref_set(&grads->reduce_input, torch_empty_like(grads->storage->copy->reduce_input_like));
     return grads->reduce_input ? 0 : -1;
 }
@@ -159,15 +159,15 @@ int64_t grads_reduce_input_nbytes(const struct grads *grads) {
     return grads->param->layout.padded_numel * dtype_nbytes(grads->storage->copy->reduce_kind);
 }
 
-bool grads_pack_directly(const struct grads *grads) {
+bool grads_can_pack_directly(const struct grads *grads) {
     return grads->param->sharded && !grads->unsharded && !grads->sum;
 }
 
-int grads_pack_beside(struct grads *grads, PyObject **packed) {
+int grads_pack_on_side_stream(struct grads *grads, PyObject **packed) {
     if (read_comm_hook(grads) < 0)
         return -1;
     grads->unreduced = grads->hooked = false;
-    if (!grads->reduce_input && grads_take_reduce_input(grads) < 0)
+    if (!grads->reduce_input && grads_alloc_reduce_input(grads) < 0)
         return -1;
     if (pack_pending(grads, grads->reduce_input, grads->predivide) < 0)
         return -1;
@@ -177,21 +177,21 @@ int grads_pack_beside(struct grads *grads, PyObject **packed) {
 }
 
 int grads_pack(struct grads *grads) {
-    PyObject **previous = grads_previous(grads), *total;
+    PyObject **previous = grads_accumulator(grads), *total;
     if (read_comm_hook(grads) < 0)
         return -1;
     grads->unreduced = grads->hooked = false;
     if (*previous) {
         if (grads->pending && add_received(grads, *previous) < 0)
             return -1;
-        if (grads_hide_unsharded(grads) < 0)
+        if (grads_unexpose_unsharded(grads) < 0)
             return -1;
         total = *previous;
         *previous = NULL;
     } else if (grads->sum) {
         total = grads_take_received(grads);
     } else { /* as in the usual step: one contribution is copied, cast and pre-divided in one pass */
-        int result = grads->reduce_input ? 0 : grads_take_reduce_input(grads);
+        int result = grads->reduce_input ? 0 : grads_alloc_reduce_input(grads);
         if (!result)
             result = pack_pending(grads, grads->reduce_input, grads->predivide);
         Py_CLEAR(grads->pending);
@@ -201,7 +201,7 @@ int grads_pack(struct grads *grads) {
 }
 
 int grads_accumulate_unsharded(struct grads *grads) {
-    PyObject **total = grads_previous(grads);
+    PyObject **total = grads_accumulator(grads);
     grads->unreduced = true;
     grads->hooked = false;
     if (!*total)
@@ -244,7 +244,7 @@ static PyObject *call_comm_hook(struct grads *grads) {
 
 /* ---- reduction ---- */
 
-int grads_take_memory(struct grads *grads) {
+int grads_alloc_output(struct grads *grads) {
     /* A hook may give the output other memory. */
     bool is_hooked = grads->comm_hook.function && !grads->comm_hook.native;
     if (!grads->param->sharded || grads->saved_shard || is_hooked || grads_reduce_twice(grads))

@@ -24,10 +24,10 @@ int storage_visit(const struct storage *storage, visitproc visit, void *arg) {
     return 0;
 }
 
-void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further) {
+void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment) {
     storage->full_free = full;
     storage->pool = pool;
-    storage->is_further = is_further;
+    storage->is_segment = is_segment;
 }
 
 /* ---- the shard ---- */
@@ -60,7 +60,7 @@ PyObject *storage_copy_shard(const struct storage *storage) {
 /* ---- where it computes ---- */
 
 int storage_leave_device(struct storage *storage) {
-    if (!storage->elsewhere)
+    if (!storage->shard_moved_off_device)
         return 0;
     if (deferred_free_flush_buffer(storage->full_free, &storage->copy->full) < 0)
         return -1;
@@ -144,7 +144,7 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
 }
 
 /* The parts of `full` that a gather and its readers use. 0 or -1 */
-static int take_parts(const struct flat_param *param, struct precision_copy *copy, PyObject *full) {
+static int slice_full(const struct flat_param *param, struct precision_copy *copy, PyObject *full) {
     const struct flat_layout *layout = &param->layout;
     ref_set(&copy->full_data, torch_part(full, 0, layout->numel));
     ref_set(&copy->own_part,
@@ -159,7 +159,7 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     if (!copy->is_local && buffer_init(&copy->full, layout->padded_numel, copy->dtype, device, true) < 0)
         return -1;
     PyObject *full = copy->is_local ? storage->local_shard : copy->full.tensor;
-    copy->views = take_parts(storage->param, copy, full) == 0 ? flat_param_views(storage->param, full) : NULL;
+    copy->views = slice_full(storage->param, copy, full) == 0 ? flat_param_views(storage->param, full) : NULL;
     if (copy->views &&
         !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
@@ -247,17 +247,17 @@ int storage_detach_views(struct storage *storage) {
 /* Its tensors are there then, freed. */
 static int make_copy(struct storage *storage, enum precision precision) {
     struct precision_copy *copy = &storage->copies[precision];
-    PyObject *left;
+    PyObject *inference_guard;
     if (copy->views)
         return 0;
-    if (torch_leave_inference_mode(&left) < 0)
+    if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     int result = init_dtypes(storage, copy) < 0 || init_storage(storage, copy) < 0 ? -1 : 0;
     if (!result)
         result = init_likes(storage, copy);
     if (result < 0)
         copy_fini(copy);
-    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+    return torch_return_to_inference_mode(inference_guard) < 0 ? -1 : result;
 }
 
 int storage_use_copy(struct storage *storage, enum precision precision) {
@@ -296,8 +296,8 @@ int storage_follow_shard(struct storage *storage) {
         return -1;
     /* the shard is in CPU memory, and what computes is not */
     storage->offload = storage->may_offload && shard->device == DEVICE_CPU && compute->device != DEVICE_CPU;
-    storage->elsewhere = !storage->offload &&
-                         (compute->device != shard->device || compute->device_index != shard->device_index);
+    storage->shard_moved_off_device = !storage->offload && (compute->device != shard->device ||
+                                                            compute->device_index != shard->device_index);
     if (!storage->offload && compute->device == shard->device)
         ref_set(&storage->shard_like, Py_NewRef(storage->local_shard));
     bool is_fake = !shard->data && numel > 0;
@@ -316,7 +316,7 @@ int storage_follow_shard(struct storage *storage) {
  * by which wrap_views knows that it is to wrap them anew. */
 static int renew_full(struct storage *storage) {
     struct precision_copy *copy = storage->copy;
-    if (buffer_replace_storage(&copy->full) < 0 || take_parts(storage->param, copy, copy->full.tensor) < 0)
+    if (buffer_replace_storage(&copy->full) < 0 || slice_full(storage->param, copy, copy->full.tensor) < 0)
         return -1;
     OWNED *renewed = flat_param_views(storage->param, copy->full.tensor);
     OWNED *views = renewed ? PySequence_List(copy->views) : NULL;
@@ -330,7 +330,7 @@ static int renew_full(struct storage *storage) {
 
 int storage_free_full(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
-    PyObject *left;
+    PyObject *inference_guard;
     if (buffer_free(full) == 0)
         return 0;
     PyObject *error = PyErr_GetRaisedException();
@@ -340,10 +340,10 @@ int storage_free_full(struct storage *storage) {
         return -1;
     }
     Py_DECREF(error);
-    if (torch_leave_inference_mode(&left) < 0)
+    if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     int result = renew_full(storage);
-    if (torch_return_to_inference_mode(left) < 0 || result < 0)
+    if (torch_return_to_inference_mode(inference_guard) < 0 || result < 0)
         return -1;
     return buffer_free(full);
 }
@@ -361,7 +361,7 @@ void storage_drop_snapshot(struct storage *storage) {
     Py_CLEAR(storage->copy->snapshot);
 }
 
-int storage_take_written(const struct storage *storage, int64_t param) {
+int storage_pop_written(const struct storage *storage, int64_t param) {
     const struct precision_copy *copy = storage->copy;
     const struct layout_shard_range *range = &storage->param->layout.shard_ranges[param];
     int64_t *seen = &copy->view_versions[param];
@@ -405,13 +405,13 @@ int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
 
 /* ---- attributes ---- */
 
-int storage_begin_attributes(struct storage *storage) {
+int storage_publish_attributes(struct storage *storage) {
     if (!storage->attributes)
         storage->attributes = PyObject_GetAttrString(storage->param->tensor, "__dict__");
     return storage->attributes ? storage_update_attributes(storage) : -1;
 }
 
-int storage_put_attribute(const struct storage *storage, const char *name, PyObject *value) {
+int storage_set_attribute(const struct storage *storage, const char *name, PyObject *value) {
     if (!storage->attributes)
         return 0;
     OWNED *key = PyUnicode_InternFromString(name);
@@ -444,12 +444,12 @@ int storage_update_attributes(struct storage *storage) {
         return 0;
     if (two_precisions && make_copy(storage, PRECISION_FULL) < 0)
         return -1;
-    if (storage_put_attribute(storage, "_local_shard", storage->local_shard) < 0 ||
-        storage_put_attribute(storage, "_full_param_padded", full_attribute(storage)) < 0 ||
-        storage_put_attribute(storage, "_full_prec_full_param_padded",
+    if (storage_set_attribute(storage, "_local_shard", storage->local_shard) < 0 ||
+        storage_set_attribute(storage, "_full_param_padded", full_attribute(storage)) < 0 ||
+        storage_set_attribute(storage, "_full_prec_full_param_padded",
                               two_precisions ? full->full.tensor : NULL) < 0)
         return -1;
-    return storage_put_attribute(storage, "_mp_shard", low_precision_attribute(storage));
+    return storage_set_attribute(storage, "_mp_shard", low_precision_attribute(storage));
 }
 
 /* The entry is `value`, or is not there where that is NULL. */

@@ -69,21 +69,21 @@ struct storage {
     /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the
      * shard there first, and the reduced gradient is copied back before it is handed over: `offloaded`. */
     bool offload;
-    bool elsewhere;                     /* the user has moved the shard away from the device that computes */
+    bool shard_moved_off_device;        /* the user has moved the shard away from the device that computes */
     PyObject *shard_like;               /* owned; how the shard looks on the device that computes */
     struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
     const struct kernel_table *kernels; /* of that device */
     struct buffer device_shard;         /* only with offload; allocated while it is cast from */
     struct precision_copy copies[PRECISIONS];
     struct precision_copy *copy; /* borrowed; the one in use; written by storage.c */
-    bool shows_full;             /* the flat parameter's data is full_data */
+    bool exposes_full_data;      /* the flat parameter's data is full_data */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
     /* borrowed from the root; NULL without streams: memory is freed at once */
     struct deferred_free *full_free;
     struct pool *pool; /* borrowed from the root; where storage is taken from, or NULL */
     /* beside that of another flat parameter of the unit: their memory is given back together */
-    bool is_further;
+    bool is_segment;
 
     /* owned; the flat parameter's __dict__ once outside code asks for what torch has there, else NULL */
     PyObject *attributes;
@@ -113,7 +113,7 @@ int storage_follow_shard(struct storage *storage);
 int storage_leave_device(struct storage *storage);
 
 /* Streams and memory of a root, or NULL for none: memory is then freed at once. */
-void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further);
+void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment);
 
 const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
 /* One of the kernels over contiguous elements, of as many as `input` has; `what`: for its error. 0 or -1 */
@@ -126,9 +126,9 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 /* ---- storage.c: attributes that outside code reads on the flat parameter, under the names torch gives them
  * (B-011, B-023, B-024); nothing is read back. 0 or -1 ---- */
 
-int storage_begin_attributes(struct storage *storage);  /* from now on */
-int storage_update_attributes(struct storage *storage); /* after lazy init; a no-op before they have begun */
-int storage_put_attribute(const struct storage *storage, const char *name, PyObject *value); /* NULL: none */
+int storage_publish_attributes(struct storage *storage); /* from now on */
+int storage_update_attributes(struct storage *storage);  /* after lazy init; a no-op before they have begun */
+int storage_set_attribute(const struct storage *storage, const char *name, PyObject *value); /* NULL: none */
 
 /* the invariant of them, where FSDP_C_CHECK is defined */
 void storage_check_attributes(const struct storage *storage);
@@ -149,7 +149,7 @@ int storage_free_full(struct storage *storage);
 
 /* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or
  * -1. */
-int storage_take_written(const struct storage *storage, int64_t param);
+int storage_pop_written(const struct storage *storage, int64_t param);
 
 /* [Note: snapshots of views] A write through `.data` counts in no version, and after a forward that leaves
  * views the user may write to the shard as well as to them: a difference between the two does not say where.
@@ -166,26 +166,26 @@ static inline enum precision storage_precision(const struct storage *storage) {
 
 /* -1 with RuntimeError where `tensor` is a view of a copy, which has no values now. 0: it is none */
 int storage_refuse_freed_view(const struct storage *storage, const PyObject *tensor);
-/* where storage_makes_input: take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
+/* where storage_needs_pre_unshard: take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
 int storage_pre_unshard(struct storage *storage);
 /* while SHARDED, after that: start the all-gather. 0, or -1 and all is freed */
 int storage_unshard(struct storage *storage);
 /* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1
  * and all is freed */
 int storage_unshard_add(struct storage *storage, struct unshard_batch *batch);
-int storage_unshard_begun(struct storage *storage, PyObject *work);
+int storage_unshard_started(struct storage *storage, PyObject *work);
 /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int storage_wait_unshard(struct storage *storage);
 int storage_reshard(struct storage *storage, bool free_storage);
 /* what a gather that failed has left; an exception stays set */
 void storage_abandon_unshard(struct storage *storage);
 /* Does an all-gather read what storage_pre_unshard makes, and not the shard itself? */
-bool storage_makes_input(const struct storage *storage);
+bool storage_needs_pre_unshard(const struct storage *storage);
 /* alone, for a caller who gathers in steps; SHARDED stays */
 int storage_alloc_unsharded(struct storage *storage);
 /* Gives back what storage_alloc_unsharded took, while SHARDED, so that the pool holds it. 0 or -1. */
 int storage_release_reserved(struct storage *storage);
 int64_t storage_unsharded_nbytes(const struct storage *storage);
-bool storage_wants_memory(const struct storage *storage); /* SHARDED, and gathering would allocate */
+bool storage_needs_alloc(const struct storage *storage); /* SHARDED, and gathering would allocate */
 
 #endif

@@ -22,16 +22,16 @@ static int leave_full_precision(struct handle *handle) {
 }
 
 /* Is what is shown another memory than the shard? */
-static bool shows_copy(const struct handle *handle) {
+static bool full_is_copy(const struct handle *handle) {
     return handle->param.sharded || handle->storage.offload;
 }
 
 /* The full-precision flat parameter, right padding included, new reference; gathered anew where a forward has
  * left it gathered, as the shard may have changed since. A low-precision copy that is still gathered is
  * freed: it would be stale after a writeback. */
-static PyObject *gather(struct handle *handle) {
+static PyObject *unshard_full(struct handle *handle) {
     handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
-    if (!shows_copy(handle))
+    if (!full_is_copy(handle))
         return Py_NewRef(handle->storage.local_shard);
     int result = handle->storage.copies[PRECISION_COMPUTE].low_precision
                      ? handle_use_precision(handle, PRECISION_FULL)
@@ -66,42 +66,42 @@ static int write_back(struct handle *handle) {
     /* a Parameter whose data the user replaced is copied to where its data was */
     for (int64_t i = 0; i < handle->param.num_params; i++) {
         PyObject *value = param_views_value(&handle->param_views, i), *view = PyTuple_GetItem(views, i);
-        struct tensor_view is, was;
+        struct tensor_view current, original;
         if (!value && PyErr_Occurred())
             return -1;
         if (!value)
             continue;
         value = param_views_local_value(&handle->param_views, value);
-        if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
+        if (tensor_view_of(value, &current) < 0 || tensor_view_of(view, &original) < 0)
             return -1;
-        OWNED *data = is.data == was.data ? NULL : torch_data(value);
-        if (is.data != was.data && (!data || copy_to(view, data) < 0))
+        OWNED *data = current.data == original.data ? NULL : torch_data(value);
+        if (current.data != original.data && (!data || copy_to(view, data) < 0))
             return -1;
     }
-    if (!shows_copy(handle))
+    if (!full_is_copy(handle))
         return 0;
     /* a backward may come next, whose gathers read the shard on other streams */
-    writeback_note_copied(handle);
+    writeback_mark_copied(handle);
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 
 /* No step follows that would give back what is held of it until its last use. */
 static int free_full(struct handle *handle) {
     Py_CLEAR(handle->summon.full);
-    if (leave_full_precision(handle) < 0 || handle_show_sharded(handle) < 0 ||
+    if (leave_full_precision(handle) < 0 || handle_expose_sharded(handle) < 0 ||
         storage_reshard(&handle->storage, handle->summon.freed_after || !handle->param.sharded) < 0)
         return -1;
     return handle->storage.full_free ? deferred_free_flush(handle->storage.full_free) : 0;
 }
 
-static int leave(struct handle *handle) {
+static int unexpose_full(struct handle *handle) {
     return restore_flat_param(handle) < 0 ? -1 : free_full(handle);
 }
 
 /* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it
  * leaves half done would be taken for the user's writeback. The first exception is the one that stays.
  * `result`, or -1. */
-static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int result) {
+static int run_cleanup(struct handle *handle, int (*verb)(struct handle *), int result) {
     PyObject *error = PyErr_GetRaisedException();
     if (verb(handle) < 0) {
         result = -1;
@@ -121,15 +121,15 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
         return RAISED(
             PyExc_AssertionError,
             "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit %S): "
-            "leave the forward, the backward or the enclosing summon_full_params() first.",
+            "unexpose_full the forward, the backward or the enclosing summon_full_params() first.",
             training_state_names[handle->training_state], (long long)handle->param.layout.rank,
             handle->param.name);
     if (handle_collect_user_grads(handle) < 0)
         return -1;
     if (!handle->param.skip_writeback_check &&
-        (writeback_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
+        (writeback_check_params_outside_shard(handle) < 0 || handle_writeback(handle) < 0))
         return -1;
-    PyObject *full = gather(handle);
+    PyObject *full = unshard_full(handle);
     if (!full)
         return -1;
     handle->summon.writeback = writeback;
@@ -140,9 +140,9 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
         result = PyDict_Contains(owner, name);
         result = result > 0 ? PyDict_DelItem(owner, name) : result;
     }
-    if (!result && param_views_show_full_params(&handle->param_views, full) == 0)
+    if (!result && param_views_expose_full_params(&handle->param_views, full) == 0)
         return 0;
-    settle_debt(handle, leave, -1);
+    run_cleanup(handle, unexpose_full, -1);
     handle_set_training_state(handle, USE_IDLE);
     return -1;
 }
@@ -151,8 +151,8 @@ int handle_summon_free(struct handle *handle) {
     return handle->summon.full ? free_full(handle) : 0;
 }
 
-int handle_summon_hide(struct handle *handle) {
-    return handle->summon.full ? leave(handle) : 0;
+int handle_summon_reshard(struct handle *handle) {
+    return handle->summon.full ? unexpose_full(handle) : 0;
 }
 
 int handle_summon_exit(struct handle *handle) {
@@ -160,9 +160,9 @@ int handle_summon_exit(struct handle *handle) {
         return 0;
     int result = 0;
     if (handle->summon.full) {
-        if (handle->summon.writeback || !shows_copy(handle))
+        if (handle->summon.writeback || !full_is_copy(handle))
             result = write_back(handle);
-        result = settle_debt(handle, leave, result);
+        result = run_cleanup(handle, unexpose_full, result);
     } else {
         result = restore_flat_param(handle);
     }
@@ -211,15 +211,15 @@ int handle_summon_grads(struct handle *handle) {
     PyObject *full = grad ? full_grad(handle, grad) : NULL;
     if (!full)
         return -1;
-    int result = grads_show_full_grad(&handle->grads, full);
+    int result = grads_expose_full_grad(&handle->grads, full);
     if (!result && full != Py_None)
-        result = param_views_show_wrapped_grads(&handle->param_views, full);
+        result = param_views_expose_wrapped_grads(&handle->param_views, full);
     ref_set(&handle->summon.grad, full);
     return result;
 }
 
-static int show_flat_grad(struct handle *handle) {
-    return grads_show_flat_grad(&handle->grads);
+static int expose_flat_grad(struct handle *handle) {
+    return grads_expose_flat_grad(&handle->grads);
 }
 
 int handle_summon_grads_exit(struct handle *handle, bool writeback) {
@@ -231,6 +231,6 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback) {
     if (!result && writeback && gathered && grad != Py_None)
         result = copy_own_part(handle, grad, full);
     if (handle->param.sharded)
-        result = settle_debt(handle, show_flat_grad, result);
+        result = run_cleanup(handle, expose_flat_grad, result);
     return result;
 }

@@ -28,9 +28,9 @@ int storage_set_state(struct storage *storage, enum param_state state) {
 
 void storage_check(const struct storage *storage) {
     const struct precision_copy *copy = storage->copy;
-    bool gathered = storage->param_state != PARAM_SHARDED;
+    bool has_storage = storage->param_state != PARAM_SHARDED;
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
-    INVARIANT(!gathered || copy->is_local || copy->full.allocated);
+    INVARIANT(!has_storage || copy->is_local || copy->full.allocated);
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
     INVARIANT(storage->param_state == PARAM_UNSHARDED || !copy->snapshot);
     for (int i = 0; i < PRECISIONS; i++)
@@ -81,14 +81,14 @@ int storage_release_reserved(struct storage *storage) {
                : buffer_free(&storage->copy->full);
 }
 
-bool storage_wants_memory(const struct storage *storage) {
+bool storage_needs_alloc(const struct storage *storage) {
     return !storage->copy->is_local && storage->param_state == PARAM_SHARDED &&
            !storage->copy->full.allocated;
 }
 
 /* ---- what a gather reads ---- */
 
-bool storage_makes_input(const struct storage *storage) {
+bool storage_needs_pre_unshard(const struct storage *storage) {
     return !storage->copy->is_local && (storage->copy->low_precision || storage->offload);
 }
 
@@ -131,7 +131,7 @@ static int abandon(struct storage *storage) {
 }
 
 int storage_pre_unshard(struct storage *storage) {
-    if (!storage_makes_input(storage))
+    if (!storage_needs_pre_unshard(storage))
         return 0;
     return storage_alloc_unsharded(storage) < 0 || fill_own_part(storage) < 0 ? abandon(storage) : 0;
 }
@@ -140,24 +140,24 @@ int storage_pre_unshard(struct storage *storage) {
 
 /* As a process group takes it, new reference: integers and their like travel as bytes, as not every backend
  * knows their dtypes. */
-static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
+static PyObject *view_for_backend(const struct storage *storage, PyObject *tensor) {
     if (dtype_is_known(storage->copy->kind))
         return Py_NewRef(tensor);
     return PyObject_CallMethodObjArgs(tensor, torch_names.view, torch_names.uint8, NULL);
 }
 
 /* Borrowed. */
-static PyObject *gather_input(const struct storage *storage) {
-    return storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
+static PyObject *all_gather_input(const struct storage *storage) {
+    return storage_needs_pre_unshard(storage) ? storage->copy->own_part : storage->local_shard;
 }
 
 int storage_unshard(struct storage *storage) {
     PyObject *input = NULL, *output = NULL;
-    bool gathers = !storage->copy->is_local && storage->param->sharded;
+    bool needs_all_gather = !storage->copy->is_local && storage->param->sharded;
     int result = storage_alloc_unsharded(storage);
-    if (!result && gathers) {
-        input = as_sent(storage, gather_input(storage));
-        output = input ? as_sent(storage, storage->copy->full.tensor) : NULL;
+    if (!result && needs_all_gather) {
+        input = view_for_backend(storage, all_gather_input(storage));
+        output = input ? view_for_backend(storage, storage->copy->full.tensor) : NULL;
         ref_set(&storage->unshard_work,
                 output ? collective_all_gather(&storage->param->shard_group, output, input) : NULL);
         result = storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
@@ -170,15 +170,15 @@ int storage_unshard(struct storage *storage) {
 int storage_unshard_add(struct storage *storage, struct unshard_batch *batch) {
     if (storage_alloc_unsharded(storage) < 0)
         return abandon(storage);
-    OWNED *output = as_sent(storage, storage->copy->full.tensor);
-    OWNED *input = as_sent(storage, gather_input(storage));
+    OWNED *output = view_for_backend(storage, storage->copy->full.tensor);
+    OWNED *input = view_for_backend(storage, all_gather_input(storage));
     int result = output && input ? PyList_Append(batch->outputs, output) : -1;
     if (!result)
         result = PyList_Append(batch->inputs, input);
     return result < 0 ? abandon(storage) : 0;
 }
 
-int storage_unshard_begun(struct storage *storage, PyObject *work) {
+int storage_unshard_started(struct storage *storage, PyObject *work) {
     ref_set(&storage->unshard_work, Py_NewRef(work));
     if (storage_wait_in_stream(storage, &storage->unshard_work) < 0)
         return abandon(storage);
@@ -195,7 +195,7 @@ int storage_wait_unshard(struct storage *storage) {
         storage_set_state(storage, PARAM_SHARDED);
         return abandon(storage);
     }
-    storage->shows_full = !storage->copy->is_local;
+    storage->exposes_full_data = !storage->copy->is_local;
     return storage_set_state(storage, PARAM_UNSHARDED);
 }
 
@@ -207,13 +207,13 @@ int storage_reshard(struct storage *storage, bool free_storage) {
         return 0;
     storage_drop_snapshot(storage);
     /* what shows the shard already may have been given other data since */
-    if (storage->shows_full && torch_set_data(storage->param->tensor, storage->local_shard) < 0)
+    if (storage->exposes_full_data && torch_set_data(storage->param->tensor, storage->local_shard) < 0)
         return -1;
-    storage->shows_full = false;
+    storage->exposes_full_data = false;
     if (!storage->copy->is_local) {
         /* computation on it is enqueued, and with streams may not have run */
         if (free_storage &&
-            (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further)
+            (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_segment)
                                 : storage_free_full(storage)) < 0)
             return -1;
     }
@@ -231,7 +231,7 @@ int handle_pre_unshard(struct handle *handle) {
     const struct storage *storage = &handle->storage;
     if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
-    if (!storage->elsewhere)
+    if (!storage->shard_moved_off_device)
         return 0;
     OWNED *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
     if (!device)

@@ -6,16 +6,16 @@
 #include "torch/tensor.h"
 
 void writeback_check(const struct handle *handle) {
-    INVARIANT(
-        handle->writeback.unheld_turn == 0 ||
-        (handle->writeback.unheld_turn > 0 && handle->writeback.unheld_turn < handle->param.num_params));
+    INVARIANT(handle->writeback.next_outside_shard == 0 ||
+              (handle->writeback.next_outside_shard > 0 &&
+               handle->writeback.next_outside_shard < handle->param.num_params));
 }
 
-void writeback_note_copied(struct handle *handle) {
+void writeback_mark_copied(struct handle *handle) {
     handle->writeback.copied = true;
 }
 
-bool writeback_take_copied(struct handle *handle) {
+bool writeback_pop_copied(struct handle *handle) {
     bool copied = handle->writeback.copied;
     handle->writeback.copied = false;
     return copied;
@@ -25,21 +25,22 @@ bool writeback_take_copied(struct handle *handle) {
 
 static int check_shape(struct handle *handle, int64_t param, PyObject *value,
                        const struct tensor_view *view) {
-    const struct flat_param *is = &handle->param;
-    int64_t want = is->layout.shard_ranges[param].numel_in_shard;
-    if (tensor_view_numel(view) == want && (!is->sharded || view->ndim == 1))
+    const struct flat_param *flat_param = &handle->param;
+    int64_t want = flat_param->layout.shard_ranges[param].numel_in_shard;
+    if (tensor_view_numel(view) == want && (!flat_param->sharded || view->ndim == 1))
         return 0;
     OWNED *shape = PyObject_GetAttrString(value, "shape");
-    OWNED *fqn = flat_param_fqn(is, param);
+    OWNED *fqn = flat_param_fqn(flat_param, param);
     return RAISED(PyExc_RuntimeError,
                   "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on "
                   "rank %lld, this rank's part of it, but the new value has %S. Change full parameters "
                   "inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                  fqn, is->name, (long long)want, (long long)is->layout.rank, shape ? shape : Py_None);
+                  fqn, flat_param->name, (long long)want, (long long)flat_param->layout.rank,
+                  shape ? shape : Py_None);
 }
 
 /* Where messages are wanted: the user's value of a parameter, or of its gradient, is taken over (C-136). */
-static int warn(struct handle *handle, int64_t param, const char *what, PyObject *value) {
+static int warn_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value) {
     if (!handle->param.verbose)
         return 0;
     OWNED *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
@@ -62,22 +63,22 @@ static int warn(struct handle *handle, int64_t param, const char *what, PyObject
  * assign=True, register: a hook (fsdp_c/sharding/registrations.py) marks what they register with the handle
  * in whose place it is. */
 static int check_registered(const struct handle *handle, int64_t param, PyObject *value) {
-    const struct flat_param *is = &handle->param;
+    const struct flat_param *flat_param = &handle->param;
     PyObject *views = handle->storage.copy->views;
     if (value == Py_None)
         return 0;
     if (views && value == PyTuple_GetItem(views, param)) /* where a call began while views were shown */
-        return param_views_put_back(&handle->param_views, param);
+        return param_views_restore_param(&handle->param_views, param);
     int is_param = PyObject_IsInstance(value, torch_names.parameter_type);
     OWNED *mark = is_param > 0 ? PyObject_GetAttrString(value, "_fsdp_registered_for") : NULL;
     if (is_param < 0)
         return -1;
-    if (mark && PyLong_AsLongLong(mark) == is->op_id)
+    if (mark && PyLong_AsLongLong(mark) == flat_param->op_id)
         return 0;
     PyErr_Clear();
-    OWNED *fqn = flat_param_fqn(is, param);
+    OWNED *fqn = flat_param_fqn(flat_param, param);
     return flat_param_error(
-        is, PyExc_RuntimeError,
+        flat_param, PyExc_RuntimeError,
         "%S is another tensor than the unit's, and was put into its module without being registered, as "
         "torch.func.functional_call does for the time of a call. The shards would take its values for good. "
         "Make the call under torch.no_grad() inside FullyShardedDataParallel.summon_full_params(module), or "
@@ -87,7 +88,7 @@ static int check_registered(const struct handle *handle, int64_t param, PyObject
 }
 
 /* What is missing from its module is skipped, unless something is computed from it in its place. */
-static int check_missing(const struct handle *handle, int64_t param) {
+static int check_removed(const struct handle *handle, int64_t param) {
     const struct param_view *param_view = &handle->param_views.all[param];
     if (PyErr_Occurred())
         return -1;
@@ -110,14 +111,14 @@ static int check_missing(const struct handle *handle, int64_t param) {
 
 /* What the module has, borrowed, where that is not the unit's Parameter; NULL where it is missing, or with an
  * exception. */
-static PyObject *check_other(const struct handle *handle, int64_t param, PyObject *value) {
-    if ((value ? check_registered(handle, param, value) : check_missing(handle, param)) < 0)
+static PyObject *check_replacement(const struct handle *handle, int64_t param, PyObject *value) {
+    if ((value ? check_registered(handle, param, value) : check_removed(handle, param)) < 0)
         return NULL;
     return param_views_value(&handle->param_views, param);
 }
 
 /* `value` is the parameter from now on. */
-static int keep_object(struct handle *handle, int64_t param, PyObject *value) {
+static int adopt_param(struct handle *handle, int64_t param, PyObject *value) {
     if (PyList_GetItem(handle->param.params, param) == value)
         return 0;
     if (PyList_SetItem(handle->param.params, param, Py_NewRef(value)) < 0)
@@ -125,7 +126,7 @@ static int keep_object(struct handle *handle, int64_t param, PyObject *value) {
     return PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
 }
 
-static bool lies_in_shard(const struct handle *handle, int64_t param, const struct tensor_view *view) {
+static bool points_into_shard(const struct handle *handle, int64_t param, const struct tensor_view *view) {
     const struct tensor_view *shard = &handle->storage.local_view;
     const char *expected =
         (const char *)shard->data +
@@ -134,27 +135,27 @@ static bool lies_in_shard(const struct handle *handle, int64_t param, const stru
 }
 
 /* Part of `shard` <- what the user put in the place of the parameter, or of its data. */
-static int take_over(struct handle *handle, int64_t param, PyObject *shard) {
-    const struct flat_param *is = &handle->param;
-    const struct layout_shard_range *range = &is->layout.shard_ranges[param];
+static int writeback_param(struct handle *handle, int64_t param, PyObject *shard) {
+    const struct flat_param *flat_param = &handle->param;
+    const struct layout_shard_range *range = &flat_param->layout.shard_ranges[param];
     PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
     if (!value)
         return PyErr_Occurred() ? -1 : 0; /* deregistered */
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    if (value == PyList_GetItem(is->params, param) && lies_in_shard(handle, param, &view))
+    if (value == PyList_GetItem(flat_param->params, param) && points_into_shard(handle, param, &view))
         return 0;
     OWNED *source = torch_data(value);
     OWNED *flat_shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
     OWNED *part = NULL;
-    PyObject *shape = is->sharded ? flat_shape : PyTuple_GetItem(is->shapes, param);
-    PyObject *strides = is->sharded ? Py_None : PyTuple_GetItem(is->strides, param);
+    PyObject *shape = flat_param->sharded ? flat_shape : PyTuple_GetItem(flat_param->shapes, param);
+    PyObject *strides = flat_param->sharded ? Py_None : PyTuple_GetItem(flat_param->strides, param);
     if (source && flat_shape)
         part = torch_view(shard, range->offset_in_shard, range->numel_in_shard, shape, strides);
     if (!part || torch_copy(part, source) < 0)
         return -1;
-    return keep_object(handle, param, value);
+    return adopt_param(handle, param, value);
 }
 
 /* 1: the user replaced it, or its data. 0 or -1 */
@@ -162,38 +163,38 @@ static int find_replaced(struct handle *handle, int64_t param) {
     PyObject *own = PyList_GetItem(handle->param.params, param);
     PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
-    if (value != own && !(value = check_other(handle, param, value)))
+    if (value != own && !(value = check_replacement(handle, param, value)))
         return PyErr_Occurred() ? -1 : 0;
     if (tensor_view_of(value, &view) < 0)
         return -1;
-    if (value == own && lies_in_shard(handle, param, &view))
+    if (value == own && points_into_shard(handle, param, &view))
         return 0;
-    if (warn(handle, param, "Parameter", value) < 0 || check_shape(handle, param, value, &view) < 0)
+    if (warn_writeback(handle, param, "Parameter", value) < 0 || check_shape(handle, param, value, &view) < 0)
         return -1;
     return 1;
 }
 
 /* ---- parameters that lie in other shards alone (parity 20) ---- */
 
-static bool is_held(const struct handle *handle, int64_t param) {
+static bool is_in_shard(const struct handle *handle, int64_t param) {
     return !handle->param.sharded || handle->param.layout.shard_ranges[param].in_shard;
 }
 
 /* It is shown without elements; what has some was put there. A new object is seen at once, new data of the
- * same object in one parameter per gather, in turn: most parameters lie elsewhere, and asking each for its
+ * same object in one parameter per gather, in next: most parameters lie elsewhere, and asking each for its
  * size would be a third of the host work of a step. */
-static int look_at_unheld(struct handle *handle, int64_t param, bool in_turn) {
+static int check_param_outside_shard(struct handle *handle, int64_t param, bool checks_data) {
     PyObject *own = PyList_GetItem(handle->param.params, param);
     PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
-    if (value != own && !(value = check_other(handle, param, value)))
+    if (value != own && !(value = check_replacement(handle, param, value)))
         return PyErr_Occurred() ? -1 : 0;
-    if (!in_turn && value == own)
+    if (!checks_data && value == own)
         return 0;
     if (tensor_view_of(value, &view) < 0)
         return -1;
     if (!tensor_view_numel(&view))
-        return keep_object(handle, param, value);
+        return adopt_param(handle, param, value);
     OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(&handle->param, param);
     return RAISED(PyExc_RuntimeError,
@@ -203,12 +204,12 @@ static int look_at_unheld(struct handle *handle, int64_t param, bool in_turn) {
                   fqn, handle->param.name, shape ? shape : Py_None, (long long)handle->param.layout.rank);
 }
 
-int writeback_check_unheld(struct handle *handle) {
-    if (!handle->param.use_orig_params || handle->param_views.shown != SHOWN_SHARDED ||
+int writeback_check_params_outside_shard(struct handle *handle) {
+    if (!handle->param.use_orig_params || handle->param_views.exposed != EXPOSED_SHARDED ||
         handle->param.skip_writeback_check)
         return 0;
     for (int64_t i = 0; i < handle->param.num_params; i++)
-        if (!is_held(handle, i) && look_at_unheld(handle, i, true) < 0)
+        if (!is_in_shard(handle, i) && check_param_outside_shard(handle, i, true) < 0)
             return -1;
     return 0;
 }
@@ -237,18 +238,19 @@ static int check_shared(struct handle *handle, const struct param_view *param_vi
 
 /* 1: sharded parameters, or their data, were replaced. An error comes before anything is taken over. */
 static int find_all_replaced(struct handle *handle) {
-    if (!handle->param.use_orig_params || handle->param_views.shown != SHOWN_SHARDED ||
+    if (!handle->param.use_orig_params || handle->param_views.exposed != EXPOSED_SHARDED ||
         handle->param.skip_writeback_check)
         return 0;
     int any = 0;
-    int64_t turn = -1; /* that of the next one, -1 where this rank has a part of all */
-    for (int64_t i = 1; turn < 0 && i <= handle->param.num_params; i++) {
-        int64_t param = (handle->writeback.unheld_turn + i) % handle->param.num_params;
-        if (!is_held(handle, param))
-            handle->writeback.unheld_turn = turn = param;
+    int64_t next = -1; /* that of the next one, -1 where this rank has a part of all */
+    for (int64_t i = 1; next < 0 && i <= handle->param.num_params; i++) {
+        int64_t param = (handle->writeback.next_outside_shard + i) % handle->param.num_params;
+        if (!is_in_shard(handle, param))
+            handle->writeback.next_outside_shard = next = param;
     }
     for (int64_t i = 0; i < handle->param.num_params; i++) {
-        int replaced = is_held(handle, i) ? find_replaced(handle, i) : look_at_unheld(handle, i, i == turn);
+        int replaced = is_in_shard(handle, i) ? find_replaced(handle, i)
+                                              : check_param_outside_shard(handle, i, i == next);
         if (replaced < 0)
             return -1;
         any = any || replaced;
@@ -263,26 +265,26 @@ static int find_all_replaced(struct handle *handle) {
  * the shard, which becomes the shard. The old one keeps its values: whoever puts averaged weights in by
  * `param.data = average` and holds what was there, to put it back after an evaluation, holds the old shard. */
 int writeback_replace_shard(struct handle *handle) {
-    PyObject *left;
+    PyObject *inference_guard;
     int replaced = find_all_replaced(handle);
     if (replaced <= 0)
         return replaced;
-    if (torch_leave_inference_mode(&left) < 0)
+    if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     handle->writeback.copied = true;
     OWNED *shard = storage_copy_shard(&handle->storage);
     int result = shard ? 0 : -1;
     for (int64_t i = 0; !result && i < handle->param.num_params; i++)
-        if (is_held(handle, i))
-            result = take_over(handle, i, shard);
+        if (is_in_shard(handle, i))
+            result = writeback_param(handle, i, shard);
     if (!result)
         result = torch_set_data(handle->param.tensor, shard);
-    return torch_return_to_inference_mode(left) < 0 || result < 0 ? -1 : 1;
+    return torch_return_to_inference_mode(inference_guard) < 0 || result < 0 ? -1 : 1;
 }
 
 int handle_writeback(struct handle *handle) {
     if (handle_check_flat_param(handle) < 0 || handle_follow_flat_param(handle) < 0 ||
-        handle_take_over_views(handle) < 0)
+        handle_writeback_views(handle) < 0)
         return -1;
     int replaced = writeback_replace_shard(handle);
     return replaced > 0 ? handle_follow_flat_param(handle) : replaced;
@@ -306,7 +308,7 @@ int64_t writeback_count_writes(const struct handle *handle) {
 
 /* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
  * gathered. */
-static int take_over_view(struct handle *handle, int64_t param) {
+static int writeback_view(struct handle *handle, int64_t param) {
     const struct storage *storage = &handle->storage;
     const struct layout_shard_range *range = &handle->param.layout.shard_ranges[param];
     if (!range->in_shard)
@@ -327,11 +329,11 @@ static int take_over_view(struct handle *handle, int64_t param) {
 }
 
 /* What was written to the views of what is gathered. 1: something was, `*last` the last parameter. 0 or -1 */
-static int take_over_views(struct handle *handle, int64_t *last) {
+static int writeback_views(struct handle *handle, int64_t *last) {
     int any = 0;
     for (int64_t i = 0; i < handle->param.num_params; i++) {
-        int written = storage_take_written(&handle->storage, i);
-        if (written < 0 || (written && take_over_view(handle, i) < 0))
+        int written = storage_pop_written(&handle->storage, i);
+        if (written < 0 || (written && writeback_view(handle, i) < 0))
             return -1;
         if (written)
             *last = i;
@@ -340,15 +342,15 @@ static int take_over_views(struct handle *handle, int64_t *last) {
     return any;
 }
 
-int handle_take_over_views(struct handle *handle) {
+int handle_writeback_views(struct handle *handle) {
     int64_t last;
     bool in_backward =
         handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
-    bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
-    if (!expected || handle->storage.copy->is_local || handle->param_views.shown != SHOWN_VIEWS ||
+    bool expected = !in_backward || handle_keeps_views_exposed(handle) || handle->writeback.forward_writes;
+    if (!expected || handle->storage.copy->is_local || handle->param_views.exposed != EXPOSED_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
-    if (take_over_views(handle, &last) < 0)
+    if (writeback_views(handle, &last) < 0)
         return -1;
     storage_drop_snapshot(&handle->storage);
     return 0;
@@ -362,7 +364,7 @@ int handle_take_over_views(struct handle *handle) {
  * a unit that begins late is told that what it wrote before is lost. */
 enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
-int handle_take_over_writes(struct handle *handle) {
+int handle_writeback_forward(struct handle *handle) {
     const struct storage *storage = &handle->storage;
     struct writeback *writeback = &handle->writeback;
     if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED ||
@@ -372,7 +374,7 @@ int handle_take_over_writes(struct handle *handle) {
     bool expected = writeback->forward_writes || count < FIRST_FORWARDS;
     if (!expected && count % FORWARDS_BETWEEN)
         return 0;
-    int written = take_over_views(handle, &last);
+    int written = writeback_views(handle, &last);
     if (written <= 0)
         return written;
     writeback->forward_writes = true;
@@ -391,7 +393,7 @@ int handle_take_over_writes(struct handle *handle) {
 /* ---- views that are replaced ---- */
 
 int writeback_check_views(struct handle *handle) {
-    if (!handle->param.use_orig_params || handle->param_views.shown != SHOWN_VIEWS ||
+    if (!handle->param.use_orig_params || handle->param_views.exposed != EXPOSED_VIEWS ||
         handle->param.skip_writeback_check)
         return 0;
     const char *full = handle->storage.copy->is_local ? handle->storage.local_view.data
@@ -402,7 +404,7 @@ int writeback_check_views(struct handle *handle) {
         int64_t offset = layout_param_offset(&handle->param.layout, param_view->param);
         struct tensor_view view;
         if (!value &&
-            (i < handle->param.num_params ? check_missing(handle, i) < 0 : PyErr_Occurred() != NULL))
+            (i < handle->param.num_params ? check_removed(handle, i) < 0 : PyErr_Occurred() != NULL))
             return -1;
         /* the sharded Parameter that belongs there is no other value: functional_call may have put it back */
         if (!value || value == PyList_GetItem(handle->param.params, param_view->param) ||
@@ -438,9 +440,9 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
         if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
             return 0;
     }
-    if (grad == Py_None && grads_note_hidden(&handle->grads, param) < 0)
+    if (grad == Py_None && grads_mark_unexposed(&handle->grads, param) < 0)
         return -1;
-    if (warn(handle, param, "Gradient", grad) < 0 || grads_forget_reduced(&handle->grads, param) < 0)
+    if (warn_writeback(handle, param, "Gradient", grad) < 0 || grads_zero_reduced(&handle->grads, param) < 0)
         return -1;
     OWNED *part = grads_part(&handle->grads, flat_grad, param);
     int result = !part ? -1 : grad == Py_None ? torch_zero(part) : torch_copy(part, grad);
@@ -459,7 +461,7 @@ int handle_collect_user_grads(struct handle *handle) {
         OWNED *grad = torch_get_grad(param->tensor);
         if (!grad)
             return -1;
-        return grad == Py_None ? grads_drop_shown(grads) : 0;
+        return grad == Py_None ? grads_clear_accumulated(grads) : 0;
     }
     for (int64_t i = 0; !some && i < param->num_params; i++) {
         OWNED *grad = grads_offset(grads, i) < 0 ? Py_NewRef(Py_None)
@@ -469,7 +471,7 @@ int handle_collect_user_grads(struct handle *handle) {
         some = grad != Py_None;
     }
     if (!some)
-        return grads_drop_shown(grads);
+        return grads_clear_accumulated(grads);
     struct tensor_view view;
     OWNED *flat_grad = grads_flat_or_zeros(grads);
     int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;

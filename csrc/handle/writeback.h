@@ -14,25 +14,25 @@
 struct handle;
 
 struct writeback {
-    /* since writeback_take_copied: some were copied, on the stream that was current, or the shard is another
+    /* since writeback_pop_copied: some were copied, on the stream that was current, or the shard is another
      * one */
     bool copied;
-    int64_t unheld_turn; /* the parameter outside the shard that was looked at last */
-    bool forward_writes; /* some forward has written in place to parameters */
+    int64_t next_outside_shard; /* the parameter outside the shard that was looked at last */
+    bool forward_writes;        /* some forward has written in place to parameters */
     /* without gradients and with them: see [Note: writes in a forward] in writeback.c */
     int64_t num_forwards[2];
 };
 
 void writeback_check(const struct handle *handle); /* the invariant, where FSDP_C_CHECK is defined */
 
-void writeback_note_copied(struct handle *handle);
-bool writeback_take_copied(struct handle *handle); /* were some copied since the last call? */
+void writeback_mark_copied(struct handle *handle);
+bool writeback_pop_copied(struct handle *handle); /* were some copied since the last call? */
 /* see [Note: another shard]. 1: there is another, which the handle does not follow yet. 0 or -1 */
 int writeback_replace_shard(struct handle *handle);
 /* in place to parameters, as far as they leave a trace, and those replaced; or -1 */
 int64_t writeback_count_writes(const struct handle *handle);
 /* RuntimeError for data where this rank holds nothing. 0 or -1 */
-int writeback_check_unheld(struct handle *handle);
+int writeback_check_params_outside_shard(struct handle *handle);
 /* AssertionError for a view replaced while the storage stays unsharded. 0 or -1 */
 int writeback_check_views(struct handle *handle);
 

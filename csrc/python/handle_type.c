@@ -48,7 +48,7 @@ OBJECT_LIFE(handle_from_object, handle_visit, handle_fini)
 
 /* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
 static void object_finalize(PyObject *self) {
-    grads_watch_nothing(&handle_from_object(self)->grads);
+    grads_unwatch(&handle_from_object(self)->grads);
 }
 
 /* ---- methods ---- */
@@ -66,18 +66,18 @@ static struct handle *initialized_handle(PyObject *self) {
  * now. */
 static struct handle *lazily_initialized_handle(PyObject *self) {
     struct handle *handle = initialized_handle(self);
-    return handle && (handle->ready || handle_lazy_init(handle) == 0) ? handle : NULL;
+    return handle && (handle->initialized || handle_lazy_init(handle) == 0) ? handle : NULL;
 }
 
 METHOD(summon_exit, initialized_handle, handle_summon_exit)
 METHOD(summon_free, initialized_handle, handle_summon_free)
-METHOD(summon_hide, initialized_handle, handle_summon_hide)
+METHOD(summon_hide, initialized_handle, handle_summon_reshard)
 METHOD(summon_grads, initialized_handle, handle_summon_grads)
-METHOD(show_sharded, initialized_handle, handle_follow)
-METHOD(leave_shard, initialized_handle, handle_leave)
+METHOD(show_sharded, initialized_handle, handle_end_move)
+METHOD(leave_shard, initialized_handle, handle_begin_move)
 METHOD(collect_user_grads, initialized_handle, handle_collect_user_grads)
-METHOD(hide_views, initialized_handle, handle_hide_views)
-METHOD(note_assigned, initialized_handle, handle_note_assigned)
+METHOD(hide_views, initialized_handle, handle_unexpose_views)
+METHOD(note_assigned, initialized_handle, handle_mark_assigned)
 METHOD(writeback, lazily_initialized_handle, handle_writeback)
 METHOD(publish, lazily_initialized_handle, handle_publish)
 
@@ -230,7 +230,7 @@ static PyMethodDef methods[] = {
 /* ---- attributes ---- */
 
 static PyObject *get_shows_sharded(PyObject *self, void *unused) {
-    return PyBool_FromLong(handle_shows_sharded(handle_from_object(self)));
+    return PyBool_FromLong(handle_exposes_sharded(handle_from_object(self)));
 }
 
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {

@@ -69,12 +69,12 @@ static PyObject *recover(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *hold(PyObject *self, PyObject *unused) {
-    int held = runtime_hold(runtime_from_object(self));
+    int held = runtime_begin_state_dict(runtime_from_object(self));
     return held < 0 ? NULL : PyBool_FromLong(held);
 }
 
 static PyObject *let_go(PyObject *self, PyObject *unused) {
-    runtime_let_go(runtime_from_object(self));
+    runtime_end_state_dict(runtime_from_object(self));
     Py_RETURN_NONE;
 }
 
@@ -138,7 +138,7 @@ static PyObject *get_handles_with_views(PyObject *self, void *unused) {
     const struct runtime *runtime = runtime_from_object(self);
     PyObject *handles = PyList_New(0);
     for (int64_t i = 0; handles && i < runtime->num_units && !runtime->callback_queued; i++)
-        if (unit_shows_views(runtime->units[i]) &&
+        if (unit_exposes_views(runtime->units[i]) &&
             PyList_Append(handles, runtime->units[i]->handle_object) < 0)
             Py_CLEAR(handles);
     return handles;
@@ -171,7 +171,7 @@ static int set_limit(PyObject *self, PyObject *value, void *forward) {
 static PyMemberDef members[] = {
     READ_ONLY("iteration", T_LONGLONG, struct runtime_object, runtime.order.iteration),
     READ_ONLY("callback_queued", T_BOOL, struct runtime_object, runtime.callback_queued),
-    {"unchecked", T_BOOL, offsetof(struct runtime_object, runtime.unchecked), 0, NULL},
+    {"unchecked", T_BOOL, offsetof(struct runtime_object, runtime.checks_next_backward), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -36,7 +36,7 @@ static int add_segments(struct unit *unit) {
                           "unit %S: a segment has parameters, belongs to one unit that has some too, "
                           "and has no segments itself",
                           unit->name);
-        unit_lead(unit, segment);
+        unit_add_segment(unit, segment);
     }
     return 0;
 }
@@ -107,7 +107,8 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
     long state = PyLong_AsLong(value);
     if (state == -1 && PyErr_Occurred())
         return NULL;
-    struct unit *next = unit->handle && unit->runtime ? unit_next(unit, (enum training_state)state) : NULL;
+    struct unit *next =
+        unit->handle && unit->runtime ? unit_next_to_prefetch(unit, (enum training_state)state) : NULL;
     return Py_NewRef(next ? next->handle_object : Py_None);
 }
 

@@ -22,22 +22,22 @@ static int begin_nesting(struct unit *unit) {
     struct unit_nesting *nesting = &unit->nesting;
     nesting->graph_task = nesting->recomputed ? torch_graph_task() : unit->runtime->graph_task;
     nesting->nested = false;
-    int comes = nesting->may_nest && unit->node.accumulation_node
-                    ? torch_will_execute(unit->node.accumulation_node)
-                    : 1;
-    nesting->anchor_comes = comes;
-    return nesting->graph_task == -2 || comes < 0 ? -1 : 0;
+    int will_run = nesting->can_nest && unit->node.accumulation_node
+                       ? torch_will_execute(unit->node.accumulation_node)
+                       : 1;
+    nesting->anchor_will_run = will_run;
+    return nesting->graph_task == -2 || will_run < 0 ? -1 : 0;
 }
 
 /* At the anchor's hook: does it come again in this backward? 1, 0 or -1 */
-static int awaits_gradients(struct unit *unit) {
+static int expects_more_gradients(struct unit *unit) {
     struct unit_nesting *nesting = &unit->nesting;
     int64_t current = unit->ran_pre_backward ? torch_graph_task() : nesting->graph_task;
     if (current == -2)
         return -1;
     nesting->nested = nesting->nested || current != nesting->graph_task;
-    nesting->may_nest = nesting->nested;
-    return current != nesting->graph_task && nesting->anchor_comes;
+    nesting->can_nest = nesting->nested;
+    return current != nesting->graph_task && nesting->anchor_will_run;
 }
 
 /* ---- flat parameters in the graph ---- */
@@ -79,7 +79,7 @@ int unit_receive_inputs_only(struct unit *part) {
 /* Warns where a backward to named tensors gives its parameters nothing. Original parameters are in no graph:
  * a schedule that takes the gradients of inputs first, and then those of the weights, finds none of these. To
  * take those of inputs alone is no mistake. */
-static int check_named(struct unit *unit) {
+static int check_inputs_only(struct unit *unit) {
     if (!unit->node.accumulation_node || !unit->handle->param.use_orig_params)
         return 0;
     int reaches = reaches_anchor(unit);
@@ -114,21 +114,21 @@ int unit_unshard_for_backward(struct unit *unit) {
 static int pre_backward(struct unit *unit) {
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
-        begin_nesting(unit) < 0 || check_named(unit) < 0 || unit_unshard_for_backward(unit) < 0)
+        begin_nesting(unit) < 0 || check_inputs_only(unit) < 0 || unit_unshard_for_backward(unit) < 0)
         return -1;
-    FOR_PARTS(part, unit->handle ? unit : NULL) {
+    FOR_EACH_FLAT_PARAM(part, unit->handle ? unit : NULL) {
         struct handle *handle = part->handle;
         /* a checkpointed part of the module may run again in this backward: it finds the same views as in the
          * forward */
-        if (handle->param.use_orig_params && handle_show_views(handle) < 0)
+        if (handle->param.use_orig_params && handle_expose_views(handle) < 0)
             return -1;
-        if (grads_prepare(&handle->grads) < 0)
+        if (grads_begin_backward(&handle->grads) < 0)
             return -1;
-        if (handle->grads.hidden)
-            runtime_have_script_wait(unit->runtime);
+        if (handle->grads.stashed)
+            runtime_schedule_recovery(unit->runtime);
     }
     unit->ran_pre_backward = true;
-    no_gradient_note_reached(unit);
+    no_gradient_mark_reached(unit);
     return 0;
 }
 
@@ -156,25 +156,25 @@ int unit_pre_backward(void *target) {
 
 /* ---- post-backward ---- */
 
-static bool has_new(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (grads_have_new(&part->handle->grads))
+static bool has_received(struct unit *unit) {
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (grads_have_received(&part->handle->grads))
             return true;
     return false;
 }
 
 /* All parts are, in one order on all ranks: whether gradients have come to a segment on this rank is not
  * asked, as they may have on another one. 1, 0 or -1. */
-static int is_reduced(struct unit *part) {
+static int needs_reduction(struct unit *part) {
     if (!unit_of_part(part)->next_segment)
         return 1;
     if (part->runtime->reach == REACH_INPUTS_ONLY)
         return part->inputs_only;
     int trains = flat_param_is_trainable(&part->handle->param);
-    return trains == 0 && grads_have_new(&part->handle->grads) ? 1 : trains;
+    return trains == 0 && grads_have_received(&part->handle->grads) ? 1 : trains;
 }
 
-static int add_part(struct unit *part) {
+static int accumulate_unsharded(struct unit *part) {
     if (grads_accumulate_unsharded(&part->handle->grads) < 0)
         return unit_explain_failure(part, TRACED_SUM, false);
     return 0;
@@ -192,7 +192,7 @@ static int post_backward_without_gradient(struct unit *unit) {
 }
 
 /* Does no other rank have a part in the gradient, or is somebody there who looks for it? */
-static bool is_shown_at_once(const struct unit *unit) {
+static bool is_exposed_at_once(const struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     bool alone = param->shard_group.world_size == 1 && !param->replicate_group.group;
     return unit->runtime->has_edges && !param->use_orig_params && !param->sharded &&
@@ -201,12 +201,12 @@ static bool is_shown_at_once(const struct unit *unit) {
 
 /* Hooks on the flat parameter's accumulation node, which is next, find the gradient: DistributedDataParallel
  * sends it. */
-static int hand_over_at_once(struct unit *unit) {
+static int expose_at_once(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
         return -1;
-    FOR_PARTS(part, unit)
-        if (is_shown_at_once(part) && grads_hand_over(&part->handle->grads) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (is_exposed_at_once(part) && grads_expose(&part->handle->grads) < 0)
             return -1;
     return 0;
 }
@@ -215,47 +215,50 @@ static int post_backward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_queue_final_callback(runtime) < 0 || unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
-    FOR_PARTS(part, unit)
-        if (grads_prepare(&part->handle->grads) < 0 || grads_call_param_hooks(&part->handle->grads) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (grads_begin_backward(&part->handle->grads) < 0 ||
+            grads_call_param_hooks(&part->handle->grads) < 0)
             return -1;
     if (unit->optional.enclosing) {
         if (optional_check_backward(unit) < 0)
             return -1;
         if (unit->sync_gradients) /* what has come is reduced with the unit around it */
             return runtime->operations->post_backward_reshard(unit);
-    } else if (!has_new(unit)) {
+    } else if (!has_received(unit)) {
         return post_backward_without_gradient(unit);
     }
     if ((unit->sync_gradients && runtime_finish_reduction(runtime) < 0) ||
         runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
-    FOR_PARTS(part, unit) {
-        int reduced = unit->sync_gradients ? is_reduced(part) : 0;
+    FOR_EACH_FLAT_PARAM(part, unit) {
+        int reduced = unit->sync_gradients ? needs_reduction(part) : 0;
         if (reduced < 0 || (reduced && runtime_reduce_part(part) < 0))
             return -1;
-        if (!unit->sync_gradients && grads_have_new(&part->handle->grads) && add_part(part) < 0)
+        if (!unit->sync_gradients && grads_have_received(&part->handle->grads) &&
+            accumulate_unsharded(part) < 0)
             return -1;
     }
-    return !unit->optional.enclosing && is_shown_at_once(unit) ? hand_over_at_once(unit) : 0;
+    return !unit->optional.enclosing && is_exposed_at_once(unit) ? expose_at_once(unit) : 0;
 }
 
 /* Of all gradients of the unit that have come. */
-static int post_backward_of_new(struct unit *unit) {
+static int post_backward_with_gradients(struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     OWNED *module = unit_module(unit);
     /* helps to find out which hooks do not run, under some ways of checkpointing (D-065) */
     if (param->verbose && param->use_orig_params && module &&
-        callbacks_tell(callbacks.log_post_backward, module, NULL) < 0)
+        callbacks_call(callbacks.log_post_backward, module, NULL) < 0)
         return -1;
-    int awaits = awaits_gradients(unit);
-    if (awaits < 0)
+    int more = expects_more_gradients(unit);
+    if (more < 0)
         return -1;
-    if (!awaits)
+    if (!more)
         return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
     /* the rest comes later in this backward, which reads the parameters until then */
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         struct grads *grads = &part->handle->grads;
-        if (grads_have_new(grads) && (grads_call_param_hooks(grads) < 0 || add_part(part) < 0))
+        if (grads_have_received(grads) &&
+            (grads_call_param_hooks(grads) < 0 || accumulate_unsharded(part) < 0))
             return -1;
     }
     return 0;
@@ -269,12 +272,12 @@ int unit_post_backward(void *target) {
         return 0;
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
-    if (unit->handle && has_new(unit)) {
-        no_gradient_note_reached(unit);
+    if (unit->handle && has_received(unit)) {
+        no_gradient_mark_reached(unit);
         bool enabled = torch_grad_enabled();
         TRACE(TRACED_POST_BACKWARD, unit->name_index);
         torch_set_grad_enabled(false);
-        int result = post_backward_of_new(unit);
+        int result = post_backward_with_gradients(unit);
         torch_set_grad_enabled(enabled);
         if (result < 0)
             return -1;
@@ -306,8 +309,8 @@ int runtime_queue_final_callback(struct runtime *runtime) {
         return 0;
     struct schedule *schedule = &runtime->schedule;
     /* An optimizer may have stepped since a backward that came before without a forward in between. */
-    if (runtime_check_holder(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
-        (schedule->has_ended && schedule_begin_step(schedule) < 0))
+    if (runtime_check_state_dict_thread(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
+        (schedule->backward_ended && schedule_begin_step(schedule) < 0))
         return -1;
     OWNED *hook = hook_new(runtime_final_callback, runtime, runtime->object);
     runtime->final_hook = hook;
@@ -339,12 +342,12 @@ static int finalise_units(struct runtime *runtime) {
     }
     if (runtime_finish_reduction(runtime) < 0 || optional_reduce_all(runtime) < 0)
         return -1;
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         if (!unit->handle)
             continue;
         offloads = offloads || unit->handle->storage.offload;
         /* where the user calls the callback by hand, nothing is sent */
-        if (runtime->callback_queued && !runtime->num_in_forward && runtime_reduce_left_over(unit) < 0)
+        if (runtime->callback_queued && !runtime->num_in_forward && runtime_reduce_no_sync_grads(unit) < 0)
             return -1;
     }
     if (schedule_wait_reduced(&runtime->schedule) < 0 || runtime_reshard_units(runtime) < 0)
@@ -352,16 +355,16 @@ static int finalise_units(struct runtime *runtime) {
     /* an optimizer on the CPU may step next */
     if (offloads && schedule_synchronize(&runtime->schedule) < 0)
         return -1;
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         struct handle *handle = unit->handle;
         if (!unit_ends_with_backward(unit))
             continue;
-        if (unit_unwatch_inputs(unit) < 0)
+        if (unit_remove_input_hooks(unit) < 0)
             return -1;
         if (handle &&
-            (unit_await_step(unit) < 0 ||
-             (handle->grads.in_backward && grads_hand_over(&handle->grads) < 0) ||
-             grads_show_param_hooks(&handle->grads) < 0 || handle_set_training_state(handle, USE_IDLE) < 0))
+            (unit_await_step(unit) < 0 || (handle->grads.in_backward && grads_expose(&handle->grads) < 0) ||
+             grads_restore_param_hooks(&handle->grads) < 0 ||
+             handle_set_training_state(handle, USE_IDLE) < 0))
             return -1;
         if (unit_end_step(unit) < 0)
             return -1;
@@ -377,7 +380,7 @@ static int end_backward(struct runtime *runtime) {
     if (result < 0)
         return -1;
     if (!runtime->num_in_forward) {
-        if (runtime_note_kept(runtime) < 0)
+        if (runtime_record_kept(runtime) < 0)
             return -1;
         order_next_iteration(&runtime->order);
         trace_end_step();
@@ -393,12 +396,12 @@ int runtime_final_callback(void *target) {
     bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
     if (end_backward(runtime) < 0)
         return -1;
-    no_gradient_note_backward_end(runtime);
-    if (!ends_step || !runtime->unchecked)
+    no_gradient_mark_backward_end(runtime);
+    if (!ends_step || !runtime->checks_next_backward)
         return 0;
     OWNED *module = unit_module(runtime->units[0]);
-    if (module && callbacks_tell(callbacks.check_backward, module, NULL) < 0)
+    if (module && callbacks_call(callbacks.check_backward, module, NULL) < 0)
         return -1; /* the next backward is looked at as well */
-    runtime->unchecked = false;
+    runtime->checks_next_backward = false;
     return 0;
 }

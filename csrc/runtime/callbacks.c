@@ -28,6 +28,6 @@ int callbacks_bind(PyObject *functions) {
     return 0;
 }
 
-int callbacks_tell(PyObject *function, PyObject *a, PyObject *b) {
+int callbacks_call(PyObject *function, PyObject *a, PyObject *b) {
     return ref_done(PyObject_CallFunctionObjArgs(function, a, b, NULL));
 }

@@ -36,6 +36,6 @@ extern struct callbacks callbacks;
 int callbacks_bind(PyObject *functions);
 
 /* function(a, b), of which the first NULL ends the arguments, and no result. 0 or -1. */
-int callbacks_tell(PyObject *function, PyObject *a, PyObject *b);
+int callbacks_call(PyObject *function, PyObject *a, PyObject *b);
 
 #endif

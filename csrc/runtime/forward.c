@@ -8,8 +8,9 @@
 /* ---- inputs ---- */
 
 /* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype
- * must. `mover` is NULL where inputs stay where they are. */
-static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *mover, bool cast) {
+ * must. `device_owner` is NULL where inputs stay where they are. */
+static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *device_owner,
+                           bool cast) {
     struct tensor_view view;
     if (value == Py_None || PyBool_Check(value) || PyLong_Check(value) || PyFloat_Check(value) ||
         PyUnicode_Check(value))
@@ -20,7 +21,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
         PyErr_Clear();
         return false;
     }
-    const struct tensor_view *device = mover ? &mover->storage.compute_view : &view;
+    const struct tensor_view *device = device_owner ? &device_owner->storage.compute_view : &view;
     if (view.device != device->device || view.device_index != device->device_index)
         return false;
     if (!cast)
@@ -32,15 +33,15 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
 }
 
 static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs,
-                             const struct handle *mover, bool cast) {
+                             const struct handle *device_owner, bool cast) {
     Py_ssize_t position = 0;
     PyObject *key, *value;
     bool ready = true;
     for (Py_ssize_t i = 0; ready && i < PyTuple_Size(args); i++)
-        ready = input_is_ready(unit, PyTuple_GetItem(args, i), mover, cast);
+        ready = input_is_ready(unit, PyTuple_GetItem(args, i), device_owner, cast);
     while (ready && PyDict_Next(kwargs, &position, &key, &value)) {
         Py_INCREF(value); /* looking at it may run code of the user's, which may take it out of the dict */
-        ready = input_is_ready(unit, value, mover, cast);
+        ready = input_is_ready(unit, value, device_owner, cast);
         Py_DECREF(value);
     }
     return ready;
@@ -52,15 +53,15 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->name_index);
     const struct unit_options *options = &unit->options;
-    const struct handle *mover = unit->is_root ? unit_handle_or_first(unit) : NULL;
+    const struct handle *device_owner = unit->is_root ? unit_handle_or_first(unit) : NULL;
     bool is_full = unit->handle && storage_precision(&unit->handle->storage) == PRECISION_FULL;
     bool casts_as_root = unit->is_root && options->cast_root_forward_inputs && !unit->evaluating;
     bool cast =
         unit->param_dtype && !is_full && (casts_as_root || (unit->handle && options->cast_forward_inputs));
-    if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
+    if ((!device_owner && !cast) || inputs_are_ready(unit, *args, *kwargs, device_owner, cast))
         return 0;
     OWNED *converted = PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs,
-                                                    mover ? mover->param.device : Py_None,
+                                                    device_owner ? device_owner->param.device : Py_None,
                                                     cast ? unit->param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
@@ -74,7 +75,7 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
 }
 
 /* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
-static int watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
+static int hook_frozen_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
         return 0;
     OWNED *hook = hook_new(unit_reshard_only, unit, unit->object);
@@ -170,8 +171,8 @@ static int graph_dropped(void *target, const void *hook) {
     struct unit *unit = target;
     if (unit->backward_hook != hook || !unit->runtime || unit->runtime->callback_queued)
         return 0;
-    FOR_PARTS(part, unit)
-        if (unit_shows_views(part) && handle_hide_views(part->handle) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (unit_exposes_views(part) && handle_unexpose_views(part->handle) < 0)
             return -1;
     return 0;
 }
@@ -187,14 +188,14 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     PyObject *hook = hook_new(unit_pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(*output, hook, &hooked) : -1;
     unit->backward_hook = hook;
-    if (hooked && unit->handle && handle_leaves_views(unit->handle))
+    if (hooked && unit->handle && handle_keeps_views_exposed(unit->handle))
         hook_set_on_drop(hook, graph_dropped);
     Py_XDECREF(hook);
     if (!result && !hooked)
         return 0;
     unit_expect_backward(unit, hooked > 0);
     if (unit->needs_pre_backward_unshard)
-        unit_note_precision(unit);
+        unit_record_precision(unit);
     return result;
 }
 
@@ -211,7 +212,7 @@ int unit_unshard_for_forward(struct unit *unit) {
     if (runtime_begin_step_alone(runtime) < 0 || unit_reshard_stale(unit) < 0 ||
         unit_unshard_and_wait(unit) < 0)
         return -1;
-    unit_note_used(unit);
+    unit_mark_used(unit);
     if (optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
@@ -221,7 +222,7 @@ int unit_unshard_for_forward(struct unit *unit) {
 /* 1 when any parameter of the unit requires grad. */
 static int is_trainable(struct unit *unit) {
     int trainable = 0;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (!trainable)
             trainable = flat_param_is_trainable(&part->handle->param);
     return trainable;
@@ -256,16 +257,16 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
         return -1;
     if (!unit->handle)
         return 0;
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         struct handle *handle = part->handle;
         if (param_views_wrap_views(&handle->param_views, handle->storage.copy->views) < 0 ||
-            handle_show_views(handle) < 0)
+            handle_expose_views(handle) < 0)
             return -1;
     }
     int trainable = is_trainable(unit);
     if (trainable < 0)
         return -1;
-    return trainable ? 0 : watch_inputs(unit, *args, *kwargs);
+    return trainable ? 0 : hook_frozen_inputs(unit, *args, *kwargs);
 }
 
 /* ---- post-forward ---- */
@@ -290,7 +291,7 @@ static int ensure_lazy_init(struct unit *unit) {
     if (unit->runtime)
         return 0;
     OWNED *module = unit_module(unit);
-    if (module && callbacks_tell(callbacks.lazy_init, module, NULL) < 0)
+    if (module && callbacks_call(callbacks.lazy_init, module, NULL) < 0)
         return -1;
     if (unit->runtime)
         return 0;

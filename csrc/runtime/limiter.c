@@ -23,7 +23,7 @@ int limiter_wait(struct limiter *limiter, struct streams *streams) {
     return limiter->count < LIMITER_DEPTH ? 0 : stream_synchronize(streams, take_oldest(limiter));
 }
 
-int limiter_note_free(struct limiter *limiter, struct streams *streams) {
+int limiter_record_free(struct limiter *limiter, struct streams *streams) {
     limiter->num_frees++;
     if (!streams_are_real(streams))
         return 0;

@@ -18,7 +18,7 @@ struct limiter {
 
 void limiter_fini(struct limiter *limiter, struct streams *streams);
 int limiter_wait(struct limiter *limiter, struct streams *streams); /* before a unit's all-gather. 0 or -1 */
-int limiter_note_free(struct limiter *limiter, struct streams *streams); /* of a unit's storage. 0 or -1 */
+int limiter_record_free(struct limiter *limiter, struct streams *streams); /* of a unit's storage. 0 or -1 */
 void limiter_check(const struct limiter *limiter); /* the invariant, where FSDP_C_CHECK is defined */
 
 #endif

@@ -4,7 +4,7 @@
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
-void no_gradient_note_reached(struct unit *unit) {
+void no_gradient_mark_reached(struct unit *unit) {
     unit->no_gradient.had_gradient = true;
 }
 
@@ -17,7 +17,7 @@ int no_gradient_expect(struct unit *unit) {
     return training < 0 ? -1 : 0;
 }
 
-void no_gradient_note_backward_end(struct runtime *runtime) {
+void no_gradient_mark_backward_end(struct runtime *runtime) {
     runtime->no_gradient.ended_backward = true;
 }
 
@@ -37,5 +37,5 @@ int no_gradient_warn(struct runtime *runtime) {
     if (!module)
         return 0;
     runtime->no_gradient.warned = true;
-    return callbacks_tell(callbacks.warn_of_units_without_gradient, module, names);
+    return callbacks_call(callbacks.warn_of_units_without_gradient, module, names);
 }

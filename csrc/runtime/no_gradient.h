@@ -18,14 +18,14 @@ struct no_gradient {
 };
 
 /* Of all units of a root. */
-struct no_gradient_told {
+struct no_gradient_warning {
     bool ended_backward; /* true if a backward has ended since the root's forward began */
     bool warned;
 };
 
-void no_gradient_note_reached(struct unit *unit); /* by a backward */
+void no_gradient_mark_reached(struct unit *unit); /* by a backward */
 int no_gradient_expect(struct unit *unit);        /* a forward with gradients enabled has ended. 0 or -1 */
-void no_gradient_note_backward_end(struct runtime *runtime);
+void no_gradient_mark_backward_end(struct runtime *runtime);
 int no_gradient_warn(struct runtime *runtime); /* the root begins a forward. 0 or -1 */
 
 #endif

@@ -10,7 +10,7 @@ static PyObject *apply;
 
 /* Parameters that are frozen beside others. `*frozen`: NULL, or a list; `*which`: a sum that tells such sets
  * apart. */
-static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *which) {
+static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint64_t *which) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
         int trains = torch_requires_grad(PyList_GetItem(param->params, i));
@@ -26,10 +26,10 @@ static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *whic
 
 /* Autograd takes the history from a view that is frozen from now on, which another graph may still read: that
  * keeps the view, and the part has others. */
-static int add_frozen_anew(struct unit *part, PyObject **frozen) {
+static int update_frozen_views(struct unit *part, PyObject **frozen) {
     Py_ssize_t before = *frozen ? PyList_Size(*frozen) : 0;
     uint64_t which = 0;
-    if (add_frozen(part, frozen, &which) < 0)
+    if (collect_frozen_views(part, frozen, &which) < 0)
         return -1;
     bool same = which == part->node.frozen_params;
     part->node.frozen_params = which;
@@ -39,7 +39,7 @@ static int add_frozen_anew(struct unit *part, PyObject **frozen) {
         node_detach_part(part) < 0)
         return -1;
     part->node.trained_last_forward = true;
-    return add_frozen(part, frozen, &which);
+    return collect_frozen_views(part, frozen, &which);
 }
 
 /* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among
@@ -58,7 +58,7 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
         return NULL;
     Py_ssize_t count = 0;
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
         /* what was trained before, and is not any more, has no history from now on */
         if (trains < 0 || (!trains && part->node.trained_last_forward && node_detach_part(part) < 0))
@@ -69,20 +69,20 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     if (unit->next_segment) {
         OWNED *kept = PyBytes_FromStringAndSize(NULL, count);
         char *is_in = kept ? PyBytes_AsString(kept) : NULL;
-        FOR_PARTS(part, is_in ? unit : NULL)
+        FOR_EACH_FLAT_PARAM(part, is_in ? unit : NULL)
             *is_in++ = part->node.trained_last_forward;
         if (!kept || PyObject_SetAttr(context, torch_names.parts, kept) < 0)
             return NULL;
     }
     OWNED *frozen = NULL;
-    FOR_PARTS(part, unit)
-        if (part->node.trained_last_forward && add_frozen_anew(part, &frozen) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (part->node.trained_last_forward && update_frozen_views(part, &frozen) < 0)
             return NULL;
     OWNED *excluded = frozen ? PyList_AsTuple(frozen) : NULL;
     if (frozen && (!excluded || PyObject_SetAttr(context, torch_names.non_differentiable, excluded) < 0))
         return NULL;
     PyObject *views = NULL;
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         PyObject *own = part->handle->storage.copy->views;
         if (!part->node.trained_last_forward)
             continue;
@@ -115,24 +115,24 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
 }
 
 /* `args`: anything, then the gradients of the part's views. */
-static int receive(struct unit *part, PyObject *args, bool *again) {
+static int receive_flat_param(struct unit *part, PyObject *args, bool *was_summed) {
     const struct flat_param *param = &part->handle->param;
     struct grads *grads = &part->handle->grads;
     int trains = param->use_orig_params ? 1 : torch_requires_grad(param->tensor);
     if (trains <= 0)
         return trains; /* frozen since the forward */
-    *again = *again || grads_have_new(grads);
-    if (part->runtime->has_edges && grads_hide_param_hooks(grads) < 0)
+    *was_summed = *was_summed || grads_have_received(grads);
+    if (part->runtime->has_edges && grads_stash_param_hooks(grads) < 0)
         return -1;
     return grads_receive(grads, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;
 }
 
 /* What one run of the node has brought, and what it answers autograd with. */
-struct arrival {
+struct node_call {
     PyObject *context, *args; /* borrowed */
-    PyObject *answer;         /* owned; tuple: for the anchor, the token and each part's flat parameter */
-    bool everywhere;          /* the backward comes to all leaves of its graph */
-    bool again;               /* a part had gradients already */
+    PyObject *input_grads;    /* owned; tuple: for the anchor, the token and each part's flat parameter */
+    bool reaches_all_leaves;  /* the backward comes to all leaves of its graph */
+    bool was_summed;          /* a part had gradients already */
 };
 
 /* What a backward does with an edge to a flat parameter: see [Note: flat parameters in the graph]
@@ -159,62 +159,63 @@ static int edge_use(PyObject *context, Py_ssize_t index) {
 }
 
 /* The gradients of one part go where the backward takes them. */
-static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_ssize_t index) {
-    if (arrival->everywhere)
-        return receive(part, own, &arrival->again);
-    int use = edge_use(arrival->context, index);
+static int route_flat_param_gradients(struct unit *part, PyObject *own, struct node_call *call,
+                                      Py_ssize_t index) {
+    if (call->reaches_all_leaves)
+        return receive_flat_param(part, own, &call->was_summed);
+    int use = edge_use(call->context, index);
     if (use == EDGE_ACCUMULATES)
-        return unit_receive_inputs_only(part) < 0 ? -1 : receive(part, own, &arrival->again);
+        return unit_receive_inputs_only(part) < 0 ? -1 : receive_flat_param(part, own, &call->was_summed);
     if (use != EDGE_CAPTURED)
         return use; /* unused, or an exception */
     PyObject *grad = grads_flat_of(&part->handle->grads, own);
-    return grad ? PyTuple_SetItem(arrival->answer, 2 + index, grad) : -1;
+    return grad ? PyTuple_SetItem(call->input_grads, 2 + index, grad) : -1;
 }
 
 /* Each part that was in the node has its own. */
-static int arrive_all(struct unit *unit, struct arrival *arrival) {
+static int route_gradients(struct unit *unit, struct node_call *call) {
     if (!unit->next_segment)
-        return arrive(unit, arrival->args, arrival, 0);
-    OWNED *kept = PyObject_GetAttr(arrival->context, torch_names.parts);
+        return route_flat_param_gradients(unit, call->args, call, 0);
+    OWNED *kept = PyObject_GetAttr(call->context, torch_names.parts);
     const char *is_in = kept ? PyBytes_AsString(kept) : NULL;
     Py_ssize_t begin = 0, index = -1;
-    FOR_PARTS(part, is_in ? unit : NULL) {
+    FOR_EACH_FLAT_PARAM(part, is_in ? unit : NULL) {
         if (!is_in[++index])
             continue;
         Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
-        OWNED *own = PyTuple_GetSlice(arrival->args, begin, begin + 1 + count);
-        if (!own || arrive(part, own, arrival, index) < 0)
+        OWNED *own = PyTuple_GetSlice(call->args, begin, begin + 1 + count);
+        if (!own || route_flat_param_gradients(part, own, call, index) < 0)
             return -1;
         begin += count;
     }
     return is_in ? 0 : -1;
 }
 
-static int take(struct unit *unit, struct arrival *arrival) {
-    if (refuse_double_backward(unit, arrival->args) < 0)
+static int receive_gradients(struct unit *unit, struct node_call *call) {
+    if (refuse_double_backward(unit, call->args) < 0)
         return -1;
     /* under the stream that made the gradients, after which the anchor's hook comes */
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
-    int everywhere = unit_reaches_anchor(unit);
+    int reaches_all_leaves = unit_reaches_anchor(unit);
     Py_ssize_t count = 2; /* nothing for anybody yet */
-    FOR_PARTS(part, unit->runtime->has_edges ? unit : NULL)
+    FOR_EACH_FLAT_PARAM(part, unit->runtime->has_edges ? unit : NULL)
         count++;
-    arrival->everywhere = everywhere;
-    arrival->answer = everywhere < 0 ? NULL : PyTuple_New(count);
-    for (Py_ssize_t i = 0; arrival->answer && i < count; i++)
-        PyTuple_SetItem(arrival->answer, i, Py_NewRef(Py_None));
-    if (!arrival->answer || arrive_all(unit, arrival) < 0)
+    call->reaches_all_leaves = reaches_all_leaves;
+    call->input_grads = reaches_all_leaves < 0 ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; call->input_grads && i < count; i++)
+        PyTuple_SetItem(call->input_grads, i, Py_NewRef(Py_None));
+    if (!call->input_grads || route_gradients(unit, call) < 0)
         return -1;
     /* the earlier ones were added up here, and may have been made under another stream */
-    return arrival->again ? stream_join_former(&unit->runtime->schedule.streams) : 0;
+    return call->was_summed ? stream_join_former(&unit->runtime->schedule.streams) : 0;
 }
 
 /* backward(context, *gradients) -> (None, None, a flat gradient or None for each part) */
 static PyObject *node_backward(PyObject *self, PyObject *args) {
-    struct arrival arrival = {.context = PyTuple_GetItem(args, 0), .args = args};
+    struct node_call call = {.context = PyTuple_GetItem(args, 0), .args = args};
     (void)self;
-    PyObject *token = PyObject_GetAttr(arrival.context, torch_names.unit);
+    PyObject *token = PyObject_GetAttr(call.context, torch_names.unit);
     if (!token)
         return NULL;
     struct unit *unit = hook_target(token);
@@ -225,9 +226,9 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
                         "until its backward has run");
         return NULL;
     }
-    if ((unit->runtime ? take(unit, &arrival) : unit_refuse_backward(unit)) < 0)
-        Py_CLEAR(arrival.answer);
-    return arrival.answer;
+    if ((unit->runtime ? receive_gradients(unit, &call) : unit_refuse_backward(unit)) < 0)
+        Py_CLEAR(call.input_grads);
+    return call.input_grads;
 }
 
 /* Compiled autograd asks for it before it traces a backward. What a unit's hooks do cannot be traced (parity
@@ -320,9 +321,9 @@ static int make_anchor(struct unit *unit) {
 
 /* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of
  * more of them. */
-static int forget_hooks(struct unit *unit) {
+static int clear_view_hooks(struct unit *unit) {
     int registered = torch_hooks_registered_since(&unit->node.hooks_seen);
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         PyObject *views = part->handle->storage.copy->views;
         for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(views); i++) {
             PyObject *view = PyTuple_GetItem(views, i);
@@ -364,7 +365,7 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
 static bool has_edges(struct unit *unit) {
     if (!unit->runtime->has_edges)
         return false;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (part->handle->param.use_orig_params || part->handle->storage.copy->low_precision)
             return false;
     return true;
@@ -381,7 +382,7 @@ static PyObject *apply_node(struct unit *unit) {
     int result = args && PyList_Append(args, unit->node.anchor) == 0
                      ? PyList_Append(args, unit->node.anchor_hook)
                      : -1;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (!result && edges)
             result = PyList_Append(args, part->handle->param.tensor);
     if (!result)
@@ -400,7 +401,7 @@ int node_attach_views(struct unit *unit) {
         torch_set_grad_enabled(true);
     /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit
      * the views */
-    if (forget_hooks(unit) == 0 && (unit->node.anchor || make_anchor(unit) == 0))
+    if (clear_view_hooks(unit) == 0 && (unit->node.anchor || make_anchor(unit) == 0))
         views = apply_node(unit);
     if (!enabled)
         torch_set_grad_enabled(false);
@@ -411,19 +412,19 @@ int node_attach_views(struct unit *unit) {
 /* ---- the views lose their history ---- */
 
 int node_detach_part(struct unit *part) {
-    PyObject *left;
-    if (torch_leave_inference_mode(&left) < 0)
+    PyObject *inference_guard;
+    if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     part->node.trained_last_forward = false;
     int result = handle_detach_views(part->handle);
-    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+    return torch_return_to_inference_mode(inference_guard) < 0 ? -1 : result;
 }
 
 int node_detach_views(struct unit *unit) {
     if (!unit->node.views_attached || !unit->handle)
         return 0;
     unit->node.views_attached = false;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (node_detach_part(part) < 0)
             return -1;
     return 0;

@@ -11,7 +11,7 @@
 
 struct operations operations;
 
-const struct operations operations_own = {
+const struct operations operations_default = {
     .unshard = unit_unshard_part,
     .post_backward_reshard = unit_post_backward_reshard,
     .prefetch = unit_prefetch_in_order,
@@ -73,7 +73,7 @@ static int call_register_post_backward_hook(struct unit *unit) {
         operations_call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
 }
 
-static const struct operations operations_calls = {
+static const struct operations operations_replaced = {
     .unshard = call_unshard,
     .reshard = call_reshard,
     .post_backward_reshard = call_post_backward_reshard,
@@ -85,7 +85,7 @@ static const struct operations operations_calls = {
 /* ---- which of the two ---- */
 
 static const struct operations *table_for(const struct operations *table, enum replaceable which) {
-    return table->replaced[which] ? &operations_calls : &operations_own;
+    return table->replaced[which] ? &operations_replaced : &operations_default;
 }
 
 void operations_init(struct operations *table) {

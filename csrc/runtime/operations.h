@@ -47,7 +47,7 @@ struct operations {
 
 extern struct operations operations;
 
-extern const struct operations operations_own; /* the runtime's */
+extern const struct operations operations_default; /* the runtime's */
 
 void operations_init(struct operations *table); /* the runtime's own, but for what is replaced */
 /* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for

@@ -37,7 +37,7 @@ int optional_check_backward(const struct unit *unit) {
 
 /* ---- gathered with the unit around them ---- */
 
-static int gather(struct unit *unit, enum traced part) {
+static int unshard_optional(struct unit *unit, enum traced part) {
     TRACE(part, unit->name_index);
     return unit_unshard(unit);
 }
@@ -46,9 +46,9 @@ int optional_begin_forward(struct unit *enclosing) {
     enclosing->optional.open = enclosing->optional.first != NULL;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
         if (unit_precision_for_forward(unit) < 0 || unit_reshard_stale(unit) < 0 ||
-            gather(unit, TRACED_FORWARD_GATHER) < 0)
+            unshard_optional(unit, TRACED_FORWARD_GATHER) < 0)
             return -1;
-        unit_note_used(unit); /* run or not */
+        unit_mark_used(unit); /* run or not */
     }
     return 0;
 }
@@ -56,7 +56,7 @@ int optional_begin_forward(struct unit *enclosing) {
 int optional_begin_backward(struct unit *enclosing) {
     enclosing->optional.open = enclosing->optional.reached = enclosing->optional.first != NULL;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
-        if (unit_precision_for_backward(unit) < 0 || gather(unit, TRACED_BACKWARD_GATHER) < 0)
+        if (unit_precision_for_backward(unit) < 0 || unshard_optional(unit, TRACED_BACKWARD_GATHER) < 0)
             return -1;
     return 0;
 }

@@ -35,8 +35,8 @@ struct optional {
     struct unit *next;      /* borrowed; the next optional unit with parameters of the same enclosing unit */
     /* of each part: a parameter required a gradient in the last forward of the enclosing unit that a backward
      * can follow */
-    bool trains;
-    bool owes; /* of each part: a backward under no_sync has passed it since its last reduction */
+    bool trainable;
+    bool unreduced; /* of each part: a backward under no_sync has passed it since its last reduction */
 
     struct unit *first; /* borrowed; of an enclosing unit: the first in it */
     bool open;          /* they are gathered, and may run */
@@ -60,6 +60,7 @@ void optional_reset(struct unit *enclosing);   /* after an exception in a step: 
 /* An optional unit. 0, or -1 with RuntimeError where it may not run, or where its gradient comes too late. */
 int optional_check_forward(const struct unit *unit);
 int optional_check_backward(const struct unit *unit);
-int optional_hold(struct unit *unit); /* it has run: it shows its shard, and stays gathered. 0 or -1 */
+int optional_keep_unsharded(
+    struct unit *unit); /* it has run: it shows its shard, and stays gathered. 0 or -1 */
 
 #endif

@@ -34,13 +34,13 @@ void order_set_validation(struct order *order, PyObject *validate) {
     ref_set(&order->validate, Py_NewRef(validate));
 }
 
-void order_forget_forwards(struct order *order) {
+void order_clear_forwards(struct order *order) {
     order->num_post = 0;
 }
 
 void order_next_iteration(struct order *order) {
     order->iteration++;
-    order_forget_forwards(order);
+    order_clear_forwards(order);
     CHECKED(order_check(order));
 }
 

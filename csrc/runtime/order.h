@@ -35,7 +35,7 @@ void order_check_place(const struct order *order, const struct order_place *plac
 void order_set_limits(struct order *order, int64_t backward, int64_t forward);
 void order_set_validation(struct order *order, PyObject *validate);
 void order_next_iteration(struct order *order);
-void order_forget_forwards(struct order *order); /* of this iteration */
+void order_clear_forwards(struct order *order); /* of this iteration */
 
 static inline void order_place_init(struct order_place *place, int64_t unit) {
     place->unit = unit;

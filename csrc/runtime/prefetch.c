@@ -36,7 +36,7 @@ static struct unit *next_backward(const struct unit *unit) {
     return NULL;
 }
 
-struct unit *unit_next(const struct unit *unit, enum training_state state) {
+struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state) {
     if (state == USE_FORWARD)
         return next_forward(unit);
     if (state == USE_BACKWARD_PRE && unit->options.backward_prefetch == PREFETCH_BACKWARD_PRE)
@@ -49,7 +49,7 @@ struct unit *unit_next(const struct unit *unit, enum training_state state) {
 /* ---- prefetch ---- */
 
 void unit_set_prefetched(struct unit *unit, bool prefetched) {
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         part->unsharded.prefetched = prefetched;
 }
 
@@ -65,7 +65,7 @@ int unit_prefetch(struct unit *candidate, enum training_state state) {
 }
 
 int unit_prefetch_in_order(struct unit *unit, enum training_state state) {
-    for (struct unit *next; (next = unit_next(unit, state)) != NULL;)
+    for (struct unit *next; (next = unit_next_to_prefetch(unit, state)) != NULL;)
         if (unit_prefetch(next, state) < 0)
             return -1;
     return 0;
@@ -128,8 +128,8 @@ int unit_prefetch_by_user(struct unit *unit) {
     if (unit_reshard_stale(unit) < 0 || unit_unshard(unit) < 0)
         return -1;
     unit->unsharded.for_forward = is_for_next ? FOR_NEXT_FORWARD : runtime->num_forwards;
-    FOR_PARTS(part, unit)
-        if (handle_show_views(part->handle) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (handle_expose_views(part->handle) < 0)
             return -1;
     return 0;
 }
@@ -142,9 +142,9 @@ int unit_prefetch_by_user(struct unit *unit) {
  * of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
 
 /* In use, prefetched, and in forward held until its last use is over. */
-static int64_t units_at_a_time(const struct runtime *runtime) {
+static int64_t max_units_unsharded(const struct runtime *runtime) {
     int64_t forward = 2, backward = 1;
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         if (unit->options.forward_prefetch)
             forward = 2 + runtime->order.forward_prefetch_limit;
         if (unit->options.backward_prefetch != PREFETCH_NONE)
@@ -153,25 +153,25 @@ static int64_t units_at_a_time(const struct runtime *runtime) {
     return forward > backward ? forward : backward;
 }
 
-static bool has_storage_to_take(const struct unit *unit) {
-    return unit->handle && storage_wants_memory(&unit->handle->storage);
+static bool needs_storage(const struct unit *unit) {
+    return unit->handle && storage_needs_alloc(&unit->handle->storage);
 }
 
 /* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
-static bool stays_gathered(struct unit *part) {
+static bool stays_unsharded(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
     return unit->is_root || flat_param_stays_unsharded(&unit->handle->param);
 }
 
-static int64_t gathered_nbytes(struct unit *unit) {
+static int64_t unsharded_nbytes(struct unit *unit) {
     int64_t nbytes = 0;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         nbytes += part->handle->storage.copy->full.nbytes;
     return nbytes;
 }
 
 static bool is_larger(struct unit *unit, struct unit *other) {
-    int64_t nbytes = gathered_nbytes(unit), nbytes_of_other = gathered_nbytes(other);
+    int64_t nbytes = unsharded_nbytes(unit), nbytes_of_other = unsharded_nbytes(other);
     return nbytes > nbytes_of_other || (nbytes == nbytes_of_other && unit->place.unit < other->place.unit);
 }
 
@@ -179,8 +179,8 @@ static bool is_larger(struct unit *unit, struct unit *other) {
  * none. */
 static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
     struct unit *largest = NULL;
-    FOR_UNITS(unit, runtime) {
-        if (unit->leader || !has_storage_to_take(unit) || stays_gathered(unit))
+    FOR_EACH_UNIT(unit, runtime) {
+        if (unit->leader || !needs_storage(unit) || stays_unsharded(unit))
             continue;
         if ((!previous || is_larger(previous, unit)) && (!largest || is_larger(unit, largest)))
             largest = unit;
@@ -189,20 +189,20 @@ static struct unit *next_largest(const struct runtime *runtime, struct unit *pre
 }
 
 /* `visit` each part whose storage is held at a time: 0 or -1. */
-static int for_all_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
-    FOR_UNITS(unit, runtime) {
-        if (has_storage_to_take(unit) && stays_gathered(unit) && visit(unit, arg) < 0)
+static int for_each_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
+    FOR_EACH_UNIT(unit, runtime) {
+        if (needs_storage(unit) && stays_unsharded(unit) && visit(unit, arg) < 0)
             return -1;
     }
     struct unit *unit = NULL;
-    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
-        FOR_PARTS(part, unit)
+    for (int64_t i = max_units_unsharded(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
+        FOR_EACH_FLAT_PARAM(part, unit)
             if (visit(part, arg) < 0)
                 return -1;
     return 0;
 }
 
-static int add_to_piece(struct unit *part, void *nbytes) {
+static int add_nbytes(struct unit *part, void *nbytes) {
     *(int64_t *)nbytes += pool_block_nbytes(part->handle->storage.copy->full.nbytes);
     return 0;
 }
@@ -213,9 +213,9 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     int64_t first = 0, most = 0;
     while (first < runtime->num_units && !runtime->units[first]->handle)
         first++;
-    if (first == runtime->num_units || !runtime->trains)
+    if (first == runtime->num_units || !runtime->grad_enabled)
         return 0;
-    FOR_PARTS(part, runtime->units[first]) {
+    FOR_EACH_FLAT_PARAM(part, runtime->units[first]) {
         struct handle *handle = part->handle;
         int trains = handle->param.sharded ? flat_param_is_trainable(&handle->param) : 0;
         if (trains < 0)
@@ -226,31 +226,32 @@ static int64_t last_input_nbytes(const struct runtime *runtime) {
     return most;
 }
 
-struct taken {
+struct reservation {
     const struct pool *pool;
     bool cuts_piece;
 };
 
-static int take(struct unit *part, void *arg) {
+static int reserve_flat_param(struct unit *part, void *arg) {
     struct storage *storage = &part->handle->storage;
-    struct taken *taken = arg;
+    struct reservation *reservation = arg;
     if (storage->param_state == PARAM_SHARDED && storage_alloc_unsharded(storage) < 0)
         return unit_explain_failure(part, TRACED_FORWARD_GATHER, false);
-    taken->cuts_piece = taken->cuts_piece || pool_arena_contains(taken->pool, storage->copy->full.view.data);
+    reservation->cuts_piece =
+        reservation->cuts_piece || pool_arena_contains(reservation->pool, storage->copy->full.view.data);
     return 0;
 }
 
 /* Allocate and free the storage of each unit once: 1 if the piece provides some of it, 0 or -1. */
-static int take_memory(struct runtime *runtime) {
-    struct taken taken = {.pool = &runtime->schedule.pool};
-    int result = for_all_held(runtime, take, &taken);
+static int reserve_storages(struct runtime *runtime) {
+    struct reservation reservation = {.pool = &runtime->schedule.pool};
+    int result = for_each_held(runtime, reserve_flat_param, &reservation);
     PyObject *error = PyErr_GetRaisedException();
-    FOR_UNITS(unit, runtime)
+    FOR_EACH_UNIT(unit, runtime)
         if (unit->handle && storage_release_reserved(&unit->handle->storage) < 0)
             result = -1;
     if (error)
         PyErr_SetRaisedException(error);
-    return result < 0 ? -1 : taken.cuts_piece;
+    return result < 0 ? -1 : reservation.cuts_piece;
 }
 
 /* On the stream that gathers, to which the memory belongs from then on. */
@@ -264,11 +265,11 @@ int runtime_reserve(struct runtime *runtime) {
         return -1;
     int64_t held = 0, input = last_input_nbytes(runtime);
     if (input >= 0)
-        for_all_held(runtime, add_to_piece, &held);
+        for_each_held(runtime, add_nbytes, &held);
     int64_t nbytes = pool_arena_nbytes(held && input > held ? input : held);
-    int cuts_piece = input < 0 || pool_alloc_arena(pool, nbytes) < 0 ? -1 : take_memory(runtime);
+    int cuts_piece = input < 0 || pool_alloc_arena(pool, nbytes) < 0 ? -1 : reserve_storages(runtime);
     /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
-    if (cuts_piece == 0 && pool->arena_nbytes && (pool_recreate(pool) < 0 || take_memory(runtime) < 0))
+    if (cuts_piece == 0 && pool->arena_nbytes && (pool_recreate(pool) < 0 || reserve_storages(runtime) < 0))
         cuts_piece = -1;
     return stream_leave(streams) < 0 || cuts_piece < 0 ? -1 : 0;
 }

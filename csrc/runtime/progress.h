@@ -46,9 +46,9 @@ int progress_print_on_signal(int64_t rank);
 
 /* Returns the place that was left, for progress_leave. */
 static inline uint64_t progress_enter(int32_t unit, enum progress_phase phase) {
-    uint64_t left = progress.place;
+    uint64_t previous = progress.place;
     progress.place = (uint64_t)phase << 32 | (uint32_t)unit;
-    return left;
+    return previous;
 }
 
 static inline void progress_leave(uint64_t place) {

@@ -17,15 +17,15 @@ void unit_abandon_forward(struct unit *unit) {
     /* An error of a kernel on parameters that another unit keeps sharded names that unit. */
     OWNED *module = unit_module(unit);
     if (module && error)
-        callbacks_tell(callbacks.explain_error, error, module);
+        callbacks_call(callbacks.explain_error, error, module);
     PyErr_Clear(); /* nothing of Python's is called with an exception set */
     unit_set_phase(unit, PHASE_IDLE);
     optional_abandon(unit);
     unit_set_prefetched(unit, false);
-    FOR_PARTS(part, unit->handle ? unit : NULL) {
+    FOR_EACH_FLAT_PARAM(part, unit->handle ? unit : NULL) {
         unit_reshard(part, !unit->optional.enclosing);
         PyErr_Clear();
-        handle_show_sharded(part->handle);
+        handle_expose_sharded(part->handle);
         PyErr_Clear();
         handle_set_training_state(part->handle, USE_IDLE);
     }
@@ -39,7 +39,7 @@ void unit_abandon_forward(struct unit *unit) {
 
 /* Keep the first exception of several in `first` and go on: a collective that fails again must not leave the
  * units behind it as they were. */
-static void note_result(PyObject **first, int result) {
+static void keep_first_error(PyObject **first, int result) {
     if (result < 0 && !*first)
         *first = PyErr_GetRaisedException();
     PyErr_Clear();
@@ -51,32 +51,32 @@ static void reset_unit(struct unit *unit, PyObject **first) {
         return; /* summon_full_params ends by itself */
     optional_reset(unit);
     unit->unsharded.saved_by_graph = false;
-    note_result(first, unit_unwatch_inputs(unit));
+    keep_first_error(first, unit_remove_input_hooks(unit));
     if (handle) {
-        note_result(first, unit_await_step(unit));
-        note_result(first, grads_show_again(&handle->grads));
-        note_result(first, grads_show_param_hooks(&handle->grads));
+        keep_first_error(first, unit_await_step(unit));
+        keep_first_error(first, grads_restore_stashed(&handle->grads));
+        keep_first_error(first, grads_restore_param_hooks(&handle->grads));
         if (handle->grads.in_backward)
-            grads_drop(&handle->grads);
-        note_result(first, handle_set_training_state(handle, USE_IDLE));
-        note_result(first, unit_reshard(unit, true));
-        note_result(first, handle_show_sharded(handle));
+            grads_discard(&handle->grads);
+        keep_first_error(first, handle_set_training_state(handle, USE_IDLE));
+        keep_first_error(first, unit_reshard(unit, true));
+        keep_first_error(first, handle_expose_sharded(handle));
     }
-    note_result(first, unit_end_step(unit));
+    keep_first_error(first, unit_end_step(unit));
 }
 
 static int reset(struct runtime *runtime) {
     PyObject *first = NULL;
     PyErr_Clear();
     runtime->reducing = NULL;
-    note_result(&first,
-                schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL)); /* legal from all */
-    note_result(&first, schedule_join(&runtime->schedule));
+    keep_first_error(&first,
+                     schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL)); /* legal from all */
+    keep_first_error(&first, schedule_join(&runtime->schedule));
     for (int64_t i = 0; i < runtime->num_units; i++)
         reset_unit(runtime->units[i], &first);
     trace_abandon();
-    order_forget_forwards(&runtime->order);
-    note_result(&first, schedule_flush(&runtime->schedule));
+    order_clear_forwards(&runtime->order);
+    keep_first_error(&first, schedule_flush(&runtime->schedule));
     runtime->callback_queued = false; /* at the end: until then a forward waits */
     if (!first)
         return 0;
@@ -140,11 +140,11 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
 
 /* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid
  * the backward still. */
-static int wait_in_script(void *waiting) {
+static int recover_in_pending_call(void *waiting) {
     struct runtime *runtime = waiting;
     OWNED *object = runtime->object;
     bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
-    runtime->script_waits = false;
+    runtime->recovery_scheduled = false;
     int result = 0;
     if (is_script) /* as a forward would, where autograd's thread has not come to it */
         result =
@@ -155,10 +155,10 @@ static int wait_in_script(void *waiting) {
 /* An optimizer asks nobody before it reads or clears gradients, and what this backward hides is shown again
  * if it raises. The interpreter makes pending calls before the script's next call; where it has too many, it
  * makes none. */
-void runtime_have_script_wait(struct runtime *runtime) {
-    if (runtime->script_waits || !streams_are_real(&runtime->schedule.streams))
+void runtime_schedule_recovery(struct runtime *runtime) {
+    if (runtime->recovery_scheduled || !streams_are_real(&runtime->schedule.streams))
         return;
-    runtime->script_waits = Py_AddPendingCall(wait_in_script, runtime) == 0;
-    if (runtime->script_waits)
+    runtime->recovery_scheduled = Py_AddPendingCall(recover_in_pending_call, runtime) == 0;
+    if (runtime->recovery_scheduled)
         Py_INCREF(runtime->object);
 }

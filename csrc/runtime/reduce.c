@@ -7,7 +7,7 @@
  * memory that lies idle then. */
 static enum stream_role owner_of_input(const struct runtime *runtime, const struct grads *grads) {
     bool is_anything_gathered = false;
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         if (!unit->handle)
             continue;
         if (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE)
@@ -30,20 +30,20 @@ int unit_await_step(struct unit *part) {
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct grads *grads = &unit->handle->grads;
-    int have_late = grads_add_late(grads, NULL);
-    if (have_late < 0)
+    int has_late = grads_add_from_autograd(grads, NULL);
+    if (has_late < 0)
         return -1;
     unit->stepping = true;
-    if (have_late) /* autograd has added what computation made */
-        return schedule_wait_reduced(schedule) < 0 || grads_hand_over(grads) < 0
+    if (has_late) /* autograd has added what computation made */
+        return schedule_wait_reduced(schedule) < 0 || grads_expose(grads) < 0
                    ? -1
-                   : callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
+                   : callbacks_call(callbacks.step_in_backward, unit->handle_object, NULL);
     OWNED *gradient = Py_XNewRef(grads->saved_shard);
     if (schedule_begin_stepping(schedule, grads) < 0)
         return -1;
-    int result = grads_hand_over(grads);
+    int result = grads_expose(grads);
     if (!result)
-        result = callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL);
+        result = callbacks_call(callbacks.step_in_backward, unit->handle_object, NULL);
     return schedule_end_stepping(schedule, grads, gradient, result);
 }
 
@@ -65,7 +65,7 @@ int runtime_finish_reduction(struct runtime *runtime) {
 int runtime_reduce_part(struct unit *part) {
     struct runtime *runtime = part->runtime;
     struct grads *grads = &part->handle->grads;
-    if (runtime_finish_reduction(runtime) < 0 || grads_receive_nothing(grads) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || grads_receive_zeros(grads) < 0)
         return -1;
     if (schedule_pack(&runtime->schedule, grads, owner_of_input(runtime, grads)) < 0)
         return unit_explain_failure(part, TRACED_REDUCTION, false);
@@ -77,11 +77,11 @@ int runtime_reduce_part(struct unit *part) {
 
 /* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced
  * either: an optimizer may step next. */
-int runtime_reduce_left_over(struct unit *part) {
+int runtime_reduce_no_sync_grads(struct unit *part) {
     struct grads *grads = &part->handle->grads;
     if (!part->sync_gradients || !grads->unreduced || unit_of_part(part)->optional.enclosing)
         return 0;
-    if (grads_prepare(grads) < 0)
+    if (grads_begin_backward(grads) < 0)
         return -1;
     if (!grads->unreduced) /* the user has cleared it */
         return 0;
@@ -92,8 +92,8 @@ int runtime_reduce_left_over(struct unit *part) {
 
 static int reduce_optional_part(struct unit *part) {
     struct handle *handle = part->handle;
-    part->optional.owes = false;
-    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || grads_prepare(&handle->grads) < 0)
+    part->optional.unreduced = false;
+    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || grads_begin_backward(&handle->grads) < 0)
         return -1;
     return runtime_reduce_part(part);
 }
@@ -103,11 +103,11 @@ int optional_reduce(struct unit *enclosing) {
     if (optional_end_backward(enclosing) < 0)
         return -1;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
-        FOR_PARTS(part, unit) {
-            if (!part->optional.trains)
+        FOR_EACH_FLAT_PARAM(part, unit) {
+            if (!part->optional.trainable)
                 continue;
             if (!part->sync_gradients)
-                part->optional.owes = true;
+                part->optional.unreduced = true;
             else if (reduce_optional_part(part) < 0)
                 return -1;
         }
@@ -120,8 +120,8 @@ int optional_reduce_all(struct runtime *runtime) {
         if (unit->optional.reached && optional_reduce(unit) < 0)
             return -1;
         /* the backward has not come to the unit around it */
-        bool owes = !runtime->num_in_forward && unit->optional.owes && unit->sync_gradients;
-        if (owes && reduce_optional_part(unit) < 0)
+        bool unreduced = !runtime->num_in_forward && unit->optional.unreduced && unit->sync_gradients;
+        if (unreduced && reduce_optional_part(unit) < 0)
             return -1;
     }
     return runtime_finish_reduction(runtime);

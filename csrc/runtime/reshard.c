@@ -14,25 +14,25 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     bool free_storage =
         !unit->unsharded.saved_by_graph &&
         (!handle->param.sharded || !unit->needs_pre_backward_unshard || (!unit->is_root && !keeps));
-    if (handle_take_over_writes(handle) < 0 || unit_reshard(part, free_storage) < 0)
+    if (handle_writeback_forward(handle) < 0 || unit_reshard(part, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
-    if (!views_stay && handle_show_sharded(handle) < 0)
+    if (!views_stay && handle_expose_sharded(handle) < 0)
         return -1;
     return handle_set_training_state(handle, USE_IDLE);
 }
 
 int unit_reshard_after_forward(struct unit *unit) {
     if (unit->handle && unit->optional.enclosing) { /* it may run again, and sends nothing */
-        FOR_PARTS(part, unit)
-            if (handle_take_over_writes(part->handle) < 0)
+        FOR_EACH_FLAT_PARAM(part, unit)
+            if (handle_writeback_forward(part->handle) < 0)
                 return -1;
-        if (optional_hold(unit) < 0 || unit_set_training_state(unit, USE_IDLE) < 0)
+        if (optional_keep_unsharded(unit) < 0 || unit_set_training_state(unit, USE_IDLE) < 0)
             return -1;
     } else if (unit->handle) {
         if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
             return -1;
-        FOR_PARTS(part, unit)
+        FOR_EACH_FLAT_PARAM(part, unit)
             if (reshard_after_forward(part, unit) < 0)
                 return -1;
     }
@@ -60,8 +60,8 @@ int unit_reshard_after_forward(struct unit *unit) {
  * has been written to in a way that can be seen, and in a forward without gradients, which is no part of an
  * accumulation and may be an evaluation of averaged weights. */
 static bool is_stale(const struct unit *unit) {
-    bool gathered = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
-    return gathered && unit->unsharded.for_forward != unit->runtime->num_forwards &&
+    bool unsharded = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
+    return unsharded && unit->unsharded.for_forward != unit->runtime->num_forwards &&
            unit->unsharded.for_forward != FOR_NEXT_FORWARD;
 }
 
@@ -69,7 +69,7 @@ static bool is_stale(const struct unit *unit) {
 
 /* Is this backward followed by another one over the graph of a backward, which reads the unsharded parameters
  * and has no all-gather? create_graph=True makes such a graph, retain_graph=True keeps it. 1, 0 or -1. */
-static int graph_goes_on(struct unit *part) {
+static int is_saved_by_graph(struct unit *part) {
     if (part->handle->storage.param_state == PARAM_SHARDED)
         return 0;
     if (part->runtime->create_graph)
@@ -80,25 +80,25 @@ static int graph_goes_on(struct unit *part) {
 /* Under no_sync a strategy that keeps parameters stays gathered (D-070). */
 static int reshard_in_backward(struct unit *part) {
     struct unit *unit = unit_of_part(part);
-    int goes_on = graph_goes_on(part);
+    int saved_by_graph = is_saved_by_graph(part);
     bool keeps = !part->sync_gradients && flat_param_stays_unsharded(&part->handle->param);
-    if (goes_on < 0)
+    if (saved_by_graph < 0)
         return -1;
-    unit->unsharded.saved_by_graph = goes_on;
+    unit->unsharded.saved_by_graph = saved_by_graph;
     if (keeps && !unit->runtime->num_in_forward && part->handle->storage.param_state != PARAM_SHARDED &&
         !is_stale(unit)) {
         unit->unsharded.for_forward = FOR_NEXT_FORWARD;
-        unit->runtime->keeps = true;
+        unit->runtime->keeps_unsharded = true;
     }
-    if (handle_take_over_views(part->handle) < 0 || unit_reshard(part, !keeps && !goes_on) < 0)
+    if (handle_writeback_views(part->handle) < 0 || unit_reshard(part, !keeps && !saved_by_graph) < 0)
         return -1;
-    return handle_show_sharded(part->handle);
+    return handle_expose_sharded(part->handle);
 }
 
 int unit_post_backward_reshard(struct unit *unit) {
     if (unit->optional.enclosing)
-        return optional_hold(unit);
-    FOR_PARTS(part, unit)
+        return optional_keep_unsharded(unit);
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (reshard_in_backward(part) < 0)
             return -1;
     if (unit_prefetch_next(unit, USE_BACKWARD_POST) < 0)
@@ -120,8 +120,8 @@ bool unit_ends_with_backward(const struct unit *unit) {
 }
 
 int runtime_reshard_units(struct runtime *runtime) {
-    runtime->keeps = false;
-    FOR_UNITS(unit, runtime) {
+    runtime->keeps_unsharded = false;
+    FOR_EACH_UNIT(unit, runtime) {
         if (unit->handle && unit_ends_with_backward(unit) && reshard_in_backward(unit) < 0)
             return -1;
     }
@@ -131,13 +131,13 @@ int runtime_reshard_units(struct runtime *runtime) {
 /* ---- optional units, with the unit around them: see [Note: optional units] ---- */
 
 static int reshard_parts(struct unit *unit, bool free_storage) {
-    FOR_PARTS(part, unit)
-        if (unit_reshard(part, free_storage) < 0 || handle_show_sharded(part->handle) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (unit_reshard(part, free_storage) < 0 || handle_expose_sharded(part->handle) < 0)
             return -1;
     return 0;
 }
 
-int optional_hold(struct unit *unit) {
+int optional_keep_unsharded(struct unit *unit) {
     return reshard_parts(unit, false);
 }
 
@@ -148,10 +148,10 @@ int optional_end_forward(struct unit *enclosing) {
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
         bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* of one strategy with the segments */
         if (torch_grad_enabled()) {
-            unit_note_precision(unit);
-            FOR_PARTS(part, unit) {
+            unit_record_precision(unit);
+            FOR_EACH_FLAT_PARAM(part, unit) {
                 int trains = flat_param_is_trainable(&part->handle->param);
-                part->optional.trains = trains > 0;
+                part->optional.trainable = trains > 0;
                 if (trains < 0)
                     return -1;
             }
@@ -173,7 +173,7 @@ void optional_abandon(struct unit *enclosing) {
 int optional_end_backward(struct unit *enclosing) {
     optional_reset(enclosing);
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        FOR_PARTS(part, unit)
+        FOR_EACH_FLAT_PARAM(part, unit)
             if (reshard_in_backward(part) < 0)
                 return -1;
         if (schedule_release_deferred(&unit->runtime->schedule) < 0)
@@ -185,11 +185,11 @@ int optional_end_backward(struct unit *enclosing) {
 /* ---- what an earlier forward has left ---- */
 
 static int reshard_unused(struct unit *unit) {
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         struct handle *handle = part->handle;
         part->unsharded.prefetched = false;
-        if (writeback_check_views(handle) < 0 || handle_take_over_views(handle) < 0 ||
-            unit_reshard(part, true) < 0 || handle_show_sharded(handle) < 0)
+        if (writeback_check_views(handle) < 0 || handle_writeback_views(handle) < 0 ||
+            unit_reshard(part, true) < 0 || handle_expose_sharded(handle) < 0)
             return -1;
     }
     return 0;
@@ -199,16 +199,16 @@ int unit_reshard_stale(struct unit *unit) {
     return is_stale(unit) && !unit->runtime->callback_queued ? reshard_unused(unit) : 0;
 }
 
-void unit_note_used(struct unit *unit) {
+void unit_mark_used(struct unit *unit) {
     unit->unsharded.for_forward = unit->runtime->num_forwards;
 }
 
 /* For the memory, but for what a graph of a backward reads, which nobody would gather again. */
 int runtime_reshard_stale(struct runtime *runtime) {
-    FOR_UNITS(unit, runtime) {
-        bool comes_back = (unit->needs_pre_backward_unshard || unit->unsharded.prefetched) &&
-                          !unit->unsharded.saved_by_graph;
-        if (comes_back && !unit->leader && unit_reshard_stale(unit) < 0)
+    FOR_EACH_UNIT(unit, runtime) {
+        bool will_be_unsharded_again = (unit->needs_pre_backward_unshard || unit->unsharded.prefetched) &&
+                                       !unit->unsharded.saved_by_graph;
+        if (will_be_unsharded_again && !unit->leader && unit_reshard_stale(unit) < 0)
             return -1;
     }
     return 0;
@@ -227,7 +227,7 @@ int runtime_reshard_unused(struct runtime *runtime) {
 
 static int64_t count_writes(const struct runtime *runtime) {
     int64_t sum = 0;
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         int64_t writes = unit->handle ? writeback_count_writes(unit->handle) : 0;
         if (writes < 0)
             return -1;
@@ -236,18 +236,18 @@ static int64_t count_writes(const struct runtime *runtime) {
     return sum;
 }
 
-int runtime_note_kept(struct runtime *runtime) {
-    runtime->num_writes = runtime->keeps ? count_writes(runtime) : 0;
+int runtime_record_kept(struct runtime *runtime) {
+    runtime->num_writes = runtime->keeps_unsharded ? count_writes(runtime) : 0;
     return runtime->num_writes < 0 ? -1 : 0;
 }
 
 int runtime_check_kept(struct runtime *runtime) {
-    if (!runtime->keeps || runtime->num_in_forward > 1)
+    if (!runtime->keeps_unsharded || runtime->num_in_forward > 1)
         return 0;
     int64_t writes = count_writes(runtime);
-    bool anew = writes != runtime->num_writes || !torch_grad_enabled();
-    FOR_UNITS(unit, runtime)
-        if (anew && unit->unsharded.for_forward == FOR_NEXT_FORWARD)
+    bool is_outdated = writes != runtime->num_writes || !torch_grad_enabled();
+    FOR_EACH_UNIT(unit, runtime)
+        if (is_outdated && unit->unsharded.for_forward == FOR_NEXT_FORWARD)
             unit->unsharded.for_forward = 0;
     return writes < 0 ? -1 : 0;
 }

@@ -31,7 +31,7 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     const struct handle *first = count ? unit_handle_or_first(units[0]) : NULL;
     if (first && schedule_init(schedule, first->param.device) < 0)
         return -1;
-    FOR_UNITS(unit, runtime)
+    FOR_EACH_UNIT(unit, runtime)
         if (unit->handle && streams_are_real(&schedule->streams))
             storage_share(&unit->handle->storage, &schedule->unsharded, &schedule->pool, unit->leader);
     return 0;
@@ -42,8 +42,8 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
 static void unbind_units(struct runtime *runtime) {
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
-    FOR_UNITS(unit, runtime) {
-        schedule_forget(&runtime->schedule, &unit->unsharded.mark);
+    FOR_EACH_UNIT(unit, runtime) {
+        schedule_drop_mark(&runtime->schedule, &unit->unsharded.mark);
         if (unit->handle)
             storage_share(&unit->handle->storage, NULL, NULL, unit->leader);
         unit_unbind(unit);
@@ -62,9 +62,9 @@ int runtime_clear(struct runtime *runtime) {
 }
 
 int runtime_release(struct runtime *runtime) {
-    FOR_UNITS(unit, runtime)
+    FOR_EACH_UNIT(unit, runtime)
         if (unit->handle &&
-            (storage_reshard(&unit->handle->storage, true) < 0 || handle_show_sharded(unit->handle) < 0))
+            (storage_reshard(&unit->handle->storage, true) < 0 || handle_expose_sharded(unit->handle) < 0))
             return -1;
     return runtime_clear(runtime);
 }
@@ -77,12 +77,12 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
 /* ---- DistributedDataParallel around the root ---- */
 
 /* DDP averages gradients of flat parameters that are whole on each rank, by hooks that come after the anchor's. */
-static int note_ddp(struct runtime *runtime) {
+static int record_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
     int result = 0;
     if (ddp != Py_None && runtime->ddp != ddp) {
         OWNED *module = unit_module(runtime->units[0]);
-        result = module ? callbacks_tell(callbacks.check_ddp, module, ddp) : 0;
+        result = module ? callbacks_call(callbacks.check_ddp, module, ddp) : 0;
     }
     runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
     Py_XDECREF(ddp);
@@ -99,7 +99,7 @@ static int note_ddp(struct runtime *runtime) {
 /* ---- the start of a step ---- */
 
 int runtime_collect_user_grads(struct runtime *runtime) {
-    FOR_UNITS(unit, runtime)
+    FOR_EACH_UNIT(unit, runtime)
         if (unit->handle && handle_collect_user_grads(unit->handle) < 0)
             return -1;
     return 0;
@@ -110,12 +110,12 @@ int runtime_pre_forward(struct runtime *runtime) {
     OWNED *module = unit_module(root);
     TRACE(TRACED_ROOT_PRE_FORWARD, root->name_index);
     if (module && root->options.full_precision_in_eval && /* buffers follow the mode as well (D-021) */
-        callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) < 0)
+        callbacks_call(callbacks.cast_buffers_for_mode, module, NULL) < 0)
         return -1;
-    if (runtime_check_holder(runtime) < 0)
+    if (runtime_check_state_dict_thread(runtime) < 0)
         return -1;
-    runtime->trains = torch_grad_enabled();
-    if (note_ddp(runtime) < 0 || no_gradient_warn(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+    runtime->grad_enabled = torch_grad_enabled();
+    if (record_ddp(runtime) < 0 || no_gradient_warn(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
         runtime_reshard_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
@@ -145,10 +145,10 @@ void runtime_leave_forward(struct runtime *runtime) {
 /* ---- scripts that walk over the parameters ---- */
 
 /* Not those that were prefetched on the user's word. */
-bool unit_shows_views(struct unit *part) {
+bool unit_exposes_views(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
-    return part->handle && handle_leaves_views(part->handle) &&
-           part->handle->param_views.shown == SHOWN_VIEWS && unit->phase == PHASE_IDLE &&
+    return part->handle && handle_keeps_views_exposed(part->handle) &&
+           part->handle->param_views.exposed == EXPOSED_VIEWS && unit->phase == PHASE_IDLE &&
            part->handle->training_state == USE_IDLE && unit->unsharded.for_forward != FOR_NEXT_FORWARD;
 }
 
@@ -157,14 +157,14 @@ int runtime_begin_walk(struct runtime *runtime) {
         return -1;
     if (runtime->num_in_forward || runtime->callback_queued)
         return 0;
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         struct handle *handle = unit->handle;
         if (!handle)
             continue;
         if (!handle->param.use_orig_params) {
-            if (param_views_take_back(&handle->param_views, handle->storage.copy->views) < 0)
+            if (param_views_restore_attributes(&handle->param_views, handle->storage.copy->views) < 0)
                 return -1;
-        } else if (unit_shows_views(unit) && !handle->param.skip_writeback_check &&
+        } else if (unit_exposes_views(unit) && !handle->param.skip_writeback_check &&
                    handle->storage.param_state == PARAM_UNSHARDED &&
                    storage_take_snapshot(&handle->storage) < 0) {
             return -1;
@@ -194,35 +194,35 @@ static int refuse(const struct runtime *runtime, const char *doing) {
 }
 
 /* On a GPU autograd's own thread runs the backward of the thread of the forward. */
-static bool is_stepped_elsewhere(const struct runtime *runtime) {
+static bool is_stepped_by_other_thread(const struct runtime *runtime) {
     return runtime->forward_thread != PyThread_get_thread_ident() && torch_graph_task() < 0;
 }
 
 int runtime_check_thread(const struct runtime *runtime) {
     bool is_stepped = runtime->num_in_forward || runtime->callback_queued;
-    return is_stepped && is_stepped_elsewhere(runtime) ? refuse(runtime, "a forward or backward")
-                                                       : runtime_check_holder(runtime);
+    return is_stepped && is_stepped_by_other_thread(runtime) ? refuse(runtime, "a forward or backward")
+                                                             : runtime_check_state_dict_thread(runtime);
 }
 
 int runtime_check_forward_thread(const struct runtime *runtime) {
-    return runtime->num_in_forward && is_stepped_elsewhere(runtime) ? refuse(runtime, "a forward") : 0;
+    return runtime->num_in_forward && is_stepped_by_other_thread(runtime) ? refuse(runtime, "a forward") : 0;
 }
 
-int runtime_check_holder(const struct runtime *runtime) {
-    bool is_free = !runtime->holder || runtime->holder == PyThread_get_thread_ident();
+int runtime_check_state_dict_thread(const struct runtime *runtime) {
+    bool is_free = !runtime->state_dict_thread || runtime->state_dict_thread == PyThread_get_thread_ident();
     return is_free ? 0 : refuse(runtime, "a state dict");
 }
 
-int runtime_hold(struct runtime *runtime) {
+int runtime_begin_state_dict(struct runtime *runtime) {
     if (runtime_check_thread(runtime) < 0)
         return -1;
-    bool held = runtime->holder;
-    runtime->holder = PyThread_get_thread_ident();
-    return !held;
+    bool is_nested = runtime->state_dict_thread;
+    runtime->state_dict_thread = PyThread_get_thread_ident();
+    return !is_nested;
 }
 
-void runtime_let_go(struct runtime *runtime) {
-    runtime->holder = 0;
+void runtime_end_state_dict(struct runtime *runtime) {
+    runtime->state_dict_thread = 0;
 }
 
 /* ---- the invariant between steps ---- */
@@ -235,7 +235,7 @@ void runtime_check(const struct runtime *runtime) {
     schedule_check(&runtime->schedule);
     operations_check(&operations);
     INVARIANT(schedule_is_flushed(&runtime->schedule));
-    FOR_UNITS(unit, runtime) {
+    FOR_EACH_UNIT(unit, runtime) {
         const struct handle *handle = unit->handle;
         INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward &&
                   !unit->needs_pre_backward_unshard);
@@ -248,7 +248,7 @@ void runtime_check(const struct runtime *runtime) {
                   handle->training_state == USE_SUMMON_FULL_PARAMS);
         INVARIANT(!handle || (!handle->grads.in_backward && !handle->grads.pending && !handle->grads.work));
         INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
-        if (handle && handle->ready)
+        if (handle && handle->initialized)
             handle_check(handle);
     }
 }

@@ -37,7 +37,7 @@ struct runtime {
     struct order order;
     bool callback_queued;
     int64_t num_forwards; /* that have begun while no other was on its way, nor a backward */
-    bool keeps;           /* a backward under no_sync has left some unit gathered for the next forward, */
+    bool keeps_unsharded; /* a backward under no_sync has left some unit gathered for the next forward, */
     int64_t num_writes;   /* when the user had written so often to parameters */
     /* units amid their forward: a backward then is one of part of the model, within it, */
     int64_t num_in_forward;
@@ -47,21 +47,21 @@ struct runtime {
     /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
     const void *ddp;
     enum backward_reach reach; /* see [Note: flat parameters in the graph] in backward.c */
-    struct no_gradient_told no_gradient;
-    bool unchecked;               /* callbacks.check_backward looks at the next backward that ends */
-    bool trains;                  /* the root's last forward began with gradients enabled */
-    const void *final_hook;       /* what was queued last: compared, never followed */
-    unsigned long resetting;      /* the thread that does so now, or 0 */
-    unsigned long forward_thread; /* in which the last forward began outside of a backward */
-    unsigned long holder;         /* the thread that is amid a state dict, or 0 */
-    /* a pending call of the interpreter's is to come: runtime_have_script_wait() */
-    bool script_waits;
+    struct no_gradient_warning no_gradient;
+    bool checks_next_backward;       /* callbacks.check_backward looks at the next backward that ends */
+    bool grad_enabled;               /* the root's last forward began with gradients enabled */
+    const void *final_hook;          /* what was queued last: compared, never followed */
+    unsigned long resetting;         /* the thread that does so now, or 0 */
+    unsigned long forward_thread;    /* in which the last forward began outside of a backward */
+    unsigned long state_dict_thread; /* the thread that is amid a state dict, or 0 */
+    /* a pending call of the interpreter's is to come: runtime_schedule_recovery() */
+    bool recovery_scheduled;
     struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
 
 /* All units of a runtime, segments among them: the root is the first. */
-#define FOR_UNITS(unit, runtime)                                                                             \
+#define FOR_EACH_UNIT(unit, runtime)                                                                         \
     for (struct unit * unit, **unit##_at = (runtime)->units;                                                 \
          unit##_at < (runtime)->units + (runtime)->num_units && (unit = *unit##_at); unit##_at++)
 
@@ -87,12 +87,12 @@ int runtime_begin_walk(struct runtime *runtime);
 
 /* whether this thread may use the tree now, or begin a step */
 int runtime_check_thread(const struct runtime *runtime);
-int runtime_check_holder(const struct runtime *runtime);
+int runtime_check_state_dict_thread(const struct runtime *runtime);
 /* amid the forward of a unit that is called again */
 int runtime_check_forward_thread(const struct runtime *runtime);
 /* a state dict begins: 1, or 0 within another one of this thread */
-int runtime_hold(struct runtime *runtime);
-void runtime_let_go(struct runtime *runtime); /* it ends */
+int runtime_begin_state_dict(struct runtime *runtime);
+void runtime_end_state_dict(struct runtime *runtime); /* it ends */
 
 /* ---- prefetch.c. 0 or -1 ---- */
 
@@ -105,7 +105,7 @@ int runtime_reshard_stale(
 int runtime_reshard_unused(
     struct runtime *runtime); /* it ends: what was prefetched for units that it has not run */
 int runtime_reshard_units(struct runtime *runtime); /* what a backward that ends has left gathered */
-int runtime_note_kept(struct runtime *runtime);     /* a backward has ended */
+int runtime_record_kept(struct runtime *runtime);   /* a backward has ended */
 int runtime_check_kept(struct runtime *runtime);    /* a forward begins: is what that has left still good? */
 
 /* ---- reduce.c. 0 or -1 ---- */
@@ -113,7 +113,7 @@ int runtime_check_kept(struct runtime *runtime);    /* a forward begins: is what
 /* after the reduction before: gradients that have come, or zeros, are packed and on their way from now on */
 int runtime_reduce_part(struct unit *part);
 int runtime_finish_reduction(struct runtime *runtime); /* of the part on its way, if there is one */
-int runtime_reduce_left_over(struct unit *part); /* what no_sync left, where the backward did not pass */
+int runtime_reduce_no_sync_grads(struct unit *part); /* what no_sync left, where the backward did not pass */
 
 /* ---- backward.c. 0 or -1 ---- */
 
@@ -128,6 +128,6 @@ int runtime_reset(struct runtime *runtime);
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
 /* amid a backward that hides gradients: before the script goes on */
-void runtime_have_script_wait(struct runtime *runtime);
+void runtime_schedule_recovery(struct runtime *runtime);
 
 #endif

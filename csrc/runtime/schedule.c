@@ -39,7 +39,7 @@ static int leave(struct schedule *schedule, enum stream_role role, stream_event 
 /* ---- gathers ---- */
 
 /* Memory of the stream that gathers is written first by the one that makes what a gather reads. */
-static int gathers_wait(struct schedule *schedule, stream_event event) {
+static int all_gathers_wait(struct schedule *schedule, stream_event event) {
     struct streams *streams = &schedule->streams;
     return stream_wait(streams, STREAM_PRE_UNSHARD, event) < 0 ? -1
                                                                : stream_wait(streams, STREAM_UNSHARD, event);
@@ -47,10 +47,10 @@ static int gathers_wait(struct schedule *schedule, stream_event event) {
 
 int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    schedule->has_ended = false;
+    schedule->backward_ended = false;
     if (stream_follow(streams) < 0 || stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
         return -1;
-    return gathers_wait(schedule, schedule->step_begin);
+    return all_gathers_wait(schedule, schedule->step_begin);
 }
 
 int schedule_begin_pre_unshard(struct schedule *schedule) {
@@ -87,7 +87,7 @@ int schedule_release_deferred(struct schedule *schedule) {
     return deferred_free_flush(&schedule->unsharded);
 }
 
-void schedule_forget(struct schedule *schedule, struct unshard_mark *mark) {
+void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark) {
     stream_event_destroy(&schedule->streams, &mark->gathered);
 }
 
@@ -123,8 +123,8 @@ static int release_packed(struct schedule *schedule) {
     return result;
 }
 
-static int mark_received(struct schedule *schedule, struct grads *grads) {
-    if (grads_take_memory(grads) < 0 ||
+static int record_received(struct schedule *schedule, struct grads *grads) {
+    if (grads_alloc_output(grads) < 0 ||
         stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->received) < 0)
         return -1;
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
@@ -132,11 +132,11 @@ static int mark_received(struct schedule *schedule, struct grads *grads) {
 
 /* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after
  * that. */
-static int take_gathered(struct schedule *schedule, struct grads *grads) {
+static int alloc_input_from_pool(struct schedule *schedule, struct grads *grads) {
     struct streams *streams = &schedule->streams;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
-    int result = pool_enter(&schedule->pool) < 0 ? -1 : grads_take_reduce_input(grads);
+    int result = pool_enter(&schedule->pool) < 0 ? -1 : grads_alloc_reduce_input(grads);
     if (pool_leave(&schedule->pool) < 0)
         result = -1;
     if (leave(schedule, STREAM_UNSHARD, &schedule->input_taken, result) < 0)
@@ -146,32 +146,32 @@ static int take_gathered(struct schedule *schedule, struct grads *grads) {
 
 /* That of the stream which packs is taken there. Inside a pool torch's allocator before 2.13 does not give
  * back what others have freed: outside it does. */
-static int take_input(struct schedule *schedule, struct grads *grads) {
+static int alloc_input(struct schedule *schedule, struct grads *grads) {
     if (schedule->input_owner == STREAM_POST_BACKWARD)
         return 0;
     if (schedule->input_owner == STREAM_UNSHARD) {
-        if (take_gathered(schedule, grads) == 0)
+        if (alloc_input_from_pool(schedule, grads) == 0)
             return 0;
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
             return -1;
         PyErr_Clear();
         schedule->input_owner = STREAM_COMPUTE;
     }
-    return grads_take_reduce_input(grads);
+    return grads_alloc_reduce_input(grads);
 }
 
-static int pack_beside(struct schedule *schedule, struct grads *grads) {
-    if (release_packed(schedule) < 0 || take_input(schedule, grads) < 0 ||
-        mark_received(schedule, grads) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
+static int pack_on_side_stream(struct schedule *schedule, struct grads *grads) {
+    if (release_packed(schedule) < 0 || alloc_input(schedule, grads) < 0 ||
+        record_received(schedule, grads) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    int result = grads_pack_beside(grads, &schedule->packed_gradients);
+    int result = grads_pack_on_side_stream(grads, &schedule->packed_gradients);
     return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
 }
 
 int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_role owner) {
-    schedule->packs_beside = streams_are_real(&schedule->streams) && grads_pack_directly(grads);
-    schedule->input_owner = schedule->packs_beside ? owner : STREAM_COMPUTE;
-    if ((schedule->packs_beside ? pack_beside(schedule, grads) : grads_pack(grads)) < 0)
+    schedule->packs_on_side_stream = streams_are_real(&schedule->streams) && grads_can_pack_directly(grads);
+    schedule->input_owner = schedule->packs_on_side_stream ? owner : STREAM_COMPUTE;
+    if ((schedule->packs_on_side_stream ? pack_on_side_stream(schedule, grads) : grads_pack(grads)) < 0)
         return -1;
     return schedule_set_reduction(schedule, REDUCTION_PACKED, grads->param);
 }
@@ -179,7 +179,7 @@ int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_ro
 /* ---- reduction ---- */
 
 int schedule_reduce(struct schedule *schedule, struct grads *grads) {
-    if ((!schedule->packs_beside && mark_received(schedule, grads) < 0) ||
+    if ((!schedule->packs_on_side_stream && record_received(schedule, grads) < 0) ||
         stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = grads_reduce(grads);
@@ -211,7 +211,7 @@ static int wait_for_reduction(struct schedule *schedule) {
 /* Streams whose memory the input was packed into wait at once for what reads it. */
 static int release_input(struct schedule *schedule, bool is_hybrid) {
     if (schedule->input_owner == STREAM_UNSHARD)
-        return gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced);
+        return all_gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced);
     if (schedule->input_owner != STREAM_COMPUTE)
         return 0;
     return is_hybrid ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->scattered)
@@ -311,7 +311,7 @@ int schedule_end_backward(struct schedule *schedule) {
     if (schedule_flush(schedule) < 0 || stream_follow(streams) < 0 || stream_join_former(streams) < 0 ||
         stream_end_backward(streams) < 0)
         return -1;
-    schedule->has_ended = true;
+    schedule->backward_ended = true;
     return 0;
 }
 
@@ -336,7 +336,7 @@ bool schedule_is_flushed(const struct schedule *schedule) {
 
 void schedule_check(const struct schedule *schedule) {
     INVARIANT(streams_are_real(&schedule->streams) ||
-              (!schedule->limiter.count && !schedule->packs_beside && !schedule->packed_gradients &&
+              (!schedule->limiter.count && !schedule->packs_on_side_stream && !schedule->packed_gradients &&
                !schedule->reducing && !schedule->all_reducing && !schedule->stepped_gradient &&
                !schedule->uploading && !schedule->unsharded.held));
     limiter_check(&schedule->limiter);

@@ -53,11 +53,11 @@ struct schedule {
     stream_event input_made, received, packed, scattered, reduced, all_reduced, joined;
     stream_event input_taken;       /* owned; of a last reduction, from the pool */
     struct deferred_free unsharded; /* of gathers */
-    bool has_ended;                 /* a backward has ended since the last of them began */
+    bool backward_ended;            /* a backward has ended since the last of them began */
     bool uploading;                 /* the host has not waited for what reads its memory */
     enum reduction_state reduction; /* written by schedule_set_reduction() */
     /* the last unit's gradients were packed on the stream that reduces them */
-    bool packs_beside;
+    bool packs_on_side_stream;
     enum stream_role input_owner; /* whose memory is what they were packed into */
     /* owned; what is packed there up to `packed`, memory of the compute stream; or NULL */
     PyObject *packed_gradients;
@@ -104,7 +104,7 @@ int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark);
  * does not: it would wait for the forward before it. */
 int schedule_release_deferred(struct schedule *schedule);
 
-void schedule_forget(struct schedule *schedule, struct unshard_mark *mark); /* the unit leaves its root */
+void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark); /* the unit leaves its root */
 
 /* ---- reductions. 0 or -1 ---- */
 

@@ -44,22 +44,22 @@ struct trace {
 static const struct traced_part {
     const char *range; /* NULL: none */
     enum progress_phase phase;
-    bool asks;    /* whether a profiler is on; else that is as in the range around it */
-    bool goes_on; /* the phase does, until the next one begins */
+    bool queries_profiler; /* whether a profiler is on; else that is as in the range around it */
+    bool stays_open;       /* the phase does, until the next one begins */
 } traced_parts[TRACED_PARTS] = {
-    [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", PROGRESS_FORWARD, .asks = true},
+    [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", PROGRESS_FORWARD, .queries_profiler = true},
     [TRACED_ROOT_PRE_FORWARD] = {"FullyShardedDataParallel._root_pre_forward"},
     [TRACED_PRE_FORWARD] = {"FullyShardedDataParallel._pre_forward"},
     [TRACED_PRE_FORWARD_PREFETCH] = {"FullyShardedDataParallel._pre_forward_prefetch"},
     [TRACED_TO_KWARGS] = {"FullyShardedDataParallel._to_kwargs"},
-    [TRACED_POST_FORWARD] = {"FullyShardedDataParallel._post_forward", .asks = true},
-    [TRACED_PRE_BACKWARD] = {"FullyShardedDataParallel._pre_backward_hook", PROGRESS_BACKWARD, .asks = true,
-                             .goes_on = true},
+    [TRACED_POST_FORWARD] = {"FullyShardedDataParallel._post_forward", .queries_profiler = true},
+    [TRACED_PRE_BACKWARD] = {"FullyShardedDataParallel._pre_backward_hook", PROGRESS_BACKWARD,
+                             .queries_profiler = true, .stays_open = true},
     [TRACED_PRE_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._pre_backward_prefetch"},
-    [TRACED_POST_BACKWARD] = {"FullyShardedDataParallel._post_backward_hook", .asks = true},
+    [TRACED_POST_BACKWARD] = {"FullyShardedDataParallel._post_backward_hook", .queries_profiler = true},
     [TRACED_POST_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._post_backward_prefetch"},
     [TRACED_POST_BACKWARD_RESHARD_ONLY] = {"FullyShardedDataParallel._post_backward_hook_reshard_only",
-                                           .asks = true},
+                                           .queries_profiler = true},
     [TRACED_RATE_LIMITER] = {"FullyShardedDataParallel.rate_limiter"},
     [TRACED_FORWARD_GATHER] = {.phase = PROGRESS_FORWARD_GATHER},
     [TRACED_BACKWARD_GATHER] = {.phase = PROGRESS_BACKWARD_GATHER},
@@ -75,14 +75,15 @@ static ALWAYS_INLINE struct trace trace_begin(enum traced part, int32_t unit) {
     const struct traced_part *traced = &traced_parts[part];
     struct trace trace = {.part = part};
     if (traced->range)
-        trace.range = traced->asks ? profile_begin(traced->range) : profile_begin_inner(traced->range);
+        trace.range =
+            traced->queries_profiler ? profile_begin(traced->range) : profile_begin_inner(traced->range);
     if (traced->phase)
         trace.place = progress_enter(unit, traced->phase);
     return trace;
 }
 
 static ALWAYS_INLINE void trace_end(struct trace *trace) {
-    if (traced_parts[trace->part].phase && !traced_parts[trace->part].goes_on)
+    if (traced_parts[trace->part].phase && !traced_parts[trace->part].stays_open)
         progress_leave(trace->place);
     profile_end(trace->range);
 }

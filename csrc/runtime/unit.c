@@ -64,7 +64,7 @@ int unit_set_phase(struct unit *unit, enum unit_phase phase) {
 }
 
 int unit_set_training_state(struct unit *unit, enum training_state state) {
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (handle_set_training_state(part->handle, state) < 0)
             return -1;
     return 0;
@@ -109,7 +109,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->options = spec->config.options;
     unit->param_dtype = spec->config.param_dtype == Py_None ? NULL : Py_NewRef(spec->config.param_dtype);
     unit->segments = Py_NewRef(spec->segments);
-    unit->sync_gradients = unit->nesting.may_nest = true;
+    unit->sync_gradients = unit->nesting.can_nest = true;
     unit->name_index = -1;
     order_place_init(&unit->place, 0);
     /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
@@ -120,7 +120,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     return unit->module_ref ? 0 : -1;
 }
 
-void unit_lead(struct unit *unit, struct unit *segment) {
+void unit_add_segment(struct unit *unit, struct unit *segment) {
     struct unit *last = unit;
     while (last->next_segment)
         last = last->next_segment;
@@ -182,7 +182,7 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
 
 /* ---- after a step ---- */
 
-int unit_unwatch_inputs(struct unit *unit) {
+int unit_remove_input_hooks(struct unit *unit) {
     if (!unit->reshard_hook)
         return 0;
     OWNED *done = PyObject_CallMethod(unit->reshard_hook, "remove", NULL);

@@ -43,11 +43,11 @@ struct unit_unsharded {
 
 /* Backwards within the unit's own: [Note: checkpoints inside a unit] in backward.c. */
 struct unit_nesting {
-    int64_t graph_task; /* autograd's number of the backward that the unit is in */
-    bool recomputed;    /* the last forward ran within that */
-    bool may_nest;      /* autograd is to be asked where the backward goes */
-    bool nested;        /* another backward within this one was seen */
-    bool anchor_comes;  /* the backward goes to the unit's anchor */
+    int64_t graph_task;   /* autograd's number of the backward that the unit is in */
+    bool recomputed;      /* the last forward ran within that */
+    bool can_nest;        /* autograd is to be asked where the backward goes */
+    bool nested;          /* another backward within this one was seen */
+    bool anchor_will_run; /* the backward goes to the unit's anchor */
 };
 
 /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter.
@@ -105,20 +105,20 @@ static inline struct unit *unit_of_part(struct unit *part) {
 }
 
 /* The flat parameters of a unit: its own, then those of its segments. */
-#define FOR_PARTS(part, first) for (struct unit *part = (first); part; part = part->next_segment)
+#define FOR_EACH_FLAT_PARAM(part, first) for (struct unit *part = (first); part; part = part->next_segment)
 
 /* ---- unit.c. 0 or -1, where nothing else is said ---- */
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec);
 int unit_clear(struct unit *unit);
 /* which comes after those that it has; see [Note: segments] */
-void unit_lead(struct unit *unit, struct unit *segment);
+void unit_add_segment(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
 /* Lazy init: the unit belongs to a root, as the one at `index` of its units. */
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
-int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE */
-int unit_unwatch_inputs(struct unit *unit); /* of a frozen unit, whose forward has hooked them */
+int unit_end_step(struct unit *unit);           /* no flag of a step is set, and it is IDLE */
+int unit_remove_input_hooks(struct unit *unit); /* of a frozen unit, whose forward has hooked them */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 PyObject *
 unit_module(const struct unit *unit); /* new reference, or NULL without an exception: it was deleted */
@@ -149,7 +149,7 @@ int unit_register_post_backward_hook(struct unit *unit);
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
 void unit_expect_backward(struct unit *unit, bool expected);
 /* Does its last forward leave the views for its backward (C-091)? Of a part. runtime.c */
-bool unit_shows_views(struct unit *part);
+bool unit_exposes_views(struct unit *part);
 
 /* ---- backward.c, called by hooks. 0 or -1 with an exception, which autograd raises ---- */
 
@@ -172,7 +172,7 @@ int unit_unshard_part(struct unit *part);               /* after the limiter: fo
 int unit_reshard(struct unit *part, bool free_storage); /* one part, after its all-gather */
 /* In which precision it is gathered next: follows the mode of the wrapped module where asked for. */
 int unit_precision_for_forward(struct unit *unit);
-void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
+void unit_record_precision(struct unit *unit);      /* of a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 
 /* ---- reshard.c: when parameters are freed. 0 or -1 ---- */
@@ -180,7 +180,7 @@ int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_reshard_after_forward(struct unit *unit);
 int unit_post_backward_reshard(struct unit *unit); /* and prefetch */
 int unit_reshard_stale(struct unit *unit);         /* but not amid a backward */
-void unit_note_used(struct unit *unit); /* what is gathered is for the forward that is on its way */
+void unit_mark_used(struct unit *unit); /* what is gathered is for the forward that is on its way */
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain.
  * The others are amid their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
@@ -188,7 +188,7 @@ bool unit_ends_with_backward(const struct unit *unit);
 /* ---- prefetch.c. 0 or -1, where nothing else is said ---- */
 
 /* The unit to prefetch while `unit` is in `state`, or NULL. */
-struct unit *unit_next(const struct unit *unit, enum training_state state);
+struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state);
 void unit_set_prefetched(struct unit *unit, bool prefetched);
 int unit_prefetch(struct unit *candidate, enum training_state state);     /* unless it is gathered already */
 int unit_prefetch_next(struct unit *unit, enum training_state state);     /* by the table of operations: */

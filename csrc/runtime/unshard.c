@@ -17,13 +17,13 @@ static int explain(struct unit *part, bool enqueued) {
     return unit_explain_failure(part, traced_unshard(part), enqueued);
 }
 
-static bool is_replaced(const struct unit *part) {
+static bool unshard_is_replaced(const struct unit *part) {
     return part->runtime->operations->replaced[REPLACEABLE_UNSHARD];
 }
 
 /* The shard is the whole, where computation is: nothing is enqueued. */
 static bool is_local(const struct unit *part) {
-    return part->handle->storage.copy->is_local && !is_replaced(part);
+    return part->handle->storage.copy->is_local && !unshard_is_replaced(part);
 }
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
@@ -32,19 +32,19 @@ static int pre_unshard(struct unit *part) {
     bool stepping = part->stepping;
     if (unit_await_step(part) < 0)
         return -1;
-    if (is_replaced(part))
+    if (unshard_is_replaced(part))
         return 0; /* by what does that as well */
     if (handle_pre_unshard(part->handle) < 0)
         return -1;
-    bool copied = writeback_take_copied(part->handle);
+    bool copied = writeback_pop_copied(part->handle);
     return copied || stepping ? schedule_begin_step(&part->runtime->schedule) : 0;
 }
 
 /* What an all-gather reads is made beside the all-gather before it, in memory of the stream that gathers. */
-static int make_input(struct unit *part) {
+static int make_all_gather_input(struct unit *part) {
     struct schedule *schedule = &part->runtime->schedule;
     struct storage *storage = &part->handle->storage;
-    if (!storage_makes_input(storage))
+    if (!storage_needs_pre_unshard(storage))
         return 0;
     if (storage_alloc_unsharded(storage) < 0 || schedule_begin_pre_unshard(schedule) < 0)
         return -1;
@@ -52,7 +52,7 @@ static int make_input(struct unit *part) {
 }
 
 int unit_unshard_part(struct unit *part) {
-    if (make_input(part) == 0)
+    if (make_all_gather_input(part) == 0)
         return storage_unshard(&part->handle->storage);
     storage_abandon_unshard(&part->handle->storage);
     return -1;
@@ -75,41 +75,41 @@ static bool can_coalesce(struct unit *unit) {
     if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
         unit->runtime->operations->unshard != unit_unshard_part)
         return false;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
             return false;
     return collective_can_coalesce(&unit->handle->param.shard_group);
 }
 
-static int enqueue_together(struct unit *unit) {
+static int enqueue_coalesced(struct unit *unit) {
     OWNED *outputs = PyList_New(0);
     OWNED *inputs = PyList_New(0);
     struct unshard_batch batch = {.outputs = outputs, .inputs = inputs};
     if (!outputs || !inputs)
         return -1;
-    FOR_PARTS(part, unit)
-        if (make_input(part) < 0 || storage_unshard_add(&part->handle->storage, &batch) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit)
+        if (make_all_gather_input(part) < 0 || storage_unshard_add(&part->handle->storage, &batch) < 0)
             return -1;
     OWNED *work = collective_all_gather_coalesced(&unit->handle->param.shard_group, outputs, inputs);
     if (!work)
         return -1;
-    FOR_PARTS(part, unit) /* what comes next is after the first one's */
-        if (storage_unshard_begun(&part->handle->storage, part == unit ? work : Py_None) < 0)
+    FOR_EACH_FLAT_PARAM(part, unit) /* what comes next is after the first one's */
+        if (storage_unshard_started(&part->handle->storage, part == unit ? work : Py_None) < 0)
             return -1;
     return 0;
 }
 
-static int unshard_together(struct unit *unit) {
+static int unshard_coalesced(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    FOR_PARTS(part, unit->next_segment)
+    FOR_EACH_FLAT_PARAM(part, unit->next_segment)
         if (pre_unshard(part) < 0)
             return explain(part, false);
     int result = begin_unshard(unit);
     if (!result)
-        result = schedule_end_unshard(schedule, &unit->unsharded.mark, enqueue_together(unit));
+        result = schedule_end_unshard(schedule, &unit->unsharded.mark, enqueue_coalesced(unit));
     if (!result)
         return 0;
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (part->handle->storage.param_state == PARAM_SHARDED)
             storage_abandon_unshard(&part->handle->storage);
     return explain(unit, false);
@@ -120,8 +120,8 @@ int unit_unshard(struct unit *unit) {
     if (unit->handle->storage.param_state == PARAM_SHARDED)
         unit->unsharded.for_forward = unit->runtime->num_forwards;
     if (can_coalesce(unit))
-        return unshard_together(unit);
-    FOR_PARTS(part, unit) {
+        return unshard_coalesced(unit);
+    FOR_EACH_FLAT_PARAM(part, unit) {
         struct handle *handle = part->handle;
         if (handle->storage.param_state != PARAM_SHARDED) {
             if (unit_await_step(part) < 0 || handle_check_flat_param(handle) < 0 ||
@@ -153,7 +153,7 @@ static int wait_unshard_part(struct unit *part) {
 }
 
 int unit_wait_unshard(struct unit *unit) {
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (wait_unshard_part(part) < 0)
             return -1;
     return 0;
@@ -175,7 +175,7 @@ int unit_reshard(struct unit *part, bool free_storage) {
     if ((table->reshard && table->reshard(part, free_storage) < 0) ||
         storage_reshard(storage, free_storage) < 0)
         return -1;
-    return frees ? limiter_note_free(&schedule->limiter, &schedule->streams) : 0;
+    return frees ? limiter_record_free(&schedule->limiter, &schedule->streams) : 0;
 }
 
 /* ---- in which precision ---- */
@@ -187,7 +187,7 @@ static int use_precision(struct unit *part, enum precision precision) {
     struct handle *handle = part->handle;
     if (storage_precision(&handle->storage) == precision)
         return 0;
-    if (handle_take_over_views(handle) < 0)
+    if (handle_writeback_views(handle) < 0)
         return -1;
     return unit_reshard(part, true) < 0 ? -1 : handle_use_precision(handle, precision);
 }
@@ -201,7 +201,7 @@ int unit_precision_for_forward(struct unit *unit) {
     unit->evaluating = !training;
     if (!unit->handle)
         return 0;
-    FOR_PARTS(part, unit) {
+    FOR_EACH_FLAT_PARAM(part, unit) {
         bool full = !training && storage_has_mixed_precision(&part->handle->storage);
         if (use_precision(part, full ? PRECISION_FULL : PRECISION_COMPUTE) < 0)
             return -1;
@@ -209,13 +209,13 @@ int unit_precision_for_forward(struct unit *unit) {
     return 0;
 }
 
-void unit_note_precision(struct unit *unit) {
-    FOR_PARTS(part, unit)
+void unit_record_precision(struct unit *unit) {
+    FOR_EACH_FLAT_PARAM(part, unit)
         part->unsharded.graph_precision = storage_precision(&part->handle->storage);
 }
 
 int unit_precision_for_backward(struct unit *unit) {
-    FOR_PARTS(part, unit)
+    FOR_EACH_FLAT_PARAM(part, unit)
         if (use_precision(part, part->unsharded.graph_precision) < 0)
             return -1;
     return 0;

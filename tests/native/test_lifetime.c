@@ -77,9 +77,9 @@ int schedule_flush(struct schedule *schedule) {
     return schedule_release_deferred(schedule);
 }
 
-const struct operations operations_own = {.unshard = gather,
-                                          .prefetch = unit_prefetch_in_order,
-                                          .post_backward_reshard = unit_post_backward_reshard};
+const struct operations operations_default = {.unshard = gather,
+                                              .prefetch = unit_prefetch_in_order,
+                                              .post_backward_reshard = unit_post_backward_reshard};
 
 /* ---- what is of no matter here ---- */
 
@@ -136,19 +136,19 @@ ANSWERS(NULL, PyObject *, profile_begin, const char *name)
 ANSWERS(NULL, PyObject *, profile_begin_inner, const char *name)
 ANSWERS(true, bool, torch_grad_enabled, void)
 ANSWERS(0, int, torch_keeps_graph, void)
-ANSWERS(0, int, param_views_show_views, struct param_views *param_views, PyObject *views)
-ANSWERS(0, int, param_views_show_sharded, struct param_views *param_views, PyObject *shard, PyObject *views)
+ANSWERS(0, int, param_views_expose_views, struct param_views *param_views, PyObject *views)
+ANSWERS(0, int, param_views_expose_sharded, struct param_views *param_views, PyObject *shard, PyObject *views)
 ANSWERS(0, int, writeback_check_views, struct handle *handle)
-ANSWERS(0, int, handle_take_over_views, struct handle *handle)
-ANSWERS(0, int, handle_take_over_writes, struct handle *handle)
-ANSWERS(false, bool, writeback_take_copied, struct handle *handle)
+ANSWERS(0, int, handle_writeback_views, struct handle *handle)
+ANSWERS(0, int, handle_writeback_forward, struct handle *handle)
+ANSWERS(false, bool, writeback_pop_copied, struct handle *handle)
 ANSWERS(num_writes, int64_t, writeback_count_writes, const struct handle *handle)
 ANSWERS(0, long long, unit_rank, const struct unit *unit)
 ANSWERS(1, int, flat_param_is_trainable, const struct flat_param *param)
 ANSWERS(0, int, storage_wait_unshard, struct storage *storage)
 ANSWERS(0, int, schedule_begin_unshard, struct schedule *schedule)
 ANSWERS(0, int, schedule_wait_unshard, struct schedule *schedule, struct unshard_mark *mark)
-ANSWERS(0, int, limiter_note_free, struct limiter *limiter, struct streams *streams)
+ANSWERS(0, int, limiter_record_free, struct limiter *limiter, struct streams *streams)
 
 /* ---- nor is what is never called ---- */
 
@@ -157,9 +157,9 @@ ENDS(int, schedule_wait_reduced, struct schedule *schedule)
 ENDS(int, schedule_begin_pre_unshard, struct schedule *schedule)
 ENDS(int, schedule_end_pre_unshard, struct schedule *schedule, bool uploads, int result)
 ENDS(int, storage_alloc_unsharded, struct storage *storage)
-ENDS(bool, storage_makes_input, const struct storage *storage)
+ENDS(bool, storage_needs_pre_unshard, const struct storage *storage)
 ENDS(bool, storage_has_mixed_precision, const struct storage *storage)
-ENDS(int, storage_unshard_begun, struct storage *storage, PyObject *work)
+ENDS(int, storage_unshard_started, struct storage *storage, PyObject *work)
 ENDS(int, storage_pre_unshard, struct storage *storage)
 ENDS(int, handle_unshard, struct handle *handle)
 ENDS(int, storage_unshard_add, struct storage *storage, struct unshard_batch *batch)
@@ -169,7 +169,7 @@ ENDS(void, storage_abandon_unshard, struct storage *storage)
 ENDS(bool, collective_can_coalesce, const struct collective_group *group)
 ENDS(PyObject *, collective_all_gather_coalesced, const struct collective_group *group, PyObject *outputs,
      PyObject *inputs)
-ENDS(int, callbacks_tell, PyObject *function, PyObject *a, PyObject *b)
+ENDS(int, callbacks_call, PyObject *function, PyObject *a, PyObject *b)
 ENDS(void, PyErr_Fetch, PyObject **type, PyObject **value, PyObject **traceback)
 ENDS(void, PyErr_NormalizeException, PyObject **type, PyObject **value, PyObject **traceback)
 ENDS(int, PyException_SetTraceback, PyObject *error, PyObject *traceback)
@@ -189,7 +189,7 @@ static void build(enum sharding_strategy strategy, enum backward_prefetch backwa
                   bool forward_prefetch) {
     order_fini(&runtime.order);
     memset(handles, 0, sizeof handles);
-    runtime = (struct runtime){.units = pointers, .num_units = UNITS, .operations = &operations_own};
+    runtime = (struct runtime){.units = pointers, .num_units = UNITS, .operations = &operations_default};
     CHECK_EQUAL(order_init(&runtime.order, UNITS), 0);
     for (int i = 0; i < UNITS; i++) {
         handles[i].param.strategy = strategy;
@@ -246,7 +246,7 @@ static void backward(void) {
 
 static void end_backward(void) {
     CHECK_EQUAL(runtime_reshard_units(&runtime), 0);
-    CHECK_EQUAL(runtime_note_kept(&runtime), 0);
+    CHECK_EQUAL(runtime_record_kept(&runtime), 0);
     for (int i = 0; i < UNITS; i++) {
         CHECK_EQUAL(handle_set_training_state(&handles[i], USE_IDLE), 0);
         units[i].unsharded.prefetched = false;
