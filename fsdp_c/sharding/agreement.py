@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
 
+T = TypeVar("T")
 DIGEST_NBYTES = 16
 
 
@@ -51,6 +52,26 @@ class RankPlan(NamedTuple):
     units: list[UnitPlan]
 
 
+def values_if_different(
+    mine: T, compared: bytes, groups: Iterable[dist.ProcessGroup | None], device: torch.device
+) -> list[T]:
+    """Every rank's ``mine`` if ``compared`` is not the same on all ranks of ``groups``, else an empty list.
+
+    Collective. Values are sent only if they are returned. They are in rank order if there is one group. Of several
+    groups each passes on what the group before has found, so that all ranks reach the same answer.
+    """
+    groups, digest, is_same = of_several(*groups), digest_of(compared), True
+    for group in groups:
+        everyone = _gather(digest, group, device)
+        if everyone[group.rank()] == digest:  # else this group sends nothing, as a fake one
+            is_same = is_same and len(set(everyone)) == 1
+            digest = digest_of(b"".join(everyone))
+    known = [] if is_same else [mine]
+    for group in groups if known else ():
+        known = [one for part in tell(known, group) for one in part]
+    return known
+
+
 def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], error: Exception | None) -> None:
     """Raise unless ``modules``, with paths from the root, fit those of all ranks of the root's groups.
 
@@ -58,21 +79,27 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     rank found by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with
     groups of their own may differ. RuntimeError on every rank, with the first difference and its ranks.
     """
-    sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
+    groups = (root.process_group, root._replicate_group)
+    # a unit over other ranks is another unit elsewhere
+    sharing = [
+        (path, module)
+        for path, module in modules
+        if error is None
+        and module._handle is not None
+        and (module.process_group, module._replicate_group) == groups
+    ]
     optional_paths = OptionalPaths(root)
     plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
-    digest = digest_of(repr(([one.needs for one in plan], str(error))).encode())
-    groups = of_several(root.process_group, root._replicate_group)
+    compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     try:
-        compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks send nothing
-        if compares and not _all_equal(digest, groups, root.compute_device):
-            failure = None if error is None else str(error)
-            everyone = _exchange(RankPlan(dist.get_rank(), failure, plan), groups)
-            raise RuntimeError(difference(everyone))
+        if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks send nothing
+            own = RankPlan(dist.get_rank(), None if error is None else str(error), plan)
+            if plans := values_if_different(own, compared, groups, root.compute_device):
+                raise RuntimeError(difference(plans))
     finally:
         if error is not None:
             raise error from None  # also where the device is what is wrong, and nothing can be sent
-    root._agreed_plan = digest
+    root._agreed_plan = compared
 
 
 def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -81,13 +108,15 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
     Collective. The others are first heard of at their first step, by what ``agree`` sends there: it is as
     long.
     """
-    groups = of_several(*groups)
-    if detect_fake_mode() is None and not _all_equal(digest_of(b"sync_module_states"), groups, device):
-        failure = (
-            f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
-            "would never take the values that are sent. Pass the same on every rank."
-        )
-        raise RuntimeError(difference(_exchange(RankPlan(dist.get_rank(), failure, []), groups)))
+    failure = (
+        f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
+        "would never take the values that are sent. Pass the same on every rank."
+    )
+    own = RankPlan(dist.get_rank(), failure, [])
+    if detect_fake_mode() is None and (
+        plans := values_if_different(own, b"sync_module_states", groups, device)
+    ):
+        raise RuntimeError(difference(plans))
 
 
 def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
@@ -105,26 +134,8 @@ def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
     return UnitPlan(clean_path(path), tuple(flat_param._fqns), needs)
 
 
-def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
-    """Whether the unit has the root's groups. One over part of the ranks is another unit elsewhere."""
-    same = module.process_group is root.process_group and module._replicate_group is root._replicate_group
-    return same and module._handle is not None
-
-
 def digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_NBYTES).digest()
-
-
-def _all_equal(digest: bytes, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
-    """With several groups, each step passes its result on, so that all ranks reach the same answer."""
-    equal = True
-    for group in groups:
-        everyone = _gather(digest, group, device)
-        if everyone[group.rank()] != digest:
-            continue  # this group sends nothing: a dry run
-        equal = equal and len(set(everyone)) == 1
-        digest = digest_of(b"".join(everyone))
-    return equal
 
 
 def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
@@ -143,18 +154,12 @@ def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> li
     return [data[start : start + DIGEST_NBYTES] for start in range(0, len(data), DIGEST_NBYTES)]
 
 
-def _exchange(plan: RankPlan, groups: Sequence[dist.ProcessGroup]) -> list[RankPlan]:
-    known = [plan]
-    for group in groups:
-        known = [one for part in tell(known, group) for one in part]
-    return sorted(known)
-
-
 # ----------------------------------------------------------------- the difference
 
 
 def difference(plans: Sequence[RankPlan]) -> str:
     """The error message for plans that differ."""
+    plans = sorted(plans)
     failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
     if failed:
         return "other ranks cannot initialise their units, so that this one cannot either:\n" + "\n".join(
