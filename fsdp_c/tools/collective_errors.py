@@ -41,17 +41,24 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def gathering(*handles: FlatParamHandle) -> Iterator[None]:
-    """For a body that gathers units outside of a step: explain that memory ran out."""
+def explained(doing: str, only_memory: bool = False) -> Iterator[None]:
+    """For a body that only calls collectives, outside of units: add what they were for to RuntimeErrors."""
     try:
         with phases.waiting():
             yield
     except RuntimeError as error:
-        if _is_of_memory(error):
-            others = len(handles) - 1
-            more = f" and {others} unit{'s' * (others > 1)} after it" if others else ""
-            _explain(error, "", f"gathers {handles[0].name}{more}", remedy=_GATHERS_LESS)
+        if not only_memory:
+            _explain(error, "", f"is {doing}")
+        elif _is_of_memory(error):
+            _explain(error, "", doing, remedy=_GATHERS_LESS)
         raise
+
+
+def gathering(*handles: FlatParamHandle) -> contextlib.AbstractContextManager[None]:
+    """For a body that gathers units outside of a step: explain that memory ran out."""
+    others = len(handles) - 1
+    more = f" and {others} unit{'s' * (others > 1)} after it" if others else ""
+    return explained(f"gathers {handles[0].name}{more}", only_memory=True)
 
 
 @contextlib.contextmanager
@@ -65,20 +72,8 @@ def of_first_gather(handle: FlatParamHandle) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """For a body that only calls collectives, outside of units: add what they were for to RuntimeErrors."""
-    try:
-        with phases.waiting():
-            yield
-    except RuntimeError as error:
-        if dist.is_initialized():
-            _explain(error, "", f"is {doing}")
-        raise
-
-
 def _explain(error: BaseException, step: str, doing: str, remedy: str = _TAKES_LESS) -> None:
-    if len(error.args) != 1 or _RAN_OUT in str(error):
+    if len(error.args) != 1 or _RAN_OUT in str(error) or not dist.is_initialized():
         return
     if _is_of_memory(error):
         told = f"{_RAN_OUT} {doing}. {remedy}"
