@@ -653,11 +653,7 @@ class FullyShardedDataParallel(UnitNames):
         Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no
         unit open.
         """
-        with (
-            phases.enter(_C.PROGRESS_LOAD_STATE_DICT),
-            state_dicts.held(self),
-            state_dicts.closing_units(),
-        ):
+        with phases.enter(_C.PROGRESS_LOAD_STATE_DICT), state_dicts.held(self):
             state_dict = state_dicts.with_wrapped_metadata(self, state_dict)
             keys: _IncompatibleKeys = super().load_state_dict(state_dict, *args, **kwargs)
             return keys

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,6 @@ _CONFIG_TYPES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateD
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-
-T = TypeVar("T")
 
 
 class _Open(NamedTuple):
@@ -163,38 +161,28 @@ def _select(
             f"state_dict_type must be a StateDictType, not {type(wanted).__name__} {wanted!r}: pass for "
             "instance StateDictType.FULL_STATE_DICT"
         )
-    model_type, optim_type = _CONFIG_TYPES[wanted]
-    model_config = _config("state_dict_config", model_type, model_config)
-    optim_config = _config("optim_state_dict_config", optim_type, optim_config)
+    configs: list[Any] = []
+    names, given = ("state_dict_config", "optim_state_dict_config"), (model_config, optim_config)
+    for name, expected, config in zip(names, _CONFIG_TYPES[wanted], given, strict=True):
+        if config is not None and type(config) is not expected:
+            raise RuntimeError(
+                f"Expected {name} of type {expected} but got {type(config)}: pass {expected.__name__}(...)"
+            )
+        configs.append(expected() if config is None else config)
     fsdp_modules = units_of(module)
     previous = [_settings(fsdp_module) for fsdp_module in fsdp_modules]
-    _check_uniform(previous)
+    for one in previous[1:]:
+        if one.state_dict_type != previous[0].state_dict_type:
+            raise AssertionError("All FSDP modules should have the same state_dict_type.")
+        for name in names:
+            if not isinstance(getattr(one, name), type(getattr(previous[0], name))):
+                raise AssertionError(f"All FSDP modules must have the same type of {name}.")
     for fsdp_module in fsdp_modules:
         fsdp_module._state_dict_type = wanted
-        fsdp_module._state_dict_config = model_config
-        fsdp_module._optim_state_dict_config = optim_config
+        fsdp_module._state_dict_config, fsdp_module._optim_state_dict_config = configs
     if previous:
         return previous[0]
     return StateDictSettings(None, None, None)  # type: ignore[arg-type]  # torch gives this too, where there is no unit
-
-
-def _config(name: str, expected: type[T], given: object) -> T:
-    if given is None:
-        return expected()
-    if not isinstance(given, expected) or type(given) is not expected:
-        raise RuntimeError(
-            f"Expected {name} of type {expected} but got {type(given)}: pass {expected.__name__}(...)"
-        )
-    return given
-
-
-def _check_uniform(settings: list[StateDictSettings]) -> None:
-    for one in settings[1:]:
-        if one.state_dict_type != settings[0].state_dict_type:
-            raise AssertionError("All FSDP modules should have the same state_dict_type.")
-        for field in ("state_dict_config", "optim_state_dict_config"):
-            if not isinstance(getattr(one, field), type(getattr(settings[0], field))):
-                raise AssertionError(f"All FSDP modules must have the same type of {field}.")
 
 
 def _settings(module: ShardedModule) -> StateDictSettings:
@@ -247,11 +235,13 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
         yield
         return
     _refuse_part_of_shared(fsdp_module)
-    if _copies_on_every_rank(fsdp_module):
-        warn_of_copies()
+    config = fsdp_module._state_dict_config
+    if isinstance(config, FullStateDictConfig) and config.offload_to_cpu and not config.rank0_only:
+        if any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(fsdp_module)):
+            warn_of_copies()
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
-        with held(fsdp_module), closing_units(), common.collector_paused():
+        with held(fsdp_module), common.collector_paused():
             yield
     finally:
         _saving.outermost, _saving.values = None, {}
@@ -259,12 +249,17 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(fsdp_module: ShardedModule) -> Iterator[None]:
-    """While the body saves or loads, no other thread begins a step. RuntimeError where one is amid it."""
-    runtime = fsdp_module._unit.runtime
+    """While the body saves or loads, no other thread begins a step. RuntimeError where one is amid it.
+
+    Units whose post hook did not run, as another raised, are closed at exit.
+    """
+    runtime, already_open = fsdp_module._unit.runtime, set(_open)
     held_here = runtime is not None and runtime.hold()
     try:
         yield
     finally:
+        for module in [module for module in _open if module not in already_open]:
+            _open.pop(module).stack.close()
         if runtime is not None and held_here:
             runtime.let_go()
 
@@ -279,24 +274,6 @@ def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
                 f"{around} are parameters of it that modules elsewhere share, and {around} holds them. Take "
                 "the state dict of that unit, or call this within summon_full_params() of it"
             )
-
-
-def _copies_on_every_rank(fsdp_module: ShardedModule) -> bool:
-    config = fsdp_module._state_dict_config
-    if not isinstance(config, FullStateDictConfig) or not config.offload_to_cpu or config.rank0_only:
-        return False
-    return any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(fsdp_module))
-
-
-@contextlib.contextmanager
-def closing_units() -> Iterator[None]:
-    """Around a save or load: units whose post hook did not run, as another raised, are closed at exit."""
-    already_open = set(_open)
-    try:
-        yield
-    finally:
-        for module in [module for module in _open if module not in already_open]:
-            _open.pop(module).stack.close()
 
 
 def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
