@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
+from fsdp_c.sharding.agreement import values_if_different
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.quantized_state import dequantized, quantized, quantizes
-from fsdp_c.state.redistribution import BATCH_NBYTES, Partition, rank_partition, redistribute
+from fsdp_c.state.redistribution import BATCH_NBYTES, rank_partition, redistribute
 from fsdp_c.state.sharded_values import from_memory_order, param_layouts, to_memory_order
 from fsdp_c.state.whole_state import WholeState, has_tensors
 
@@ -104,13 +105,16 @@ class _Whole:
         return least * (2 * self.numel + least**2) if least else self.numel
 
     @property
-    def over_shards(self) -> Partition:
-        assert self.layout is not None
-        return self.layout.shard
+    def is_of_replica(self) -> bool:
+        """Whether the owner is among the ranks that have the shards of this one's replica."""
+        return self.ranks is not None and self.owner[1] == self.ranks.own_place[1]
 
-    @property
-    def on_owner(self) -> Partition:
-        return rank_partition(self.numel, self.owner[0])
+    def held_numel(self, rank: int) -> int:
+        """How much of it ``rank`` has, of the ranks that share a shard."""
+        if self.layout is None or not self.is_divided:
+            return self.numel
+        start, end = self.layout.shard.bounds(rank)
+        return end - start
 
     def flat(self, value: Tensor) -> Tensor:
         """1-D, of what has the shape of ``param`` or of ``held``."""
@@ -122,9 +126,6 @@ class _Whole:
         if self.layout is None or (self.is_divided and not whole):
             return flat
         return from_memory_order(flat, self.layout.shape, self.layout.order)
-
-    def take(self, value: Tensor, grad: Tensor) -> None:
-        self.held.data, self.held.grad = value, grad
 
     def release(self) -> None:
         self.held.data, self.held.grad = self._empty, None
@@ -283,9 +284,9 @@ class WholeParameters(Optimizer):
         for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
             beside.wait(event)
             while gathered:  # which then holds none of a bucket that has been returned
-                whole, *moved = gathered.pop()
-                whole.take(*moved)
-                del moved
+                whole, value, grad = gathered.pop()
+                whole.held.data, whole.held.grad = value, grad
+                del value, grad
             if following is not None:
                 with beside.moving():
                     gathered = _gathered_on_owners(following, dtypes)
@@ -349,23 +350,23 @@ class WholeParameters(Optimizer):
         }
         described = _told(self._stepped, kinds)
         state: dict[Tensor, ParamState] = {}
-        moving: list[tuple[_Whole, str, torch.dtype]] = []
+        moving: list[tuple[_Whole, str, Tensor | None, torch.dtype]] = []
         for whole in self._stepped:
+            own = own_states[whole]
             if whole.ranks is None:
-                state |= {whole.param: own_states[whole]} if own_states[whole] else {}
+                state[whole.param] = own
                 continue
+            kept = state[whole.param] = {}
             for key, kind in described.get(whole.name, {}).items():
                 if isinstance(kind, torch.dtype):
-                    moving.append((whole, key, kind))
-                    state.setdefault(whole.param, {})[key] = None  # in the optimizer's order
+                    moving.append((whole, key, own.get(key) if whole.is_own else None, kind))
+                    kept[key] = None  # in the optimizer's order
                 elif isinstance(kind, _Value):
-                    state.setdefault(whole.param, {})[key] = copy.deepcopy(kind.value)
+                    kept[key] = copy.deepcopy(kind.value)
                 else:
-                    own = own_states[whole][key] if whole.is_own else kind.value
-                    state.setdefault(whole.param, {})[key] = WholeState(own, kind.holder)
-        values = [own_states[whole].get(key) if whole.is_own else None for whole, key, _ in moving]
-        parts = _moved_to_shards([(w, v, d) for (w, _, d), v in zip(moving, values, strict=True)])
-        for (whole, key, _), part in zip(moving, parts, strict=True):
+                    kept[key] = WholeState(own[key] if whole.is_own else kind.value, kind.holder)
+        parts = _moved_to_shards([(whole, value, dtype) for whole, _, value, dtype in moving])
+        for (whole, key, *_), part in zip(moving, parts, strict=True):
             state[whole.param][key] = part.to(whole.param.device)
         # single values of the others are told by the ranks that have elements
         for param, own in state.items():
@@ -475,7 +476,7 @@ def _choose_owners(wholes: Sequence[_Whole]) -> None:
         share = sum(whole.cost for whole in members) / len(load)
         for whole in sorted(members, key=lambda whole: -whole.cost):
             room = [place for place, cost in load.items() if cost + whole.cost <= share]
-            held = {place: _held_numel(whole, place[0]) for place in room}
+            held = {place: whole.held_numel(place[0]) for place in room}
             whole.owner = (
                 max(room, key=lambda place: (held[place], -load[place]))
                 if room
@@ -493,13 +494,6 @@ def _bucket_count(queues: Sequence[Sequence[_Whole]], bucket_nbytes: int | None)
     largest = max(sizes) * len(queues)
     least = sum(sizes) // max(largest, 1)
     return max(1, min(-(-sum(sizes) // bucket_nbytes), max(least, min(map(len, queues)))))
-
-
-def _held_numel(whole: _Whole, rank: int) -> int:
-    if not whole.is_divided:
-        return whole.numel
-    start, end = whole.over_shards.bounds(rank)
-    return end - start
 
 
 def _made(
@@ -563,27 +557,22 @@ class _Beside:
             (event or self.event()).wait(self.module.current_stream(self.device))
 
 
-def _groups_of(wholes: Iterable[_Whole]) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
+def _groups_of(wholes: Iterable[_Whole]) -> list[dist.ProcessGroup]:
     """Those among which all ranks of these parameters are."""
-    for ranks in dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None):
-        yield from ((group, ranks.device) for group in common.of_several(ranks.shards, ranks.replicas))
+    all_ranks = dict.fromkeys(whole.ranks for whole in wholes if whole.ranks is not None)
+    return [group for ranks in all_ranks for group in common.of_several(ranks.shards, ranks.replicas)]
 
 
 def _raise_everywhere(wholes: Sequence[_Whole], error: Exception | None, remedy: str) -> None:
     """Raise RuntimeError where one rank has an error. Collective."""
-    failed = error is not None
-    for group, device in _groups_of(wholes):
-        flag = torch.tensor(failed, dtype=torch.uint8, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        failed = bool(flag.item())
-    if not failed:
-        return
-    told = {} if error is None else {dist.get_rank(): f"{type(error).__name__}: {error}"}
-    for group, _ in _groups_of(wholes):
-        for one in common.tell(told, group):
-            told |= one
-    causes = [f"the optimizer of rank {rank} raised {text}" for rank, text in sorted(told.items())]
-    raise RuntimeError("\n".join([*causes, remedy])) from error
+    own = dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}"
+    devices = [whole.ranks.device for whole in wholes if whole.ranks is not None]
+    everyone = [own]
+    if devices:
+        everyone += values_if_different(own, repr(own[1]).encode(), _groups_of(wholes), devices[0])
+    if failed := sorted({(rank, text) for rank, text in everyone if text is not None}):
+        causes = [f"the optimizer of rank {rank} raised {text}" for rank, text in failed]
+        raise RuntimeError("\n".join([*causes, remedy])) from error
 
 
 def _agree_on_gradients(
@@ -642,26 +631,15 @@ def _gathered_on_owners(
 
 def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor | None]:
     """Of each parameter's part on every rank the whole, on its owner; of one set of ranks. Collective."""
-    ours = [(whole, part) for whole, part in parts if _is_of_replica(whole)]
-    divided = [(whole, part) for whole, part in ours if whole.is_divided]
-    wholes: Iterator[Tensor] = iter(())
-    if divided:
-        ranks = divided[0][0].ranks
-        assert ranks is not None and ranks.shards is not None
-        wholes = redistribute(
-            (whole.flat(part) for whole, part in divided),
-            [whole.over_shards for whole, _ in divided],
-            [whole.on_owner for whole, _ in divided],
-            ranks.shards,
-            device=ranks.device,
-            batch_nbytes=BATCH_NBYTES * ranks.shards.size(),  # on each rank: with many, latency would decide
-        )
+    divided = [(whole, part) for whole, part in parts if whole.is_of_replica and whole.is_divided]
+    flat = (whole.flat(part) for whole, part in divided)
+    wholes = _redistributed([whole for whole, _ in divided], flat, to_owners=True)
     for whole, part in parts:
-        if not _is_of_replica(whole):
+        if not whole.is_of_replica:
             yield None
         elif whole.is_divided:
-            flat = next(wholes)
-            yield whole.shaped(flat, whole=True) if whole.is_own else None
+            value = next(wholes)
+            yield whole.shaped(value, whole=True) if whole.is_own else None
         else:
             assert whole.ranks is not None
             # not at any address: products of matrices differ in their last bits by how their memory is aligned
@@ -670,8 +648,21 @@ def _moved_to_owners(parts: Sequence[tuple[_Whole, Tensor]]) -> Iterator[Tensor 
         pass
 
 
-def _is_of_replica(whole: _Whole) -> bool:
-    return whole.ranks is not None and whole.owner[1] == whole.ranks.own_place[1]
+def _redistributed(wholes: Sequence[_Whole], values: Iterable[Tensor], to_owners: bool) -> Iterator[Tensor]:
+    """Move 1-D values of divided parameters, of one set of ranks, from the shards to the owners or back. Collective."""
+    if not wholes:
+        return
+    ranks = wholes[0].ranks
+    assert ranks is not None and ranks.shards is not None
+    shards = [whole.layout.shard for whole in wholes if whole.layout is not None]
+    owners = [rank_partition(whole.numel, whole.owner[0]) for whole in wholes]
+    yield from redistribute(
+        values,
+        *((shards, owners) if to_owners else (owners, shards)),
+        ranks.shards,
+        device=ranks.device,
+        batch_nbytes=BATCH_NBYTES * ranks.shards.size(),  # on each rank: with many, latency would decide
+    )
 
 
 def _return_to_shards(wholes: Sequence[_Whole]) -> None:
@@ -695,23 +686,15 @@ def _moved_to_shards(values: Sequence[tuple[_Whole, Tensor | None, torch.dtype]]
             theirs = [member for member in members if member[1].owner[1] == replica]
             own = replica == ranks.own_place[1]
             made = [
-                torch.empty(
-                    0 if own else _held_numel(whole, ranks.own_place[0]), dtype=dtype, device=ranks.device
+                whole.flat(value).to(ranks.device)
+                if own and value is not None
+                else torch.empty(
+                    0 if own else whole.held_numel(ranks.own_place[0]), dtype=dtype, device=ranks.device
                 )
-                if value is None or not own
-                else whole.flat(value).to(ranks.device)
                 for _, whole, value, dtype in theirs
             ]
             if own and ranks.shards is not None:
-                moved = redistribute(
-                    made,
-                    [whole.on_owner for _, whole, _, _ in theirs],
-                    [whole.over_shards for _, whole, _, _ in theirs],
-                    ranks.shards,
-                    device=ranks.device,
-                    batch_nbytes=BATCH_NBYTES * ranks.shards.size(),
-                )
-                made = list(moved)
+                made = list(_redistributed([whole for _, whole, _, _ in theirs], made, to_owners=False))
             if ranks.replicas is not None and ranks.replicas.size() > 1:
                 _broadcast(made, ranks.replicas, replica)
             for (index, whole, _, _), flat in zip(theirs, made, strict=True):
@@ -762,7 +745,7 @@ def _kinds(state: ParamState, shape: torch.Size | None = None) -> _Described:
 def _told(wholes: Sequence[_Whole], mine: dict[str, _Described]) -> dict[str, _Described]:
     """What any of the ranks that have these parameters says of them. Collective."""
     found = {name: dict(kinds) for name, kinds in mine.items()}
-    for group, _ in _groups_of(wholes):
+    for group in _groups_of(wholes):
         for one in common.tell(found, group):
             for name, kinds in one.items():
                 found.setdefault(name, {}).update(kinds)

@@ -15,7 +15,7 @@ from fsdp_c.sharding import common, tensor_parallel
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name
-from fsdp_c.state.redistribution import Partition, rank0_partition, start_exchange
+from fsdp_c.state.redistribution import Partition, rank_partition, start_exchange
 from fsdp_c.state.sharded_values import dims_from_memory, param_layouts
 from fsdp_c.state.state_dict_saving import local_shard
 from fsdp_c.tools import collective_errors
@@ -137,7 +137,7 @@ def _start_piece(
         if handle.layout.sharded:
             start, end = source.bounds(module.rank)
             at = piece.first - module.rank * len(shard)
-            parts, targets = [shard[at + start : at + end]], [rank0_partition(source.numel)]
+            parts, targets = [shard[at + start : at + end]], [rank_partition(source.numel, 0)]
             wait_for_whole = start_exchange(
                 parts, [source], targets if rank0_only else None, module.process_group
             )

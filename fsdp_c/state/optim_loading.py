@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
-from fsdp_c.sharding import common
-from fsdp_c.sharding.agreement import digest_of
+from fsdp_c.sharding.agreement import values_if_different
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import local_part
@@ -30,12 +28,13 @@ from fsdp_c.state.optim_params import (
     names_of_numbers,
     with_params,
 )
-from fsdp_c.state.redistribution import join_ranges, rank0_partition, redistribute
+from fsdp_c.state.redistribution import join_ranges, rank_partition, redistribute
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
     dtype_of,
     from_memory_order,
+    own_part,
     param_layouts,
     rows_of_value,
     shape_of,
@@ -56,12 +55,23 @@ class LoadOptions(NamedTuple):
     owned: frozenset[str] | None = None
 
 
-@dataclasses.dataclass
 class _OnRank0:
-    """Stands for a tensor that rank 0 has."""
+    """A tensor that rank 0 has. The other ranks are sent its shape and dtype."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, value: Tensor | None = None) -> None:
+        self.shape, self.dtype, self.value = shape, dtype, value
+
+    def __reduce__(self) -> tuple[type[_OnRank0], tuple[torch.Size, torch.dtype]]:
+        return _OnRank0, (self.shape, self.dtype)
+
+    def broadcast(self, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+        """A copy on every rank. Collective."""
+        if self.value is None:
+            received = torch.empty(self.shape, dtype=self.dtype, device=device)
+        else:
+            received = self.value.detach().to(device, copy=True).contiguous()
+        dist.broadcast(received, group=group, group_src=0)
+        return received
 
 
 class _Target(NamedTuple):
@@ -81,14 +91,11 @@ def load_optim_state(
     ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit,
     KeyError for a group with names that are not those of the optimizer's parameters.
     """
-    source = None
     if options.rank0_only or options.owned is not None:
         options = options._replace(group=options.group or group_of_model(params.model))
     if options.rank0_only:
-        source = osd if dist.get_rank(options.group) == 0 else None
-        # with placeholders for tensors, but for 0-d ones
-        told = [{} if source is None else _without_tensors(source)]
-        dist.broadcast_object_list(told, src=_rank_0(options.group), group=options.group)
+        told = [_without_tensors(osd) if dist.get_rank(options.group) == 0 else {}]
+        dist.broadcast_object_list(told, group=options.group, group_src=0)
         osd = told[0]
     if not isinstance(osd, Mapping):
         raise TypeError(
@@ -99,10 +106,8 @@ def load_optim_state(
     _check_groups(osd.get("param_groups", ()), params, keys)
     states = _with_vectors(params, osd["state"])
     if options.owned is not None:
-        states = _with_whole_states(params, states, source, options)
-    targets = _targets(params, states)
-    shards = dict(_shards(targets, source, options))
-    state = _rekeyed(params, keys, states, shards, source, options)
+        states = _with_whole_states(params, states, options)
+    state = _rekeyed(params, keys, states, dict(_shards(_targets(params, states), options)), options)
     result: ParamState = {"state": state}
     if "param_groups" in osd:
         key_of = {param: key for key, param in keys.items()}
@@ -113,16 +118,10 @@ def load_optim_state(
     return result
 
 
-# ----------------------------------------------------------------- rank 0 has it
-
-
-def _rank_0(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)
-
-
 def _without_tensors(value: object) -> Any:
+    """``value`` with an ``_OnRank0`` in place of each tensor that is not 0-d."""
     if isinstance(value, Tensor):
-        return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype)
+        return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype, value)
     if isinstance(value, dict):
         return {key: _without_tensors(one) for key, one in value.items()}
     return pytree.tree_map_only(Tensor, _without_tensors, value) if has_tensors(value) else value
@@ -164,32 +163,34 @@ def _fits(shape: torch.Size, layout: ParamLayout) -> bool:
 
 
 def _with_whole_states(
-    params: OptimParams, states: dict[str, ParamState], source: StateDict | None, options: LoadOptions
+    params: OptimParams, states: dict[str, ParamState], options: LoadOptions
 ) -> dict[str, ParamState]:
     """What has not its parameter's shape becomes a ``WholeState``, on the parameter's owner.
 
     Collective where only one rank has it. See [Note: Whole state] in fsdp_c/state/whole_state.py.
     """
     assert options.owned is not None
+    holder = 0 if options.group is None else dist.get_global_rank(options.group, 0)
     found: dict[tuple[str, str], WholeState] = {}
     for _, fqn, layout in params.originals():
         for name, value in sorted(states.get(fqn, {}).items()):
             is_tensor = _is_tensor(value)
             if _fits(shape_of(value), layout) if is_tensor else not has_tensors(value, _OnRank0):
                 continue
-            if not options.rank0_only:
+            if options.rank0_only:
+                whole = pytree.tree_map_only(_OnRank0, _own_or_meta, value)
+                found[fqn, name] = WholeState(whole, holder)
+            else:
                 found[fqn, name] = loaded_state(value)
-                continue
-            on_meta = pytree.tree_map_only(
-                _OnRank0, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"), value
-            )
-            given = on_meta if source is None else source["state"][fqn][name]
-            found[fqn, name] = WholeState(given, _rank_0(options.group))
     found |= moved_to_owners(found, options.owned, options.group, params.units[0].compute_device)
     merged = dict(states)
     for (fqn, name), state in found.items():
         merged[fqn] = {**merged[fqn], name: state}
     return merged
+
+
+def _own_or_meta(one: _OnRank0) -> Tensor:
+    return torch.empty(one.shape, dtype=one.dtype, device="meta") if one.value is None else one.value
 
 
 # ----------------------------------------------------------------- shards
@@ -222,9 +223,7 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
     return targets
 
 
-def _shards(
-    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
+def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """By FQN and state name, this rank's part of each tensor: 1-D, or in its shape if nothing is sharded."""
     parallel, on_rank_0, sharded, whole = [], [], [], []
     for target in targets:
@@ -236,25 +235,22 @@ def _shards(
             sharded.append(target)
         else:
             whole.append(target)
-    yield from _shards_from_rank_0(on_rank_0, source, options)
+    yield from _shards_from_rank_0(on_rank_0, options)
     for group, members in by_group(sharded):
         yield from _parts_of_rows(members, group)
-    yield from _shards_over_meshes(parallel, source, options)
+    # where tensor parallelism divides too (parity 24): whole over the unit's ranks, then this one's
+    for group, members in by_group(parallel):
+        _agree_on(members, group)
+    for target in parallel:
+        yield target.key, _own_part(target, local_part(_whole_of(target, options), target.layout.parallel))
     yield from _own_parts(whole)
 
 
-def _shards_over_meshes(
-    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Where tensor parallelism divides too (parity 24): whole over the unit's ranks, then this one's."""
-    for group in dict.fromkeys(target.module.process_group for target in targets):
-        _agree_on([target for target in targets if target.module.process_group is group], group)
-    for target in targets:
-        value = target.value
-        if isinstance(value, _OnRank0):
-            value = _broadcast_value(target, source, options)
-        local = local_part(value.detach(), target.layout.parallel)
-        yield target.key, _own_part(target, local)
+def _whole_of(target: _Target, options: LoadOptions) -> Tensor:
+    """The value of a target, on every rank. Collective where rank 0 has it."""
+    if isinstance(target.value, _OnRank0):
+        return target.value.broadcast(target.module.compute_device, options.group)
+    return target.value.detach()
 
 
 def _parts_of_rows(
@@ -269,27 +265,28 @@ def _parts_of_rows(
     _agree_on(targets, group, error)
     device = targets[0].module.compute_device
     divided = [(target, own) for target, own in rows if handle_of(target.module).layout.sharded]
-    shards = shards_of_rows([(target.layout, own) for target, own in divided], group, device)
-    for (target, _), shard in zip(divided, shards, strict=True):
-        yield target.key, shard
     undivided = [(target, own) for target, own in rows if not handle_of(target.module).layout.sharded]
+    shards = shards_of_rows([(target.layout, own) for target, own in divided], group, device)
     wholes = wholes_of_rows([(target.layout, own) for target, own in undivided], group, device)
-    for (target, _), whole in zip(undivided, wholes, strict=True):
-        yield target.key, _own_part(target, whole)
+    yield from ((target.key, shard) for (target, _), shard in zip(divided, shards, strict=True))
+    yield from (
+        (target.key, _own_part(target, one)) for (target, _), one in zip(undivided, wholes, strict=True)
+    )
 
 
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
     """Raise, before anything moves, where a rank has an error or ranks pass different state. Collective."""
-    known = [(*t.key, str(dtype_of(t.value))) for t in targets]
-    ranks = dist.get_process_group_ranks(group)
-    told = common.tell((digest_of(repr(known).encode()), error), group)
+    known = [(*target.key, str(dtype_of(target.value))) for target in targets]
+    own = dist.get_rank(), None if error is None else str(error), known
+    compared = repr(own[1:]).encode()
+    everyone = values_if_different(own, compared, [group], targets[0].module.compute_device)
     if error is not None:
         raise error
-    for rank, (_, failure) in zip(ranks, told, strict=True):
+    for rank, failure, _ in everyone:
         if failure is not None:
             raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {failure}")
-    if len({digest for digest, _ in told}) > 1:
-        raise ValueError(_difference(dict(zip(ranks, map(set, common.tell(known, group)), strict=True))))
+    if everyone:
+        raise ValueError(_difference({rank: set(theirs) for rank, _, theirs in everyone}))
 
 
 def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
@@ -335,15 +332,12 @@ def _own_part(target: _Target, value: Tensor) -> Tensor:
     sharded = handle_of(target.module).layout.sharded
     if not sharded and value.shape != layout.shape:  # OptimParam.takes_any_shape
         return value.clone()
-    flat = to_memory_order(value, layout.order)
-    if not sharded:
-        return from_memory_order(flat.clone(), layout.shape, layout.order)
-    start, end = layout.shard.bounds(target.module.rank)
-    return flat[start:end].clone()
+    part = own_part(target.module, layout, value).clone()
+    return part if sharded else from_memory_order(part, layout.shape, layout.order)
 
 
 def _shards_from_rank_0(
-    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
+    targets: Sequence[_Target], options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by
     one."""
@@ -354,45 +348,22 @@ def _shards_from_rank_0(
         is_direct = handle_of(target.module).layout.sharded and target.module.world_size == world_size
         (direct if is_direct else others).append(target)
     for group, members in by_group(direct):
-        values = ((target, _value_of(target, source)) for target in members)
+        values = [target.value.value for target in members if isinstance(target.value, _OnRank0)]
         shards = redistribute(
             (
-                torch.empty(0, dtype=target.value.dtype, device="cpu")
+                torch.empty(0, dtype=dtype_of(target.value), device="cpu")
                 if value is None
                 else to_memory_order(value.detach(), target.layout.order)
-                for target, value in values
+                for target, value in zip(members, values, strict=True)
             ),
-            [rank0_partition(target.layout.shape.numel()) for target in members],
+            [rank_partition(target.layout.shape.numel(), 0) for target in members],
             [target.layout.shard for target in members],
             group,
             device=members[0].module.compute_device,
         )
-        for target, shard in zip(members, shards, strict=True):
-            yield target.key, shard
+        yield from ((target.key, shard) for target, shard in zip(members, shards, strict=True))
     for target in others:
-        yield target.key, _own_part(target, _broadcast_value(target, source, options))
-
-
-def _value_of(target: _Target, source: StateDict | None) -> Tensor | None:
-    fqn, name = target.key
-    return None if source is None else source["state"][fqn][name]
-
-
-def _broadcast_value(target: _Target, source: StateDict | None, options: LoadOptions) -> Tensor:
-    assert isinstance(target.value, _OnRank0)
-    device = target.module.compute_device
-    return _broadcast(target.value, _value_of(target, source), device, options.group)
-
-
-def _broadcast(
-    what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None
-) -> Tensor:
-    if value is None:
-        received = torch.empty(what.shape, dtype=what.dtype, device=device)
-    else:
-        received = value.detach().to(device, copy=True).contiguous()
-    dist.broadcast(received, src=_rank_0(group), group=group)
-    return received
+        yield target.key, _own_part(target, _whole_of(target, options))
 
 
 # ----------------------------------------------------------------- the result
@@ -403,7 +374,6 @@ def _rekeyed(
     keys: dict[Key, nn.Parameter],
     states: dict[str, ParamState],
     shards: dict[tuple[str, str], Tensor],
-    source: StateDict | None,
     options: LoadOptions,
 ) -> dict[Key, object]:
     key_of = {param: key for key, param in keys.items()}
@@ -416,7 +386,7 @@ def _rekeyed(
             continue
         state: ParamState = {}
         if known.module is None:
-            state = _user_state(states[names[0]], source and source["state"][names[0]], options)
+            state = _user_state(states[names[0]], options)
         elif not known.is_original:
             state = _flat_state(known, states, shards)
         else:
@@ -437,9 +407,7 @@ def _rekeyed(
                     f"dict has state of {known.fqns}"
                 )
             result[key_of[param]] = state
-    for name in states:
-        if name in unknown:
-            result[name] = _user_state(states[name], source and source["state"][name], options)
+    result |= {name: _user_state(states[name], options) for name in states if name in unknown}
     return result
 
 
@@ -449,13 +417,13 @@ def _own_scalar(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _user_state(value: Any, original: Any, options: LoadOptions) -> Any:
+def _user_state(value: Any, options: LoadOptions) -> Any:
     """State that no unit manages, as it is; from rank 0 where only that has it."""
     if isinstance(value, dict):
-        return {key: _user_state(one, original and original[key], options) for key, one in value.items()}
+        return {key: _user_state(one, options) for key, one in value.items()}
     if isinstance(value, _OnRank0):
-        device = dist.distributed_c10d._get_pg_default_device(options.group)
-        return _broadcast(value, original, device, options.group)
+        device = torch.device(dist.distributed_c10d._get_object_coll_device(options.group))
+        return value.broadcast(device, options.group)
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from fsdp_c.compat.aliases import OptimInput, ParamGroup
 from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
-from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.flat_ranges import make_ranges, ranges_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
@@ -125,7 +124,10 @@ class OptimParams:
                 originals = flat_param._params or []
                 for index, (param, fqn) in enumerate(zip(originals, fqns, strict=True)):
                     found[param] = OptimParam(fqn, (fqn,), module, (index,))
-                self._shown |= _shown_for(params, originals)
+                for place, original in zip(params, originals, strict=True):
+                    shown = place.module._parameters.get(place.name)
+                    if shown is not None and shown is not original:
+                        self._shown[shown] = original
             else:
                 name = clean_name(joined(path, module._flat_param_name))
                 found[flat_param] = OptimParam(name, tuple(fqns), module, tuple(range(len(fqns))))
@@ -208,16 +210,6 @@ def check_optimizer(optim: object) -> None:
         raise TypeError(
             f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()"
         )
-
-
-def _shown_for(
-    params: Sequence[ManagedParam], originals: Sequence[nn.Parameter]
-) -> dict[torch.Tensor, nn.Parameter]:
-    shown = [
-        (param.module._parameters.get(param.name), original)
-        for param, original in zip(params, originals, strict=True)
-    ]
-    return {value: original for value, original in shown if value is not None and value is not original}
 
 
 def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:

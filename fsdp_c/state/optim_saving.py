@@ -9,6 +9,7 @@ of scalars. Then every rank knows what comes, and the tensors move by few large 
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_c.compat.aliases import ParamState, StateDict
 from fsdp_c.compat.errors import first_names
@@ -24,18 +24,16 @@ from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.holders import group_of_model
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams, has_originals, with_params
 from fsdp_c.state.quantized_state import is_made_of_tensors
 from fsdp_c.state.redistribution import join_ranges
 from fsdp_c.state.sharded_values import (
-    ParamLayout,
+    Part,
     by_group,
     from_memory_order,
-    rows_of_shards,
+    saved_parts,
     sharded_values,
     split_shard,
-    wholes_of_parts,
     wholes_of_shards,
 )
 from fsdp_c.state.whole_state import WholeState, full_values, has_tensors, sharded_value
@@ -54,7 +52,6 @@ class SaveOptions(NamedTuple):
         return not self.rank0_only or self.shard_state or dist.get_rank(self.group) == 0
 
 
-Number = int | float | complex | bool
 _Tensors = tuple[tuple[str, torch.dtype], ...]
 
 
@@ -62,7 +59,7 @@ class _Held(NamedTuple):
     """What a rank has of one parameter's state: told to the others, so of small picklable values."""
 
     tensors: _Tensors
-    scalars: tuple[tuple[str, Number, torch.dtype], ...]  # 0-d tensors
+    scalars: tuple[tuple[str, complex, torch.dtype], ...]  # 0-d tensors
     others: tuple[tuple[str, object], ...]
 
 
@@ -78,7 +75,7 @@ def save_optim_state(
         if param in params.by_param and key in osd["state"]
     }
     held = _agree(params, local, options.group)
-    values: dict[tuple[str, str], Any] = {**_tensors(params, local, held, options)}
+    values: dict[tuple[str, str], Any] = {**_tensors(local, held, options)}
     values |= _whole_states(params, local, held, options)
     if not options.returns_state:
         return {}
@@ -127,7 +124,15 @@ def _agree(
         raise ValueError(errors[0])
     held = [one.held for one in told]
     if not params.use_orig_params:
-        _check_states_of_rank_0(held, managed)
+        missing = {rank: [name for name in held[0] if name not in one] for rank, one in enumerate(held)}
+        if any(missing.values()):
+            listed = {
+                rank: [[*managed[name].fqns] for name in names] for rank, names in missing.items() if names
+            }
+            raise RuntimeError(
+                "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's "
+                f"optimizer but some ranks are missing some of those states: {listed}"
+            )
         for name in held[0]:
             _check_same_tensors(name, held)
         return {managed[name]: mine.held[name] for name in held[0]}
@@ -161,13 +166,16 @@ def holds_elements(known: OptimParam) -> bool:
 
 def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> str | None:
     """The error for state that is not of its parameter's shape, or None."""
-    found = [
-        (name, key, value)
-        for name, state in states.items()
-        if not managed[name].takes_any_shape
-        for key, value in state.items()
-        if (_is_misfit(value, _own_numel(managed[name])) if _is_sharded(value) else has_tensors(value))
-    ]
+    found = []
+    for name, state in states.items():
+        known = managed[name]
+        numel = None if known.takes_any_shape else _own_numel(known)
+        for key, value in state.items() if numel is not None else ():
+            if _is_sharded(value):
+                fits = value.numel() == numel and not is_made_of_tensors(value)
+            else:
+                fits = not has_tensors(value)
+            found += [] if fits else [(name, key, value)]
     if not found:
         return None
     name, key, value = found[0]
@@ -189,65 +197,36 @@ def _misfit(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> st
     )
 
 
-def _is_misfit(value: Tensor, own_numel: int) -> bool:
-    return value.numel() != own_numel or is_made_of_tensors(value)
-
-
 def _described(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> dict[str, _Held]:
-    whole = {name for name in states if managed[name].takes_any_shape and not managed[name].layout.shape}
-    scalars = _scalar_values({name: state for name, state in states.items() if name not in whole})
+    """What this rank has. All 0-d tensors are read with one synchronisation per dtype and device."""
+    held: dict[str, tuple[list[Any], list[Any], list[Any]]] = {}
+    numbers: dict[tuple[torch.dtype, torch.device], list[tuple[list[Any], int, Tensor]]] = {}
+    for name, state in states.items():
+        tensors, scalars, others = held[name] = [], [], []
+        # a parameter without dimensions that every rank has: its state is no number
+        is_whole = managed[name].takes_any_shape and not managed[name].layout.shape
+        for key, value in sorted(state.items()):
+            if not isinstance(value, Tensor):
+                others.append((key, value.described() if isinstance(value, WholeState) else value))
+            elif _is_sharded(value) or is_whole:
+                tensors.append((key, value.dtype))
+            else:
+                numbers.setdefault((value.dtype, value.device), []).append((scalars, len(scalars), value))
+                scalars.append(key)
+    for (dtype, _), entries in numbers.items():
+        read = torch.stack([value for *_, value in entries]).tolist()
+        for (scalars, index, _), number in zip(entries, read, strict=True):
+            scalars[index] = (scalars[index], number, dtype)
     kinds: dict[_Tensors, _Tensors] = {}  # equal tuples become one object, which is pickled once
     result = {}
-    for name, state in states.items():
-        tensors = tuple(
-            sorted(
-                (key, value.dtype)
-                for key, value in state.items()
-                # state of a parameter without dimensions that every rank has
-                if _is_sharded(value) or (name in whole and isinstance(value, Tensor))
-            )
-        )
-        others = tuple(
-            sorted(
-                (key, value.described() if isinstance(value, WholeState) else value)
-                for key, value in state.items()
-                if not isinstance(value, Tensor)
-            )
-        )
-        result[name] = _Held(kinds.setdefault(tensors, tensors), tuple(scalars.get(name, ())), others)
+    for name, (tensors, scalars, others) in held.items():
+        kind = tuple(tensors)
+        result[name] = _Held(kinds.setdefault(kind, kind), tuple(scalars), tuple(others))
     return result
 
 
 def _is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _scalar_values(states: dict[str, ParamState]) -> dict[str, list[tuple[str, Number, torch.dtype]]]:
-    """The values of all 0-d tensors, read with one synchronisation per dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, str, Tensor]]] = {}
-    for name, state in states.items():
-        for key in sorted(state):
-            value = state[key]
-            if isinstance(value, Tensor) and value.dim() == 0:
-                kinds.setdefault((value.dtype, value.device), []).append((name, key, value))
-    found: dict[str, list[tuple[str, Number, torch.dtype]]] = {name: [] for name in states}
-    for (dtype, _), entries in kinds.items():
-        for (name, key, _), value in zip(
-            entries, torch.stack([v for _, _, v in entries]).tolist(), strict=True
-        ):
-            found[name].append((key, value, dtype))
-    return found
-
-
-def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str, OptimParam]) -> None:
-    missing = {rank: [name for name in told[0] if name not in one] for rank, one in enumerate(told)}
-    missing = {rank: names for rank, names in missing.items() if names}
-    if missing:
-        listed = {rank: [list(managed[name].fqns) for name in names] for rank, names in missing.items()}
-        raise RuntimeError(
-            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's "
-            f"optimizer but some ranks are missing some of those states: {listed}"
-        )
 
 
 def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
@@ -283,69 +262,56 @@ def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
 # ----------------------------------------------------------------- tensors
 
 
-class _Piece(NamedTuple):
-    key: tuple[str, str]  # the parameter's FQN, and the name of the state
-    layout: ParamLayout
-    data: Tensor
-
-
 def _tensors(
-    params: OptimParams,
-    local: dict[OptimParam, ParamState],
-    held: dict[OptimParam, _Held],
-    options: SaveOptions,
+    local: dict[OptimParam, ParamState], held: dict[OptimParam, _Held], options: SaveOptions
 ) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
-    pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
+    keys: list[tuple[str, str]] = []
+    parts: list[Part] = []
     flat: list[tuple[ShardedModule, Tensor, OptimParam, str]] = []  # of which every rank has an even part
     nothing = {
         dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors
     }
     for module, same_unit in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in same_unit]
-        is_plain = handle_of(module).layout.sharded and module._fsdp_extension is None
+        is_sharded = handle_of(module).layout.sharded
+        is_plain = is_sharded and module._fsdp_extension is None
         is_flat = is_plain and not has_originals(module) and not options.shard_state
         for name in sorted({name for one in dtypes for name in one}):
             # of one name, they are a flat parameter evenly spread
             for known, one in zip(same_unit, dtypes, strict=True):
                 if name not in one:
                     continue
-                value = local.get(known, {}).get(name, nothing[one[name]])
+                value = local.get(known, {}).get(name, nothing[one[name]]).detach()
                 if is_flat:
-                    flat.append((module, value.detach().reshape(-1), known, name))
-                else:
-                    pieces[module] += _pieces(known, name, value)
+                    flat.append((module, value.reshape(-1), known, name))
+                    continue
+                keys += [(fqn, name) for fqn in known.fqns]
+                if known.is_original:
+                    parts.append((module, known.layout, value.reshape(-1) if is_sharded else value))
+                    continue
+                for layout, part in split_shard(module, value):
+                    shaped = part if is_sharded else from_memory_order(part, layout.shape, layout.order)
+                    parts.append((module, layout, shaped))
     values: dict[tuple[str, str], Tensor] = {}
-    sharded = [module for module in params.units if handle_of(module).layout.sharded and pieces[module]]
-    for module in params.units:
-        for piece in pieces[module] if module not in sharded else ():
-            value = _with_mesh(module, piece.layout, piece.data, options)
-            values[piece.key] = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
-    by_rows = [module for module in sharded if options.shard_state and module._fsdp_extension is None]
-    rows = rows_of_shards(
-        by_rows,
-        lambda module: [(piece.layout, piece.data) for piece in pieces[module]],
-        lambda _: options.cpu_offload,
-    )
-    for module in by_rows:
-        made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
-        values.update(zip([piece.key for piece in pieces[module]], made, strict=True))
     for group, states in by_group(flat):
         found = wholes_of_shards([(module, own) for module, own, *_ in states], group, options.rank0_only)
         for (_, _, known, name), wholes in zip(states, found, strict=True):
             if wholes and options.returns_state:
                 made = [whole.cpu() for whole in wholes] if options.cpu_offload else wholes
                 values.update(((fqn, name), one) for fqn, one in zip(known.fqns, made, strict=True))
-    gathered = [module for module in sharded if module not in by_rows]
-    for group, items in by_group((module, piece) for module in gathered for piece in pieces[module]):
-        given = [(module, piece.layout, piece.data) for module, piece in items]
-        for (module, piece), whole in zip(
-            items, wholes_of_parts(given, group, options.rank0_only), strict=True
-        ):
-            if whole is not None:
-                whole = _with_mesh(module, piece.layout, whole, options)
-                if options.returns_state:
-                    values[piece.key] = whole.cpu() if options.cpu_offload else whole
+    saved = saved_parts(
+        parts,
+        options.shard_state,
+        options.rank0_only,
+        lambda _: options.cpu_offload,
+        options.returns_state if options.rank0_only else None,
+    )
+    for module, same in itertools.groupby(zip(keys, parts, saved, strict=True), lambda each: each[1][0]):
+        own_keys, own_parts, made = map(list, zip(*same, strict=True))
+        if options.shard_state and handle_of(module).layout.sharded and module._fsdp_extension is None:
+            made = sharded_values(module, made, [layout for _, layout, _ in own_parts])
+        values.update(zip(own_keys, made, strict=True))
     return values
 
 
@@ -376,33 +342,6 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[Optim
     return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
 
 
-def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
-    """This rank's part of one state of the original parameters that ``known`` stands for."""
-    module = known.owner
-    value = value.detach() if value.requires_grad else value
-    sharded = handle_of(module).layout.sharded
-    if known.is_original:
-        part = value.reshape(-1) if sharded and value.dim() != 1 else value
-        return [_Piece((known.fqns[0], name), known.layout, part)]
-    return [
-        _Piece((fqn, name), layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
-        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
-    ]
-
-
-def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, options: SaveOptions) -> Tensor:
-    """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
-
-    In the form of the model's own state dict: a DTensor. Rank 0 alone, which has all, gets plain tensors.
-    """
-    extension, mesh = module._fsdp_extension, module._device_mesh
-    if extension is not None and layout.parallel is not None:
-        whole = extension.post_unflatten_transform(whole, layout.parallel)
-    if options.shard_state and extension is not None and mesh is not None:
-        return divide_over_mesh(whole, extension, module.rank, mesh)
-    return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole
-
-
 # ----------------------------------------------------------------- the result
 
 
@@ -424,18 +363,14 @@ def _assembled(
                 for name, value in one.others
             }
             if params.use_orig_params:
-                state[fqn] = {name: state[fqn][name] for name in _order_of_orig(known, one, local)}
+                # as in torch: the optimizer's where nothing is gathered, else tensors come last
+                names = [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]
+                is_local = known in local and not handle_of(known.owner).layout.sharded
+                state[fqn] = {name: state[fqn][name] for name in (local[known] if is_local else names)}
     for known, own in local.items():
         if known.module is None:
             state[known.name] = {key: _copied(value, options) for key, value in own.items()}
     return dict(sorted(state.items())) if params.use_orig_params else state
-
-
-def _order_of_orig(known: OptimParam, one: _Held, local: dict[OptimParam, ParamState]) -> Iterable[str]:
-    """torch's: the optimizer's where nothing is gathered, else tensors of the parameter's shape come last."""
-    if known in local and not handle_of(known.owner).layout.sharded:
-        return local[known]
-    return [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]
 
 
 def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Tensor]]:
@@ -443,7 +378,7 @@ def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Te
 
     They are on the CPU, as in torch: an optimizer that is not capturable counts its steps there.
     """
-    values: dict[torch.dtype, list[Number]] = {}
+    values: dict[torch.dtype, list[complex]] = {}
     for known, one in held.items():
         for _ in known.fqns:
             for _, value, dtype in one.scalars:
@@ -456,7 +391,7 @@ def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Te
     return scalars
 
 
-def _copied(value: object, options: SaveOptions) -> object:
+def _copied(value: Any, options: SaveOptions) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.detach().to("cpu", copy=True) if options.cpu_offload else value.detach().clone()

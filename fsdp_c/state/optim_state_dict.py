@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_c import _C
-from fsdp_c.compat.aliases import OptimInput, ParamState, StateDict
+from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
@@ -54,17 +54,17 @@ def optim_state_dict(
         cpu_offload=getattr(config, "offload_to_cpu", True),
         group=group,
     )
-    osd = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    return _save(params, optim, osd, None, options)
+    return _save(params, optim, optim_state_dict, None, options)
 
 
 def _save(
     params: OptimParams,
     optim: Optimizer,
-    osd: StateDict,
+    given: StateDict | None,
     optim_input: OptimInput,
     options: SaveOptions,
 ) -> StateDict:
+    osd = optim.state_dict() if given is None else given
     if options.shard_state and (options.rank0_only or optim_input is not None):
         raise AssertionError(
             "Expected optim_input to be None and rank0_only to be False for sharded state, got "
@@ -104,10 +104,7 @@ def optim_state_dict_to_load(
         raise AssertionError(
             "Expected optim_input to be None and rank0_only to be False for sharded state, got True"
         )
-    options = _load_options(optim, rank0_only, optim if is_named_optimizer else None, group)
-    with common.collector_paused():
-        keys = params.keys(optim, None, () if is_named_optimizer else None)
-        result = _as_kept(optim, keys, load_optim_state(params, keys, optim_state_dict, options))
+    result = _load(optim_state_dict, params, None, optim, rank0_only, group, is_named_optimizer)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -145,19 +142,14 @@ def full_optim_state_dict(
     """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, like ``optim_input``. Collective."""
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
-    return _save(
-        OptimParams(model),
-        optim,
-        optim.state_dict(),
-        optim_input,
-        SaveOptions(rank0_only, False, True, group),
-    )
+    options = SaveOptions(rank0_only, False, True, group)
+    return _save(OptimParams(model), optim, None, optim_input, options)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group = None) -> StateDict:
     """``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
     _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
-    return _save(OptimParams(model), optim, optim.state_dict(), None, SaveOptions(False, True, True, group))
+    return _save(OptimParams(model), optim, None, None, SaveOptions(False, True, True, group))
 
 
 def shard_full_optim_state_dict(
@@ -169,7 +161,7 @@ def shard_full_optim_state_dict(
     """``optim_state_dict_to_load()`` of whole tensors that every rank passes. Deprecated."""
     _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
-    return _load(full_optim_state_dict, model, optim_input, optim, False, None)
+    return _load(full_optim_state_dict, OptimParams(model), optim_input, optim, False, None)
 
 
 def flatten_sharded_optim_state_dict(
@@ -177,7 +169,7 @@ def flatten_sharded_optim_state_dict(
 ) -> StateDict:
     """``optim_state_dict_to_load()`` of ``sharded_optim_state_dict()``'s result. Deprecated. Collective."""
     _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    return _load(sharded_optim_state_dict, model, None, optim, False, None)
+    return _load(sharded_optim_state_dict, OptimParams(model), None, optim, False, None)
 
 
 def scatter_full_optim_state_dict(
@@ -190,40 +182,28 @@ def scatter_full_optim_state_dict(
     """``optim_state_dict_to_load()`` of rank 0's whole tensors; others pass None. Deprecated. Collective."""
     _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
-    return _load(full_optim_state_dict or {}, model, optim_input, optim, True, group)
+    return _load(full_optim_state_dict or {}, OptimParams(model), optim_input, optim, True, group)
 
 
 def _load(
     osd: StateDict,
-    model: nn.Module,
+    params: OptimParams,
     optim_input: OptimInput,
     optim: Optimizer | None,
     rank0_only: bool,
     group: Group,
+    is_named: bool = False,
 ) -> StateDict:
-    params = OptimParams(model)
-    keys = params.keys(optim, optim_input, None)
-    return _as_kept(
-        optim, keys, load_optim_state(params, keys, osd, _load_options(optim, rank0_only, None, group))
-    )
-
-
-def _as_kept(optim: Optimizer | None, keys: dict[Key, nn.Parameter], osd: ParamState) -> ParamState:
-    """A state dict for ``optim``, with quantized state where it keeps such."""
-    if quantizes(optim):
-        states = osd["state"]
-        states |= {key: quantized(optim, param, states[key]) for key, param in keys.items() if key in states}
-    return osd
-
-
-def _load_options(
-    optim: Optimizer | None,
-    rank0_only: bool,
-    named_optim: Optimizer | None,
-    group: Group,
-) -> LoadOptions:
     owned_names = getattr(optim, "owned_names", None)  # WholeParameters'
-    return LoadOptions(rank0_only, named_optim, group, owned_names() if owned_names else None)
+    owned = owned_names() if owned_names else None
+    options = LoadOptions(rank0_only, optim if is_named else None, group, owned)
+    with common.collector_paused():
+        keys = params.keys(optim, optim_input, () if is_named else None)
+        result = load_optim_state(params, keys, osd, options)
+    if quantizes(optim):
+        states = result["state"]
+        states |= {key: quantized(optim, param, states[key]) for key, param in keys.items() if key in states}
+    return result
 
 
 # ----------------------------------------------------------------- keys of a plain model's state
@@ -259,15 +239,8 @@ def rekey_optim_state_dict(
     name_of: dict[Key, Key] = {index: names[param] for index, param in enumerate(held)}
     if key_type == OptimStateKeyType.PARAM_ID:
         name_of = {name: index for index, name in name_of.items()}
-    return _with_keys(osd, name_of)
-
-
-def _with_keys(osd: StateDict, new_key: dict[Key, Key]) -> StateDict:
     groups = [
-        with_params(group, sorted(new_key[key] for key in group["params"])) for group in osd["param_groups"]
+        with_params(group, sorted(name_of[key] for key in group["params"])) for group in osd["param_groups"]
     ]
-    return {
-        **osd,
-        "state": {new_key[key]: state for key, state in osd["state"].items()},
-        "param_groups": groups,
-    }
+    state = {name_of[key]: value for key, value in osd["state"].items()}
+    return {**osd, "state": state, "param_groups": groups}

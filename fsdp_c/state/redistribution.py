@@ -59,13 +59,8 @@ def chunk_partition(shape: Sequence[int], world_size: int) -> Partition:
     """``torch.chunk(world_size)`` of a contiguous tensor's first dimension; rank 0 holds a 0-d one."""
     numel = math.prod(shape)
     if numel == 0 or not shape:
-        return rank0_partition(numel)
+        return rank_partition(numel, 0)
     return Partition(numel, -(-shape[0] // world_size) * (numel // shape[0]), 0)
-
-
-def rank0_partition(numel: int) -> Partition:
-    """Everything on rank 0."""
-    return rank_partition(numel, 0)
 
 
 def rank_partition(numel: int, rank: int) -> Partition:
@@ -129,22 +124,13 @@ def gather(
     group: dist.ProcessGroup,
     *,
     rank0_only: bool,
-    device: torch.device | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
-    batch_nbytes: int | None = None,
+    **options: Any,
 ) -> Iterator[Tensor | None]:
     """``redistribute`` of which every rank gets the whole tensors; with ``rank0_only`` None on the others."""
     held = not rank0_only or group.rank() == 0
-    targets = [rank0_partition(source.numel) for source in sources] if rank0_only else None
-    for whole in redistribute(
-        pieces,
-        sources,
-        targets,
-        group,
-        device=device,
-        shapes=shapes if held else None,
-        batch_nbytes=batch_nbytes,
-    ):
+    targets = [rank_partition(source.numel, 0) for source in sources] if rank0_only else None
+    for whole in redistribute(pieces, sources, targets, group, shapes=shapes if held else None, **options):
         yield whole if held else None
 
 

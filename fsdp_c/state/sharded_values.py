@@ -35,7 +35,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.sharding.tensor_parallel import ParamExtension, full_shape
+from fsdp_c.sharding.tensor_parallel import ParamExtension, divide_over_mesh, full_shape
 from fsdp_c.state.redistribution import (
     DEVICE_BATCH_NBYTES,
     Partition,
@@ -72,6 +72,11 @@ class ParamLayout(NamedTuple):
     def full_shape(self) -> torch.Size:
         """Over the ranks of tensor parallelism too."""
         return self.shape if self.parallel is None else full_shape(self.parallel, self.shape)
+
+
+Part = tuple[
+    ShardedModule, ParamLayout, Tensor
+]  # this rank's part of a tensor divided as one of the unit's parameters
 
 
 def param_layouts(module: ShardedModule) -> list[ParamLayout]:
@@ -132,6 +137,13 @@ def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return tensor if order is None else tensor.permute(sorted(range(len(order)), key=lambda dim: order[dim]))
 
 
+def own_part(module: ShardedModule, layout: ParamLayout, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor in its unit's shard, 1-D; all of it if the unit is not sharded."""
+    flat = to_memory_order(whole, layout.order)
+    start, end = layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, flat.numel())
+    return flat[start:end]
+
+
 def rows_shape(shape: torch.Size, numel: int) -> list[int]:
     """The shape of ``numel`` elements that are whole rows of a tensor of ``shape``."""
     row = shape[1:].numel()
@@ -152,23 +164,58 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLay
 # ----------------------------------------------------------------- shards to rows and back
 
 
-def rows_of_shards(
-    modules: Iterable[ShardedModule],
-    layouts_of: Callable[[ShardedModule], Sequence[tuple[ParamLayout, Tensor]]],
+def saved_parts(
+    parts: Sequence[Part],
+    as_rows: bool,
+    rank0_only: bool,
     offloads: Callable[[ShardedModule], bool],
-) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and its 1-D part of each shard.
+    is_receiver: bool | None = None,
+) -> list[Any]:
+    """The value of each part in a state dict: this rank's rows if ``as_rows``, else the whole tensor. Collective.
 
-    In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large transfers. See
-    ``redistribution.redistribute``.
+    Values are new, in CPU memory where ``offloads`` says so, and None on ranks that get nothing. Under tensor
+    parallelism they are DTensors (parity 24). ``is_receiver``: whether this rank is the one in the world that keeps
+    values, plain ones then; None if each keeps what it gets.
     """
-    result: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
-    for group, items in by_group((module, *item) for module in result for item in layouts_of(module)):
-        with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _, _ in items)):
+    values: list[Any] = [None] * len(parts)
+
+    def put(index: int, value: Tensor, is_new: bool) -> None:
+        module, layout, _ = parts[index]
+        if (extension := module._fsdp_extension) is not None:
+            if layout.parallel is not None:
+                value = extension.post_unflatten_transform(value, layout.parallel)
+            if as_rows and module._device_mesh is not None:
+                value = divide_over_mesh(value, extension, module.rank, module._device_mesh)
+            if is_receiver is not None and isinstance(value, DTensor):
+                value = value.full_tensor()
+        if is_receiver is not False:
+            device = torch.device("cpu") if offloads(module) else value.device
+            values[index] = value.to(device, copy=not is_new)
+
+    sharded = []
+    for index, (module, _, data) in enumerate(parts):
+        if handle_of(module).layout.sharded:
+            sharded.append((module, index))
+        else:
+            put(index, data, is_new=False)
+    for group, items in by_group(sharded):
+        rows: list[int] = []
+        wholes: list[int] = []
+        for module, index in items:
+            is_direct = as_rows and module._fsdp_extension is None and parts[index][1].rows is not None
+            (rows if is_direct else wholes).append(index)
+        with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _ in items)):
             # what is offloaded goes before the next batch is made
-            for (module, _, _), rows in zip(items, _rows(items, group), strict=True):
-                result[module].append(rows.cpu() if offloads(module) else rows)
-    return result
+            for index, own in zip(rows, _rows([parts[index] for index in rows], group), strict=True):
+                values[index] = own.cpu() if offloads(parts[index][0]) else own
+            found = wholes_of_parts([parts[index] for index in wholes], group, rank0_only)
+            for index, whole in zip(wholes, found, strict=True):
+                module, layout, _ = parts[index]
+                if as_rows and module._fsdp_extension is None and whole is not None:
+                    whole = own_rows(whole, module.rank, module.world_size).clone()
+                if whole is not None:
+                    put(index, whole, is_new=True)
+    return values
 
 
 def wholes_of_shards(
@@ -208,9 +255,11 @@ def wholes_of_shards(
 
 
 def wholes_of_parts(
-    items: Sequence[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup, rank0_only: bool
+    items: Sequence[Part], group: dist.ProcessGroup, rank0_only: bool
 ) -> Iterator[Tensor | None]:
     """The whole of each, from this rank's 1-D part of each shard; None on ranks that get nothing. Collective."""
+    if not items:
+        return
     largest = max(handle_of(module).layout.padded_numel * piece.itemsize for module, _, piece in items)
     wholes = gather(
         (piece for _, _, piece in items),
@@ -234,38 +283,23 @@ def by_group(items: Iterable[OfUnit]) -> Iterator[tuple[dist.ProcessGroup, list[
         yield group, same_group
 
 
-def _rows(
-    items: Sequence[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup
-) -> Iterator[Tensor]:
-    """This rank's rows of each, from its 1-D part of each shard."""
-    device = items[0][0].compute_device
-    direct = [(layout, piece) for _, layout, piece in items if layout.rows is not None]
-    others = [(layout, piece) for _, layout, piece in items if layout.rows is None]
-    # the same on every rank, and so whether or not rows are offloaded: ranks may differ in that
-    batch_nbytes = None if device.type == "cpu" else DEVICE_BATCH_NBYTES
+def _rows(items: Sequence[Part], group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """This rank's rows of each, from its 1-D part of each shard. Collective."""
+    if not items:
+        return
+    device, layouts = items[0][0].compute_device, [layout for _, layout, _ in items]
     rows = redistribute(
-        (piece for _, piece in direct),
-        [layout.shard for layout, _ in direct],
-        [layout.rows for layout, _ in direct if layout.rows is not None],
+        (piece for *_, piece in items),
+        [layout.shard for layout in layouts],
+        [layout.rows for layout in layouts if layout.rows is not None],
         group,
         device=device,
-        shapes=[layout.own_rows for layout, _ in direct],
-        batch_nbytes=batch_nbytes,
+        shapes=[layout.own_rows for layout in layouts],
+        # the same on every rank, and so whether or not rows are offloaded: ranks may differ in that
+        batch_nbytes=None if device.type == "cpu" else DEVICE_BATCH_NBYTES,
     )
-    wholes = redistribute(
-        (piece for _, piece in others),
-        [layout.shard for layout, _ in others],
-        None,
-        group,
-        device=device,
-        batch_nbytes=batch_nbytes,
-    )
-    for _, layout, _ in items:
-        if layout.rows is not None:
-            yield dims_from_memory(next(rows), layout.order)
-        else:
-            whole = from_memory_order(next(wholes), layout.shape, layout.order)
-            yield own_rows(whole, group.rank(), group.size()).clone()
+    for layout, own in zip(layouts, rows, strict=True):
+        yield dims_from_memory(own, layout.order)
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
@@ -280,7 +314,7 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
 def shards_of_rows(
     items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
-    """The inverse of ``rows_of_shards`` for a group: this rank's 1-D part of each shard. Collective."""
+    """This rank's 1-D part of each shard, from its rows of each. Collective."""
     direct = [(layout, rows) for layout, rows in items if layout.rows is not None]
     shards = redistribute(
         (to_memory_order(rows, layout.order) for layout, rows in direct),

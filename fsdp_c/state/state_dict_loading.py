@@ -36,17 +36,17 @@ from fsdp_c.sharding.sharded_module import (
     units_of,
     units_with_paths,
 )
-from fsdp_c.sharding.tensor_parallel import like
+from fsdp_c.sharding.tensor_parallel import like, local_part
 from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
     dtype_of,
+    own_part,
     param_layouts,
     rows_of_value,
     shape_of,
     shards_of_rows,
-    to_memory_order,
     whole_of_value,
 )
 from fsdp_c.state.state_dict_saving import is_shown, local_shard, shard_pieces
@@ -101,9 +101,9 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     waiting: list[tuple[str, ShardedModule]] = []
     for at, inner in fsdp_modules:
         if inner._handle is not None:
-            # modules copy full values in themselves into shown parameters, and into DTensors, which know how
-            copies = is_full(inner) and (transforms or handle_of(inner).is_parallel)
-            (waiting if copies or is_summoned(inner) else early).append((at, inner))
+            # modules copy values into shown parameters themselves
+            copies = (is_full(inner) and transforms) or is_summoned(inner)
+            (waiting if copies else early).append((at, inner))
     loaded = _load(early, state_dict)
     for at, inner in waiting:
         _make_whole(inner, state_dict, at)
@@ -154,12 +154,11 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
             target.copy_(shard)
     for module in found:
         for layout, value, target in found[module] if _takes_whole(module) else ():
-            start, end = 0, layout.shard.numel
-            if handle_of(module).layout.sharded:
-                start, end = layout.shard.bounds(module.rank)
-            if start < end:
+            if is_full(module) and module._fsdp_extension is not None:
+                value = local_part(value, layout.parallel)
+            if target.numel():
                 # also of a tensor-like that is read from its file by this, one at a time
-                target.copy_(to_memory_order(torch.detach(value), layout.order)[start:end])
+                target.copy_(own_part(module, layout, torch.detach(value)))
     marks = {}
     for at, module in modules:
         handle_of(module).reshard(True)
@@ -191,11 +190,11 @@ def _found(
         if value is _own_param(module, param.place):
             continue
         layout, target = targets[param.place]
-        if extension is not None and isinstance(value, DTensor):
+        if extension is not None and not full and isinstance(value, DTensor):
             value = extension.all_gather_dtensor(value, value.device_mesh)
-        elif not _takes_whole(module):
+        elif extension is None and not full:
             value = rows_of_value(value, key, module, layout).to(target.dtype)
-        elif not full or isinstance(value, (ShardedTensor, DTensor)):
+        elif not full or (extension is None and isinstance(value, (ShardedTensor, DTensor))):
             value = whole_of_value(value, key, module, layout)
         values[param.place] = (layout, value, target)
     return [values[index] for index in sorted(values)]

@@ -23,17 +23,17 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_summoned
 from fsdp_c.sharding.tensor_parallel import divide_over_mesh
 from fsdp_c.state.sharded_values import (
     ParamLayout,
+    Part,
     by_group,
     flat_value,
     from_memory_order,
     own_rows,
     param_layouts,
-    rows_of_shards,
+    saved_parts,
     sharded_values,
     split_shard,
     wholes_of_shards,
 )
-from fsdp_c.tools import collective_errors
 
 
 def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamLayout, Tensor]]:
@@ -59,18 +59,7 @@ def is_shown(param: ManagedParam) -> bool:
 
 def is_dropped(module: ShardedModule) -> bool:
     """Whether this rank returns nothing that the unit manages."""
-    return getattr(module._state_dict_config, "rank0_only", False) and module.rank != 0
-
-
-@contextlib.contextmanager
-def summoned(module: ShardedModule) -> Iterator[None]:
-    """With the unit's parameters gathered on the modules: the way of those that are DTensors. Collective."""
-    with collective_errors.gathering(handle_of(module)):
-        handle_of(module).summon_enter(False)
-    try:
-        yield
-    finally:
-        handle_of(module).summon_exit()
+    return _is_rank0_only(module) and module.rank != 0
 
 
 # ----------------------------------------------------------------- full values
@@ -79,32 +68,46 @@ def summoned(module: ShardedModule) -> Iterator[None]:
 def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
     """Per unit a copy of each parameter as it is now; nothing on ranks that return nothing. Collective."""
     values: dict[ShardedModule, list[Tensor]] = {}
-    shown, sharded = [], []
+    shown, shards, parts = [], [], []
     for module in modules:
+        handle, values[module] = handle_of(module), []
         if is_summoned(module):
             shown.append(module)
             continue
-        handle_of(module).writeback()
-        if handle_of(module).is_parallel:
-            with summoned(module):
-                values[module] = [] if is_dropped(module) else _copies_of_shown(module)
-        elif handle_of(module).layout.sharded:
-            sharded.append(module)
-        else:
-            pieces = [] if is_dropped(module) else shard_pieces(module)
-            values[module] = [
-                _copy(module, from_memory_order(piece, layout.shape, layout.order))
-                for layout, piece in pieces
-            ]
-    for group, items in by_group((module, local_shard(module)) for module in sharded):
-        config = items[0][0]._state_dict_config
-        found = wholes_of_shards(items, group, getattr(config, "rank0_only", False))
+        handle.writeback()
+        if handle.layout.sharded and not handle.is_parallel:
+            shards.append((module, local_shard(module)))
+        elif handle.layout.sharded or not is_dropped(module):
+            parts += _parts(module)
+    for group, items in by_group(shards):
+        found = wholes_of_shards(items, group, _is_rank0_only(items[0][0]))
         for (module, _), wholes in zip(items, found, strict=True):
-            values[module] = [whole.cpu() for whole in wholes] if config.offload_to_cpu else wholes
+            values[module] = [whole.cpu() for whole in wholes] if _offloads(module) else wholes
+    made = saved_parts(parts, False, bool(parts) and _is_rank0_only(parts[0][0]), _offloads)
+    for (module, *_), value in zip(parts, made, strict=True):
+        values[module] += [] if value is None else [value]
     # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
     for module in shown:
         values[module] = [] if is_dropped(module) else _copies_of_shown(module)
     return values
+
+
+def _parts(module: ShardedModule) -> list[Part]:
+    """This rank's part of each parameter, in its shape if the unit is not sharded."""
+    if handle_of(module).layout.sharded:
+        return [(module, *each) for each in shard_pieces(module)]
+    return [
+        (module, layout, from_memory_order(piece, layout.shape, layout.order))
+        for layout, piece in shard_pieces(module)
+    ]
+
+
+def _is_rank0_only(module: ShardedModule) -> bool:
+    return getattr(module._state_dict_config, "rank0_only", False)
+
+
+def _offloads(module: ShardedModule) -> bool:
+    return module._state_dict_config.offload_to_cpu
 
 
 def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
@@ -117,14 +120,8 @@ def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
                 "inside summon_full_params(rank0_only=True) only rank 0 can save; select "
                 "FullStateDictConfig(rank0_only=True)"
             )
-        copies.append(_copy(module, full.detach()))
+        copies.append(full.detach().to("cpu", copy=True) if _offloads(module) else full.detach().clone())
     return copies
-
-
-def _copy(module: ShardedModule, tensor: Tensor) -> Tensor:
-    if getattr(module._state_dict_config, "offload_to_cpu", False):
-        return tensor.to("cpu", copy=True)
-    return tensor.clone()
 
 
 @contextlib.contextmanager
@@ -168,24 +165,18 @@ def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -
 def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
     """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective.
 
-    With ``offload_to_cpu`` in CPU memory already, but for those of units that are parallel or summoned.
+    With ``offload_to_cpu`` in CPU memory already, but for those of summoned units.
     """
     modules = list(modules)
-    parallel = [module for module in modules if module._fsdp_extension is not None]
-    sharded = [module for module in modules if not is_summoned(module) and module not in parallel]
+    rows: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
+    sharded = [module for module in modules if not is_summoned(module)]
     for module in sharded:
         handle_of(module).writeback()
-    rows = rows_of_shards(
-        sharded,
-        lambda module: list(shard_pieces(module)),
-        lambda module: module._state_dict_config.offload_to_cpu,
-    )
-    for module in parallel:
-        if not is_summoned(module):
-            with summoned(module):
-                rows[module] = _rows_of_shown(module)
+    parts = [part for module in sharded for part in _parts(module)]
+    for (module, *_), own in zip(parts, saved_parts(parts, True, False, _offloads), strict=True):
+        rows[module].append(own)
     # what is shown comes last, as in full_values
-    return rows | {module: _rows_of_shown(module) for module in modules if module not in rows}
+    return rows | {module: _rows_of_shown(module) for module in modules if module not in sharded}
 
 
 def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
@@ -213,7 +204,6 @@ def put_sharded_values(
 ) -> None:
     """Put a sharded value of its own under every name of the unit's parameters (F-030)."""
     state_dict.pop(prefix + module._flat_param_name, None)
-    offload = module._state_dict_config.offload_to_cpu
     used: set[int] = set()
     layouts = param_layouts(module)
     params = common.managed_params(module._handle)
@@ -221,7 +211,7 @@ def put_sharded_values(
     for param in params:
         own = rows[param.place].clone() if param.place in used else rows[param.place]
         used.add(param.place)
-        values.append(own.cpu() if offload else own)
+        values.append(own.cpu() if _offloads(module) else own)
     if not any(isinstance(value, DTensor) for value in values):  # which are of both meshes already
         values = sharded_values(module, values, [layouts[param.place] for param in params])
     state_dict.update((prefix + param.fqn, value) for param, value in zip(params, values, strict=True))
@@ -240,6 +230,5 @@ def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -
         named = ((prefix + param.fqn, parts[param.place]) for param in common.managed_params(handle))
         state_dict.update((fqn, part) for fqn, part in named if fqn in state_dict)
     local = local_shard(module)[: handle.layout.shard_numel_valid]
-    if module._state_dict_config.offload_to_cpu:
-        local = local.cpu()
+    local = local.cpu() if _offloads(module) else local
     state_dict[prefix + module._flat_param_name] = flat_value(module, local, handle.layout.numel)

@@ -17,7 +17,7 @@ from fsdp_c.state.redistribution import (
     chunk_partition,
     gather,
     gather_flat,
-    rank0_partition,
+    rank_partition,
     redistribute,
     shard_partition,
 )
@@ -109,7 +109,7 @@ def test_all_to_one_rank_sends_nothing_that_stays(rank):
         sent.append(data.numel()),
         original(out, data, *args, **kwargs),
     )
-    source, target = Partition(10, 6, 0), rank0_partition(10)
+    source, target = Partition(10, 6, 0), rank_partition(10, 0)
     data = torch.arange(10.0)
     (whole,) = redistribute([part(data, source, rank)], [source], [target], dist.group.WORLD)
     dist.all_to_all_single = original
