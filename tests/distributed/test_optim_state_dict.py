@@ -134,6 +134,21 @@ def test_full_state_equals_torchs(rank, use_orig_params, kind):
     assert_as_torchs(rank, use_orig_params, kind)
 
 
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_parameters_of_different_steps_keep_their_own(rank, kind):
+    model, optimizer = trained(True, rank)
+    for number, param in enumerate(model.parameters()):
+        if param in optimizer.state:
+            optimizer.state[param]["step"].fill_(number)
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+    state = saved(model, optimizer, kind)
+    found = {name: one["step"].item() for name, one in state["state"].items()}
+    assert found == {name: number for number, name in enumerate(names)}
+    loaded = to_load(model, optimizer, state, kind)["state"]
+    assert loaded and all(one["step"].item() == number for number, one in loaded.items())
+
+
 @both_forms
 @both_views
 @on_ranks(4)
