@@ -286,18 +286,14 @@ def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Excep
         if failure is not None:
             raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {failure}")
     if everyone:
-        raise ValueError(_difference({rank: set(theirs) for rank, _, theirs in everyone}))
-
-
-def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
-    everywhere = frozenset.intersection(*map(frozenset, held.values()))
-    fqn, name, dtype = min(frozenset().union(*held.values()) - everywhere)
-    having = [rank for rank, one in held.items() if (fqn, name, dtype) in one]
-    return (
-        f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} "
-        f"only of {list(held)}. Pass each rank what was saved on it, or load through "
-        "torch.distributed.checkpoint"
-    )
+        held = {rank: set(theirs) for rank, _, theirs in everyone}
+        fqn, name, dtype = min(set(known).union(*held.values()) - set(known).intersection(*held.values()))
+        having = [rank for rank, one in held.items() if (fqn, name, dtype) in one]
+        raise ValueError(
+            f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} "
+            f"only of {list(held)}. Pass each rank what was saved on it, or load through "
+            "torch.distributed.checkpoint"
+        )
 
 
 def _own_parts(targets: Sequence[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:

@@ -174,8 +174,8 @@ def saved_parts(
     """The value of each part in a state dict: this rank's rows if ``as_rows``, else the whole tensor. Collective.
 
     Values are new, in CPU memory where ``offloads`` says so, and None on ranks that get nothing. Under tensor
-    parallelism they are DTensors (parity 24). ``is_receiver``: whether this rank is the one in the world that keeps
-    values, plain ones then; None if each keeps what it gets.
+    parallelism they are DTensors (parity 24). ``is_receiver``: true on the one rank that keeps values, as plain ones,
+    and false on the others; None if each rank keeps the values that it gets.
     """
     values: list[Any] = [None] * len(parts)
 
@@ -210,11 +210,12 @@ def saved_parts(
                 values[index] = own.cpu() if offloads(parts[index][0]) else own
             found = wholes_of_parts([parts[index] for index in wholes], group, rank0_only)
             for index, whole in zip(wholes, found, strict=True):
-                module, layout, _ = parts[index]
-                if as_rows and module._fsdp_extension is None and whole is not None:
+                module = parts[index][0]
+                if whole is None:
+                    continue
+                if as_rows and module._fsdp_extension is None:
                     whole = own_rows(whole, module.rank, module.world_size).clone()
-                if whole is not None:
-                    put(index, whole, is_new=True)
+                put(index, whole, is_new=True)
     return values
 
 
@@ -363,8 +364,13 @@ def sharded_values(
     """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else
     ShardedTensors (F-031, F-032), which are contiguous whatever the parameters are; plain tensors for
     parameters without dimensions."""
-    if module._device_mesh is not None:
-        return [_dtensor(own, layout, module._device_mesh) for own, layout in zip(rows, layouts, strict=True)]
+    if (mesh := module._device_mesh) is not None:
+        values = []
+        for own, layout in zip(rows, layouts, strict=True):
+            meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), own.dtype)
+            spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
+            values.append(DTensor(own, spec, requires_grad=False))
+        return values
     if not rows:
         return []
     places = _Places.of(module, rows[0].device.type)
@@ -465,12 +471,6 @@ class _Places:
             _remote_shards={},
         )
         return tensor
-
-
-def _dtensor(rows: Tensor, layout: ParamLayout, mesh: DeviceMesh) -> DTensor:
-    meta = TensorMeta(layout.shape, strides_in(layout.shape, layout.order), rows.dtype)
-    spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
-    return DTensor(rows, spec, requires_grad=False)
 
 
 def strides_in(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -107,8 +107,15 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     loaded = _load(early, state_dict)
     for at, inner in waiting:
         _make_whole(inner, state_dict, at)
-    for _, inner in waiting:
-        _check_shown(inner)  # after all transfers: it may fail on some ranks only
+    # after all transfers: inside summon_full_params other ranks than 0 may be shown nothing
+    for inner in (inner for _, inner in waiting if is_summoned(inner)):
+        for param in common.managed_params(inner._handle):
+            if not is_shown(param):
+                raise RuntimeError(
+                    f"{param.fqn} is not shown on rank {inner.rank} in its full shape {tuple(param.shape)}: "
+                    "inside summon_full_params(rank0_only=True) only rank 0 can load, and what it loads is gone "
+                    "at the end"
+                )
     for at, inner in fsdp_modules[len(parts) :]:
         state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
     return [loaded.get(part, Mark(False, frozenset())) for part in parts]
@@ -126,18 +133,6 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
             continue
         if value is not _ABSENT and value is not _own_param(module, param.place):
             state_dict[key] = whole_of_value(value, key, module, layouts[param.place])
-
-
-def _check_shown(module: ShardedModule) -> None:
-    """Raise RuntimeError inside ``summon_full_params`` that shows this rank nothing, which loads what is
-    shown."""
-    for param in common.managed_params(module._handle) if is_summoned(module) else ():
-        if not is_shown(param):
-            raise RuntimeError(
-                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: "
-                "inside summon_full_params(rank0_only=True) only rank 0 can load, and what it loads is gone "
-                "at the end"
-            )
 
 
 def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> dict[ShardedModule, Mark]:
