@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
-from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -21,11 +20,8 @@ from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
-    StateDictType,
     TrainingState,
 )
 from fsdp_c.compat import left_out
@@ -35,7 +31,7 @@ from fsdp_c.compat.execution_order import ExecutionOrder
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.compat.unit_names import UnitNames, low_precision_dtype
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
-from fsdp_c.sharding.configuration import UnitConfig, configure
+from fsdp_c.sharding.configuration import configure
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo
 from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.sharded_module import (
@@ -59,7 +55,7 @@ from fsdp_c.sharding.traversal import (
     clean_path,
     current_auto_wrapping,
     flat_param_name,
-    other_params,
+    named_params,
     unwrapped,
 )
 from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
@@ -144,12 +140,7 @@ class FullyShardedDataParallel(UnitNames):
     parameters on more than one device. A unit cannot be copied or pickled.
     """
 
-    _exec_order_data: ExecutionOrder  # from lazy initialisation on, it is the root's
     _names_from_root: list[str]  # of the parameters, for the log under TORCH_DISTRIBUTED_DEBUG=INFO
-    _debug_level: dist.DebugLevel
-    _device_handle: types.ModuleType
-    _use_full_prec_in_eval: bool
-    _needs_buffer_dtype_restore_check: bool  # a forward in eval mode has cast the buffers back
 
     def __init__(
         self,
@@ -175,8 +166,7 @@ class FullyShardedDataParallel(UnitNames):
         check_module(module)
         sharding_strategy = construction.public_strategy(sharding_strategy)
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
-        construction.check_places(process_group, device_mesh, device_id)
-        materialization.check_init_fn(param_init_fn)
+        construction.check_places(process_group, device_mesh, device_id, param_init_fn)
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy)
         tree = Subtree(module)
@@ -212,28 +202,33 @@ class FullyShardedDataParallel(UnitNames):
         )
         if senders:
             materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {rank}")
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.cpu_offload = cpu_offload or CPUOffload()
+        mixed_precision = mixed_precision or MixedPrecision()
+        cpu_offload = cpu_offload or CPUOffload()
         self._device_mesh = device_mesh
         self._ignored_modules = ignored.modules
         self._ignored_params = ignored.params
         self._ignored_buffer_names = ignored.buffer_names
-        self._configure(
-            configure(
-                groups.shard,
-                groups.replicate,
-                device,
-                sharding_strategy,
-                use_orig_params=bool(use_orig_params),
-                offload_params=self.cpu_offload.offload_params,
-                mixed_precision=self.mixed_precision,
-                backward_prefetch=backward_prefetch,
-                forward_prefetch=bool(forward_prefetch),
-                limit_all_gathers=bool(limit_all_gathers),
-                extension=construction.tensor_parallel_extension(device_mesh, device),
-            )
+        config = configure(
+            groups.shard,
+            groups.replicate,
+            device,
+            sharding_strategy,
+            use_orig_params=bool(use_orig_params),
+            offload_params=cpu_offload.offload_params,
+            mixed_precision=mixed_precision,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=bool(forward_prefetch),
+            limit_all_gathers=bool(limit_all_gathers),
+            extension=construction.tensor_parallel_extension(device_mesh, device),
         )
-        self._init_state(buffer_dtypes)
+        construction.note_groups(config)
+        self._init_state(config, mixed_precision, cpu_offload, buffer_dtypes)
+        self._exec_order_data = ExecutionOrder()  # from lazy initialisation on, it is the root's
+        self._device_handle = torch.get_device_module(device)
+        self._debug_level = dist.get_debug_level()
+        self._use_full_prec_in_eval = config.full_precision_in_eval
+        # True once a forward in eval mode has cast buffers back
+        self._needs_buffer_dtype_restore_check = False
         self._flatten(tree, name, params)
         self._params_before = [weakref.ref(param) for param in before if not construction.is_flattened(param)]
         for inner in filter(is_sharded_module, tree.units):
@@ -251,44 +246,6 @@ class FullyShardedDataParallel(UnitNames):
 
     # ---- construction
 
-    def _configure(self, config: UnitConfig) -> None:
-        """Set the attributes that show ``config``, by torch's names."""
-        construction.note_groups(config)
-        self._config = config
-        self.process_group = config.shard_group
-        self.rank = config.shard_group.rank()
-        self.world_size = config.shard_group.size()
-        if config.replicate_group is not None:
-            self._inter_node_pg = config.replicate_group
-            self._inter_node_state = DefaultState(config.replicate_group)
-        self.compute_device = config.device
-        self._device_handle = torch.get_device_module(config.device)
-        self.sharding_strategy = config.strategy
-        self.backward_prefetch = config.backward_prefetch
-        self.forward_prefetch = config.forward_prefetch
-        self.limit_all_gathers = config.limit_all_gathers
-        self._use_orig_params = config.use_orig_params  # compared with that of other units and ranks
-        self._use_full_prec_in_eval = config.full_precision_in_eval
-        self._gradient_predivide_factor = config.predivide
-        self._gradient_postdivide_factor = config.postdivide
-        self._fsdp_extension = config.extension
-
-    def _init_state(self, buffer_dtypes: dict[str, torch.dtype]) -> None:
-        """Set the attributes that other libraries read, to their values before the first step."""
-        self._debug_level = dist.get_debug_level()
-        self._exec_order_data = ExecutionOrder()
-        self._fully_sharded_module_to_handle = {}
-        self._comm_hook = None
-        self._comm_hook_state = None
-        self._buffer_name_to_orig_dtype = buffer_dtypes
-        self._buffer_names = set(buffer_dtypes)
-        self._needs_buffer_dtype_restore_check = False
-        self._agreed_plan = None
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config = FullStateDictConfig()
-        self._optim_state_dict_config = FullOptimStateDictConfig()
-        self._enclosing = None
-
     def _flatten(self, tree: Subtree, name: str, params: list[nn.Parameter]) -> None:
         """Make the unit of C over ``params``, with one flat parameter, or with more: a segment for each further."""
         groups = grouping.groups_of(params, self._use_orig_params)
@@ -297,7 +254,8 @@ class FullyShardedDataParallel(UnitNames):
             handle = FlatParamHandle.of_unit(self._config, group, tree, flat_param_name(number))
             handle.name = name
             handle.shard()
-            construction.claim_params(group, handle.flat_param._fqns, name)
+            for param, fqn in zip(group, handle.flat_param._fqns, strict=True):
+                param._fsdp_owner = (fqn, name)  # type: ignore[attr-defined]  # for the error of a second owner
             handles.append(handle)
         self._segments = [Segment(self, number) for number in range(1, len(handles))]
         for segment, handle in zip(self._segments, handles[1:], strict=True):
@@ -437,10 +395,6 @@ class FullyShardedDataParallel(UnitNames):
         gradients and returns it in fp32 or wider there. Raises RuntimeError on an instance that is not the
         root; ValueError inside a step, or for a norm that is none.
         """
-        if not self.check_is_root():  # asked first: initialising an inner unit would make it a root
-            raise RuntimeError(
-                "`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one"
-            )
         return grad_clipping.clip_grad_norm_(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
@@ -562,7 +516,7 @@ class FullyShardedDataParallel(UnitNames):
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in nn.Module; also after a forward, where modules may show views for parameters (C-091)."""
+        """As in nn.Module; also after a forward, where modules may show views for parameters."""
         for param in self._own_parameters():
             if set_to_none:
                 param.grad = None
@@ -570,7 +524,7 @@ class FullyShardedDataParallel(UnitNames):
                 (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
 
     def requires_grad_(self, requires_grad: bool = True) -> "Self":
-        """As in nn.Module; also after a forward, where modules may show views for parameters (C-091)."""
+        """As in nn.Module; also after a forward, where modules may show views for parameters."""
         for param in self._own_parameters():
             param.requires_grad_(requires_grad)
         return self
@@ -582,7 +536,9 @@ class FullyShardedDataParallel(UnitNames):
         handles = [unit._handle for unit in units_of(self) if unit._handle is not None]
         originals = [param for handle in handles for param in handle.flat_param._params or ()]
         yield from originals
-        yield from (param for param in other_params(self, originals) if isinstance(param, nn.Parameter))
+        held = set(map(id, originals))
+        others = (param for param in named_params(self).values() if id(param) not in held)
+        yield from (param for param in others if isinstance(param, nn.Parameter))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""

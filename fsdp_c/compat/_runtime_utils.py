@@ -2,7 +2,7 @@
 
 The runtime in C does not call them. Where somebody assigns another function to one of these names, here or,
 after ``install()``, in ``torch.distributed.fsdp._runtime_utils``, it calls that one, at the places and with
-the arguments of upstream, and what it wraps is what stands here (H-025).
+the arguments of upstream, and what it wraps is what stands here.
 """
 
 import sys

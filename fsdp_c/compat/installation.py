@@ -139,7 +139,7 @@ def install() -> None:
             setattr(module, name, pairs[id(value)][1])
     if HAS_FSDP1:
         installed.handed_on = _hand_on(_torchs_class())
-        # what is put in the place of the runtime's functions there from now on is called (H-025)
+        # what is put in the place of the runtime's functions there from now on is called
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     else:
         installed.added = put_public_names(importlib.import_module(_FSDP))

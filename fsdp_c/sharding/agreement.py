@@ -1,4 +1,4 @@
-"""Whether all ranks wrap the same model: compared once, before the first collective of a tree (parity 21).
+"""Whether all ranks wrap the same model: compared once, before the first collective of a tree.
 
 Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups.
 Only where they differ are the plans themselves exchanged, and every rank raises the same error, which names

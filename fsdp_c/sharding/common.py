@@ -56,16 +56,15 @@ def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
                 mapping[name] = value
 
 
-def bound_runtime(fsdp_module: ShardedModule) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
     """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
 
     A state dict or a look at parameters must not decide which unit is the root: not all ranks need take one.
     """
-    return _newly_bound(fsdp_module) if fsdp_module._unit.runtime is None else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _newly_bound(fsdp_module: ShardedModule) -> Iterator[None]:
+    if fsdp_module._unit.runtime is not None:
+        yield
+        return
     fsdp_module._lazy_init(alone=True)
     try:
         yield

@@ -59,14 +59,27 @@ def check_settings(
     if mixed_precision:
         example = "MixedPrecision(param_dtype=torch.bfloat16)"
         _check_type("mixed_precision", mixed_precision, MixedPrecision, example)
-    if isinstance(mixed_precision, MixedPrecision):
-        _check_dtypes(mixed_precision)
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if mixed_precision else ():
+        dtype = getattr(mixed_precision, name)
+        _check_type(f"MixedPrecision.{name}", dtype, torch.dtype, "torch.bfloat16")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16"
+            )
     if cpu_offload:
         _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
 
 
-def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
-    """TypeError for what names no group, mesh or device; ValueError for a group that this rank is not in."""
+def check_places(
+    process_group: object, device_mesh: object, device_id: object, param_init_fn: object = None
+) -> None:
+    """TypeError for what names no group, mesh or device; ValueError for a group that this rank is not in, and for a
+    ``param_init_fn`` that is no function."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(
+            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a "
+            "module as param_init_fn"
+        )
     _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')
     is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(
         device_id, bool
@@ -85,16 +98,6 @@ def check_places(process_group: object, device_mesh: object, device_id: object) 
         # backends and fake groups say their rank and size as well
         if not all(callable(getattr(group, name, None)) for name in ("rank", "size")):
             _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
-
-
-def _check_dtypes(mixed_precision: MixedPrecision) -> None:
-    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(mixed_precision, name)
-        _check_type(f"MixedPrecision.{name}", dtype, torch.dtype, "torch.bfloat16")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(
-                f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16"
-            )
 
 
 def _check_type(name: str, value: object, kind: type, example: str) -> None:
@@ -370,7 +373,7 @@ def resolve_device(
 ) -> torch.device:
     """The device that computes: ``device_id``, else the parameters', else the accelerator, or the CPU."""
     if device_id is not None:
-        return _with_index(device_id if isinstance(device_id, torch.device) else _device_of_index(device_id))
+        return _with_index(device_id)
     params = (param for param in own_params(tree, ignored_params) if not is_flattened(param))
     found = {param.device for param in params} - {CPU, torch.device("meta")}
     types = sorted({device.type for device in found})
@@ -387,19 +390,15 @@ def resolve_device(
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _device_of_index(device_id: int | str) -> torch.device:
+def _with_index(device_id: int | torch.device) -> torch.device:
+    """The device with an explicit index; the CPU, whose index says nothing, without one."""
+    rank = _global_rank()
     try:
-        return torch.device(device_id)
+        device = torch.device(device_id)
     except RuntimeError as error:
         raise RuntimeError(
-            f"device_id={device_id!r} on rank {_global_rank()} names no device here ({error}); leave it out "
-            "to run on the CPU"
+            f"device_id={device_id!r} on rank {rank} names no device here ({error}); leave it out to run on the CPU"
         ) from error
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """``device`` with an explicit index; the CPU, whose index says nothing, without one."""
-    rank = _global_rank()
     if device.type == "cpu" and device.index:
         raise ValueError(
             f"device_id={device} on rank {rank} names no device: there is one CPU, torch.device('cpu')"
@@ -502,12 +501,6 @@ def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> 
                 "belongs to one unit: wrap the module that contains both and neither of the two, or pass one "
                 f"of them in ignored_states. {IGNORED_AND_TRAINED}."
             )
-
-
-def claim_params(params: Iterable[nn.Parameter], fqns: Iterable[str], unit: str) -> None:
-    """Note on the parameters which unit owns them, for the error of the next unit that would."""
-    for param, fqn in zip(params, fqns, strict=True):
-        param._fsdp_owner = (fqn, unit)  # type: ignore[attr-defined]  # a mark on the user's own parameter
 
 
 def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: str) -> None:

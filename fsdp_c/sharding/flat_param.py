@@ -111,7 +111,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 class Occurrences:
-    """Every place in the tree where one of the parameters stands, in flatten order (C-010)."""
+    """Every place in the tree where one of the parameters stands, in flatten order."""
 
     def __init__(self, tree: Subtree, params: Sequence[nn.Parameter]) -> None:
         wanted = {id(param) for param in params}
@@ -168,7 +168,7 @@ def _way_to_set(module: nn.Module) -> int:
 
 
 class _Watched(type):
-    """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement (H-016), and the user when
+    """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement, and the user when
     another method of the runtime's is, which it would not call."""
 
     def __setattr__(cls, name: str, value: object) -> None:
@@ -351,7 +351,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             self.show_sharded()
 
     def init_flat_param_attributes(self) -> None:
-        """Give the flat parameter the attributes it has from lazy initialisation on (B-011, B-023, B-024)."""
+        """Give the flat parameter the attributes it has from lazy initialisation on."""
         self._follow_dtype(self.flat_param.dtype)
         self.publish()
         if self.uses_sharded_strategy:
@@ -373,7 +373,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
-        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` changes (C-018)."""
+        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` changes."""
         param_dtype, reduce_dtype = self._config.param_dtype, self._config.reduce_dtype
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
@@ -385,9 +385,9 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     def step_in_backward(self) -> None:
         """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced
-        (D-089), on the device's stream for that.
+        , on the device's stream for that.
 
-        One that several parameters share steps once: afterwards none of those has a gradient.
+         One that several parameters share steps once: afterwards none of those has a gradient.
         """
         if self._config.offload_params and self.device.type != "cpu":
             self._device_handle.current_stream(self.device).synchronize()  # for the gradients
@@ -435,7 +435,7 @@ def _warn_once(name: str) -> None:
 
 
 def _fake_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same rank and size that sends nothing (C-004)."""
+    """A group of the same rank and size that sends nothing."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
@@ -451,7 +451,7 @@ def _describe(
     extensions: list[tensor_parallel.ParamExtension],
     use_orig_params: bool,
 ) -> None:
-    """Give ``flat_param`` the attributes outside code reads (B-010 to B-034)."""
+    """Give ``flat_param`` the attributes outside code reads."""
     num_params = len(found.params)
     shared_infos = tuple(info for _, info in found.shared)
     flat_param._num_params = num_params

@@ -15,7 +15,7 @@ PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor
 def check_uniform(
     params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool, floating: bool = True
 ) -> None:
-    """Raise ValueError, naming the parameters, unless they can live in one flat parameter (C-011)."""
+    """Raise ValueError, naming the parameters, unless they can live in one flat parameter."""
     dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
     for fqn, param in zip(fqns, params, strict=True):
         if getattr(param, "_is_flat_param", False):
@@ -48,7 +48,7 @@ def check_uniform(
 
 
 def is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether ``tensor`` is contiguous, with a last stride of 1 even if that size is 1 (C-020)."""
+    """Whether ``tensor`` is contiguous, with a last stride of 1 even if that size is 1."""
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
@@ -78,7 +78,7 @@ def memory_order(dense: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
-    """The alignment of a unit's parameters in elements; 0 for none (C-012)."""
+    """The alignment of a unit's parameters in elements; 0 for none."""
     return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
 
 

@@ -25,14 +25,6 @@ from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit, named_buffer
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 
 
-def check_init_fn(param_init_fn: object) -> None:
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(
-            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a "
-            "module as param_init_fn"
-        )
-
-
 def materialize(
     tree: Subtree,
     unit: str,
@@ -55,7 +47,13 @@ def materialize(
         _initialize(tree.root, ignored.modules, param_init_fn, device)
         tree = Subtree(tree.root, homes=tree.homes)
         params = own_params(tree, ignored.params)
-        _check_materialized(tree, params)
+        for param in params:
+            if param.is_meta:
+                raise ValueError(
+                    f"{tree.param_name(param)!r} is still on the meta device after its initialisation: have "
+                    "param_init_fn, or the module's reset_parameters(), allocate it, as "
+                    "module.to_empty(device=..., recurse=False) does"
+                )
     if device_id is not None:
         _move_to_device(tree, params, ignored.modules, device)
     else:
@@ -78,16 +76,6 @@ def _initialize(
     else:
         for target in targets:
             param_init_fn(target)
-
-
-def _check_materialized(tree: Subtree, params: Iterable[nn.Parameter]) -> None:
-    for param in params:
-        if param.is_meta:
-            raise ValueError(
-                f"{tree.param_name(param)!r} is still on the meta device after its initialisation: have "
-                "param_init_fn, or the module's reset_parameters(), allocate it, as "
-                "module.to_empty(device=..., recurse=False) does"
-            )
 
 
 def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:

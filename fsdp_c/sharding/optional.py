@@ -85,15 +85,11 @@ def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_
     required: dict[str, _C.Unit] = {}  # by path; a unit comes before its segments
     found = []
     for path, module in modules:
-        if path in optional_paths:
-            found.append((module._unit, _innermost(required, path)))
-        else:
+        if path not in optional_paths:
             required.setdefault(path, module._unit)
+            continue
+        around = path
+        while around not in required:
+            around = around.rpartition(".")[0]
+        found.append((module._unit, required[around]))
     return found
-
-
-def _innermost(required: dict[str, _C.Unit], path: str) -> _C.Unit:
-    """The one of ``required`` that is innermost around ``path``."""
-    while path not in required:
-        path = path.rpartition(".")[0]
-    return required[path]

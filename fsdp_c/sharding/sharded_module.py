@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_c import _C
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import (
-    BackwardPrefetch,
     CPUOffload,
-    FSDPExtensions,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    ShardingStrategy,
     StateDictConfig,
     StateDictType,
     TrainingState,
@@ -47,63 +46,59 @@ else:
     from fsdp_c.compat.upstream import _FSDPState
 
 
-class PrefetchLimits(Protocol):
-    """How many units are prefetched."""
-
-    _backward_prefetch_limit: int
-    _forward_prefetch_limit: int
-
-
 class ShardedModule(nn.Module, _FSDPState):
-    """The state of a FullyShardedDataParallel, which is the only class derived from this one."""
+    """A unit or one of its segments: what has one flat parameter. Base of FullyShardedDataParallel and Segment."""
 
     _unit: _C.Unit
     _fsdp_wrapped_module: nn.Module
-    _fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle]
-    _enclosing: weakref.ref[ShardedModule] | None  # the unit around this one
     _said_is_root: bool | None  # there once a client has written _is_root
     _was_summoned: bool  # there once summon_full_params has shown the tree, which makes it one to torch
     _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter
     _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
-    _exec_order_data: PrefetchLimits  # from lazy initialisation on, it is the root's
-
-    _config: UnitConfig
-
-    # what the constructor was given, or decided
-    sharding_strategy: ShardingStrategy
-    mixed_precision: MixedPrecision
-    cpu_offload: CPUOffload
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    _use_orig_params: bool
+    _exec_order_data: Any  # limits of prefetching; from lazy initialisation on, it is the root's
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
     _ignored_buffer_names: set[str]
-    compute_device: torch.device
-
-    # ranks
-    process_group: dist.ProcessGroup
-    rank: int
-    world_size: int
-    _inter_node_pg: dist.ProcessGroup  # there for hybrid strategies, as is the next
-    _inter_node_state: DefaultState
     _device_mesh: DeviceMesh | None
-    _fsdp_extension: FSDPExtensions | None
-    _gradient_predivide_factor: float
-    _gradient_postdivide_factor: float
-    _comm_hook: Callable[..., None] | None
-    _comm_hook_state: object
-    # as the script had them; empty once a backward was checked
+    # the parameters as the script had them; empty once a backward was checked
     _params_before: list[weakref.ref[nn.Parameter]]
-    _agreed_plan: bytes | None  # of which all ranks have said that it is theirs
 
-    # buffers and state dicts
-    _buffer_names: set[str]
-    _buffer_name_to_orig_dtype: dict[str, torch.dtype]
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
+    def _init_state(
+        self,
+        config: UnitConfig,
+        mixed_precision: MixedPrecision,
+        cpu_offload: CPUOffload,
+        buffer_dtypes: dict[str, torch.dtype],
+    ) -> None:
+        """Set the attributes that other libraries read: those that show ``config``, and state before the first step."""
+        self._config = config
+        self.process_group = config.shard_group
+        self.rank = config.shard_group.rank()
+        self.world_size = config.shard_group.size()
+        if config.replicate_group is not None:
+            self._inter_node_pg = config.replicate_group
+            self._inter_node_state = DefaultState(config.replicate_group)
+        self.compute_device = config.device
+        self.sharding_strategy = config.strategy
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
+        self.backward_prefetch = config.backward_prefetch
+        self.forward_prefetch = config.forward_prefetch
+        self.limit_all_gathers = config.limit_all_gathers
+        self._use_orig_params = config.use_orig_params
+        self._gradient_predivide_factor = config.predivide
+        self._gradient_postdivide_factor = config.postdivide
+        self._fsdp_extension = config.extension
+        self._fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle] = {}
+        self._comm_hook: Callable[..., None] | None = None
+        self._comm_hook_state: object = None
+        self._buffer_name_to_orig_dtype = buffer_dtypes
+        self._buffer_names = set(buffer_dtypes)
+        self._agreed_plan: bytes | None = None  # hash of the plan that all ranks have
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._enclosing: weakref.ref[ShardedModule] | None = None  # the unit around this one
 
     def _lazy_init(self, alone: bool = False) -> None:
         """Make this the root of its tree unless that has one."""
@@ -162,8 +157,7 @@ class ShardedModule(nn.Module, _FSDPState):
     @property
     def _replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard, for hybrid strategies."""
-        group: dist.ProcessGroup | None = vars(self).get("_inter_node_pg")
-        return group
+        return self._config.replicate_group
 
     @property
     def _is_root(self) -> bool | None:
@@ -247,10 +241,6 @@ class Segment(ShardedModule):
         assert fsdp_module is not None
         return fsdp_module
 
-    @property
-    def _replicate_group(self) -> dist.ProcessGroup | None:
-        return self._whole._replicate_group
-
     def _lazy_init(self, alone: bool = False) -> None:
         """Its unit's."""
         self._whole._lazy_init(alone)
@@ -320,7 +310,7 @@ def parts_of(fsdp_module: ShardedModule) -> list[ShardedModule]:
 
 def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]:
     """The units around ``fsdp_module`` that hold parameters of modules inside of it, as modules elsewhere
-    share them (parity 33), and the names of those from each."""
+    share them, and the names of those from each."""
     inside: set[nn.Module] = set()
     found: dict[ShardedModule, list[str]] = {}
     outer = fsdp_module._enclosing_unit

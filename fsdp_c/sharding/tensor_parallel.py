@@ -63,7 +63,7 @@ class ViewsWrapper:
         self._extension = extension
 
     def __call__(self, views: Views) -> Views:
-        # Recorded under no_grad as well, as the views themselves are (C-071).
+        # Recorded under no_grad as well, as the views themselves are.
         with torch.enable_grad():
             return tuple(map(self._wrap, views, self._param_extensions))
 

@@ -7,7 +7,7 @@ the class can ask.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -224,17 +224,6 @@ def named_buffers(
         for name, buffer in current._buffers.items():
             if buffer is not None:
                 yield prefix + name, buffer
-
-
-def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """What modules below ``module`` show as parameters beside ``params``: flat ones, views, those that no
-    unit has."""
-    seen = set(map(id, params))
-    for _, current in walk(module, once=True):
-        for param in current._parameters.values():
-            if param is not None and id(param) not in seen:
-                seen.add(id(param))
-                yield param
 
 
 def named_params(

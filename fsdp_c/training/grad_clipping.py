@@ -147,13 +147,13 @@ def _partial_unit(root: ShardedModule, wanted: Container[int]) -> tuple[FlatPara
         if given != present:
             return handle, [handle.flat_param._fqns[i] for i in given]
         trained = [i for i, part in enumerate(parts) if part.requires_grad]
-        absent = {rank for rank in absent if not _holds_any(handle, rank, trained)}
+        if not handle.layout.sharded:
+            absent.clear()
+        for rank in list(absent):
+            ranges = handle.layout.shard_ranges(rank)
+            if any(ranges[index][0] for index in trained):
+                absent.remove(rank)
     return first if absent else None
-
-
-def _holds_any(handle: FlatParamHandle, rank: int, indices: Sequence[int]) -> bool:
-    ranges = handle.layout.shard_ranges(rank)
-    return not handle.layout.sharded or any(ranges[index][0] for index in indices)
 
 
 def _found_in_all(
@@ -190,7 +190,8 @@ def _found(
     _add_unmanaged_grads(whole, root, handles, wanted)
     grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
-    dtype = _norm_dtype([handle.flat_param for handle in handles])
+    has_float64 = any(handle.flat_param.dtype == torch.float64 for handle in handles)
+    dtype = torch.float64 if has_float64 else torch.float32
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
     if root.cpu_offload.offload_params:
         total_norm = total_norm.cpu()
@@ -226,7 +227,8 @@ def _check_norm_type(norm_type: float) -> None:
 
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
     """The handles of the tree whose gradients are sharded, and those with whole ones on every rank."""
-    root._lazy_init()
+    if root.check_is_root():  # initialising an inner unit would make it a root
+        root._lazy_init()
     if not root._unit.is_root:
         raise RuntimeError(
             "`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one"
@@ -241,10 +243,6 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
     handles = cast("list[FlatParamHandle]", found)
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
-
-
-def _norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
 
 
 def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None) -> GradsByGroups:
@@ -328,19 +326,17 @@ def _total_norm(
 def _norm(grads: GradsByGroups, norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Norm of ``grads`` over the tensor parallel ranks; those that every such rank has count once."""
     total_norm = _local_norm(grads[()], norm_type, dtype, device)
-    for groups, parts in grads.items():
-        if groups:
-            norm = _reduced_norm(_local_norm(parts, norm_type, dtype, device), groups, norm_type)
-            total_norm = torch.linalg.vector_norm(torch.stack([total_norm, norm]), norm_type)
-    return total_norm
-
-
-def _reduced_norm(norm: Tensor, groups: Sequence[dist.ProcessGroup], norm_type: float) -> Tensor:
     is_max = norm_type == math.inf
-    norm = norm if is_max else norm**norm_type
-    for group in groups:
-        _all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
-    return norm if is_max else norm ** (1.0 / norm_type)
+    for groups, parts in grads.items():
+        if not groups:
+            continue
+        norm = _local_norm(parts, norm_type, dtype, device)
+        norm = norm if is_max else norm**norm_type
+        for group in groups:
+            _all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
+        norm = norm if is_max else norm ** (1.0 / norm_type)
+        total_norm = torch.linalg.vector_norm(torch.stack([total_norm, norm]), norm_type)
+    return total_norm
 
 
 def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
@@ -349,25 +345,20 @@ def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGr
 
 
 def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
+    """Norm of ``grads`` as one vector, as the norm of the norms, with the bits of ``torch.linalg.vector_norm``; a fresh
+    zero where there are none."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = _norms(grads, norm_type, dtype)
+    is_on_cpu = grads[0].device.type == "cpu"
+    if norm_type == math.inf and is_on_cpu:  # a maximum has no order, and vector_norm is slow to find it
+        bounds = torch.stack([bound for grad in grads for bound in torch.aminmax(grad)])
+        norms: Tensor = torch.linalg.vector_norm(bounds.view(-1, 2), norm_type, dim=1, dtype=dtype)
+    elif norm_type == math.inf or is_on_cpu:
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype))
+    else:  # of several tensors at once CUDA adds the elements up in another order
+        norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads])
     total: Tensor = torch.linalg.vector_norm(norms, norm_type, dtype=dtype)
     return total.to(device=device)
-
-
-def _norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> Tensor:
-    """The p-norm of each tensor, with the bits of ``torch.linalg.vector_norm``, as FSDP1 calls it."""
-    is_on_cpu = tensors[0].device.type == "cpu"
-    if p == math.inf and is_on_cpu:  # a maximum has no order, and vector_norm is slow to find it
-        bounds = torch.stack([bound for tensor in tensors for bound in torch.aminmax(tensor)])
-        norms: Tensor = torch.linalg.vector_norm(bounds.view(-1, 2), p, dim=1, dtype=dtype)
-        return norms
-    if p == math.inf or is_on_cpu:
-        return torch.stack(torch._foreach_norm(tensors, p, dtype))
-    # Of several tensors at once CUDA adds the elements up in another order.
-    return torch.stack([torch.linalg.vector_norm(tensor, p, dtype=dtype) for tensor in tensors])
 
 
 def scale(grads: list[Tensor], coefficient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer's step ends: after a forward modules may show whole parameters (C-091)."""
+"""What an optimizer's step ends: after a forward modules may show whole parameters."""
 
 from __future__ import annotations
 
