@@ -30,6 +30,7 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.execution_order import ExecutionOrder
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.compat.unit_names import UnitNames, low_precision_dtype
+from fsdp_c.compat.upstream import HandleShardingStrategy
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
 from fsdp_c.sharding.configuration import configure
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo
@@ -164,7 +165,8 @@ class FullyShardedDataParallel(UnitNames):
         arguments = dict(locals())
         super().__init__()
         check_module(module)
-        sharding_strategy = construction.public_strategy(sharding_strategy)
+        if isinstance(sharding_strategy, HandleShardingStrategy):  # which torch takes for groups of one rank
+            sharding_strategy = ShardingStrategy[sharding_strategy.name]
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
         construction.check_places(process_group, device_mesh, device_id, param_init_fn)
         if auto_wrap_policy is not None:

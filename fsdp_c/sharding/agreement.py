@@ -36,12 +36,12 @@ class UnitPlan(NamedTuple):
     parameters: tuple[str, ...]
     needs: dict[str, object]  # in the order in which differences are looked for
 
-    def shown(self) -> dict[str, str]:
-        """What it needs as it is told; a parameter by its name as well."""
-        told = {field: repr(value) for field, value in self.needs.items()}
-        for index, name in enumerate(self.parameters):
-            told[f"parameter {index}"] = f"{name!r} of shape {self.needs[f'parameter {index}']}"
-        return told
+    def shown(self, field: str) -> str:
+        """The value of a field of ``needs``; a parameter's with its name."""
+        value = self.needs.get(field)
+        if field.startswith("parameter ") and value is not None:
+            return f"{self.parameters[int(field.split()[1])]!r} of shape {value}"
+        return "none" if value is None else repr(value)
 
 
 class RankPlan(NamedTuple):
@@ -162,49 +162,34 @@ def difference(plans: Sequence[RankPlan]) -> str:
     plans = sorted(plans)
     failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
     if failed:
-        return "other ranks cannot initialise their units, so that this one cannot either:\n" + "\n".join(
-            failed
-        )
+        lines = "\n".join(failed)
+        return f"other ranks cannot initialise their units, so that this one cannot either:\n{lines}"
     for index in range(max(len(plan.units) for plan in plans)):
-        found = _unit_difference(index, plans)
-        if found is not None:
-            field, values = found
-            held = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in values.items())
-            return (
-                f"ranks wrap different models. The first difference is in unit {index}, "
-                f"{_name(index, plans)}: {field} is {held}. Build the same model with the same arguments on "
-                "every rank."
-            )
+        units = {plan.rank: plan.units[index] for plan in plans if index < len(plan.units)}
+        if len(units) < len(plans):
+            field: str | None = "module"
+            values = {plan.rank: "none" for plan in plans}
+            values |= {rank: repr(unit.module) for rank, unit in units.items()}
+        else:
+            needs = [unit.needs for unit in units.values()]
+            differing = (one for one in max(needs, key=len) if len({own.get(one) for own in needs}) > 1)
+            if (field := next(differing, None)) is None:
+                continue
+            values = {rank: unit.shown(field) for rank, unit in units.items()}
+        names = {
+            rank: f"the module {unit.module!r}" if unit.module else "the root" for rank, unit in units.items()
+        }
+        where = set(names.values()).pop() if len(set(names.values())) == 1 else _on_ranks(names, ", ")
+        return (
+            f"ranks wrap different models. The first difference is in unit {index}, {where}: {field} is "
+            f"{_on_ranks(values, '; ')}. Build the same model with the same arguments on every rank."
+        )
     return "ranks wrap different models"
 
 
-def _unit_difference(index: int, plans: Sequence[RankPlan]) -> tuple[str, dict[str, list[int]]] | None:
-    """The first field in which the units at ``index`` differ, and which ranks have which value."""
-    units = {plan.rank: plan.units[index] for plan in plans if index < len(plan.units)}
-    if len(units) < len(plans):
-        modules = {plan.rank: "none" for plan in plans}
-        return "module", _ranks_by(modules | {rank: repr(unit.module) for rank, unit in units.items()})
-    needs = {rank: unit.needs for rank, unit in units.items()}
-    for field in max(needs.values(), key=len):
-        if len({own.get(field) for own in needs.values()}) > 1:
-            return field, _ranks_by({rank: unit.shown().get(field, "none") for rank, unit in units.items()})
-    return None
-
-
-def _ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
+def _on_ranks(values: dict[int, str], separator: str) -> str:
+    """The values by rank, each with its ranks."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks[value].append(rank)
-    return ranks
-
-
-def _name(index: int, plans: Sequence[RankPlan]) -> str:
-    """The names of the unit at ``index``, and the ranks that use each."""
-    names = _ranks_by({plan.rank: plan.units[index].module for plan in plans if index < len(plan.units)})
-    if len(names) == 1:
-        return _named(next(iter(names)))
-    return ", ".join(f"{_named(name)} on {ranks_text(ranks)}" for name, ranks in names.items())
-
-
-def _named(module: str) -> str:
-    return f"the module {module!r}" if module else "the root"
+    return separator.join(f"{value} on {ranks_text(own)}" for value, own in ranks.items())

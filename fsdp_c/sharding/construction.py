@@ -21,7 +21,6 @@ from fsdp_c.compat.upstream import (
     BackwardPrefetch,
     CPUOffload,
     FSDPExtensions,
-    HandleShardingStrategy,
     MixedPrecision,
     ShardingStrategy,
     _FSDPState,
@@ -43,11 +42,6 @@ CPU = torch.device("cpu")
 
 
 # ---- arguments of the wrong type
-
-
-def public_strategy(strategy: ShardingStrategy | HandleShardingStrategy | None) -> ShardingStrategy | None:
-    """What users pass, also for the handle's own name of it, which torch takes for groups of one rank."""
-    return ShardingStrategy[strategy.name] if isinstance(strategy, HandleShardingStrategy) else strategy
 
 
 def check_settings(
@@ -181,7 +175,18 @@ def resolve_ignored_states(
     modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
     ignored = IgnoredStates(set(), shared if shared is not None and is_shared else set(params), set())
     if modules:
-        _ignore_modules(tree, modules, ignored)
+        ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
+        if tree.root in ignored.modules:
+            warnings.warn(
+                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in "
+                f"all parameters being ignored: leave the {type(tree.root).__name__} out of ignored_modules or "
+                "do not wrap it",
+                stacklevel=3,
+            )
+        ignored.params.update(param for child in ignored.modules for param in child.parameters())
+        buffers = {buffer for child in ignored.modules for buffer in child.buffers()}
+        names = (clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers)
+        ignored.buffer_names.update(names)
     for fsdp_module in inner_units:
         ignored.modules.update(fsdp_module._ignored_modules)
         ignored.buffer_names.update(fsdp_module._ignored_buffer_names)
@@ -190,23 +195,6 @@ def resolve_ignored_states(
         flattened = {param for param in ignored.params if is_flattened(param)}
         ignored.params.difference_update(flattened)
     return ignored
-
-
-def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: IgnoredStates) -> None:
-    """Add to ``ignored`` what is in ``modules``, but for the units inside."""
-    ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
-    if tree.root in ignored.modules:
-        warnings.warn(
-            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in "
-            f"all parameters being ignored: leave the {type(tree.root).__name__} out of ignored_modules or "
-            "do not wrap it",
-            stacklevel=4,
-        )
-    ignored.params.update(param for child in ignored.modules for param in child.parameters())
-    buffers = {buffer for child in ignored.modules for buffer in child.buffers()}
-    ignored.buffer_names.update(
-        clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers
-    )
 
 
 def _split_ignored(
@@ -258,16 +246,37 @@ def resolve_process_groups(
             "Cannot pass both process_group and device_mesh at the same time: the groups are those of the "
             "mesh"
         )
-    if strategy in HYBRID_SHARDING_STRATEGIES:
-        return _hybrid_groups(process_group, strategy, device_mesh, has_policy, device)
+    is_hybrid = strategy in HYBRID_SHARDING_STRATEGIES
     if device_mesh is not None:
-        return ProcessGroups(device_mesh.get_group(mesh_dim=0), None)
-    if isinstance(process_group, (tuple, list)):
+        if not is_hybrid:
+            return ProcessGroups(device_mesh.get_group(mesh_dim=0), None)
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes "
+                "dimensions (replicate, shard)"
+            )
+        return ProcessGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
+    if not is_hybrid:
+        if isinstance(process_group, (tuple, list)):
+            raise ValueError(
+                f"{strategy or ShardingStrategy.FULL_SHARD} takes one process group, but got "
+                f"{len(process_group)}; a (shard, replicate) pair is for hybrid strategies"
+            )
+        return ProcessGroups(process_group if process_group is not None else _default_group(), None)
+    if process_group is None:
+        if not has_policy:
+            raise ValueError(
+                f"Manual wrapping with {strategy} requires explicit specification of process group or "
+                "device_mesh, the same for all units: a (shard, replicate) pair or a 2-D mesh"
+            )
+        return _groups_by_node(_default_group(), device)
+    groups = process_group if isinstance(process_group, tuple) else ()
+    if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise ValueError(
-            f"{strategy or ShardingStrategy.FULL_SHARD} takes one process group, but got "
-            f"{len(process_group)}; a (shard, replicate) pair is for hybrid strategies"
+            "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two "
+            f"process groups with {strategy}, but got {type(process_group).__name__}"
         )
-    return ProcessGroups(process_group if process_group is not None else _default_group(), None)
+    return ProcessGroups(*groups)
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -278,36 +287,6 @@ def _default_group() -> dist.ProcessGroup:
             "before wrapping, in a script started with torchrun, or pass process_group"
         )
     return group
-
-
-def _hybrid_groups(
-    process_group: GroupArgument,
-    strategy: ShardingStrategy,
-    device_mesh: DeviceMesh | None,
-    has_policy: bool,
-    device: torch.device,
-) -> ProcessGroups:
-    if device_mesh is not None:
-        if device_mesh.ndim != 2:
-            raise ValueError(
-                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes "
-                "dimensions (replicate, shard)"
-            )
-        return ProcessGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
-    if process_group is None and not has_policy:
-        raise ValueError(
-            f"Manual wrapping with {strategy} requires explicit specification of process group or "
-            "device_mesh, the same for all units: a (shard, replicate) pair or a 2-D mesh"
-        )
-    if process_group is None:
-        return _groups_by_node(_default_group(), device)
-    groups = process_group if isinstance(process_group, tuple) else ()
-    if len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups):
-        raise ValueError(
-            "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two "
-            f"process groups with {strategy}, but got {type(process_group).__name__}"
-        )
-    return ProcessGroups(*groups)
 
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
@@ -507,7 +486,7 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
     """RuntimeError if a parameter is left that neither a unit owns nor the user ignores."""
     for submodule, path in tree.modules.items():
         for name, param in submodule._parameters.items():
-            if param is None or param in ignored_params or not tree.is_home_of(param):
+            if param is None or param in ignored_params or not tree.owns(param):
                 continue
             if not is_flattened(param):
                 raise RuntimeError(

@@ -139,8 +139,8 @@ class Occurrences:
                     f"module that it was scripted from, or pass it in ignored_modules. {IGNORED_AND_TRAINED}."
                 )
 
-    def come_last(self) -> None:
-        """Stand behind other parameters of their modules, as with torch: optimizers number them so."""
+    def move_params_to_end(self) -> None:
+        """Register the parameters behind others of their modules, as torch does: optimizers number them so."""
         for info in self.infos:
             info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
 
@@ -300,7 +300,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             name=type(tree.root).__name__,
         )
         if config.use_orig_params:
-            found.come_last()
+            found.move_params_to_end()
         registrations.watch((view[1:3] for view in param_views), self)
         self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
         self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
@@ -342,7 +342,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
     def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         """``tensor`` as the parameter at ``place`` is shown: of its class and with its attributes."""
         guise = self._guises[place]
-        return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.put_on(tensor)
+        return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.wrap(tensor)
 
     def shard(self) -> None:
         """Let the modules show this rank's shard: at construction, where the parameters' own storage is
@@ -400,6 +400,14 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             optimizers[-1].zero_grad(set_to_none=True)
             param.grad = None
         self.collect_user_grads()
+
+    def shard_bounds(self) -> list[tuple[int, int]]:
+        """(start, end) of each parameter in this rank's shard; (0, 0) for one of which that has no element."""
+        if self.layout.sharded:
+            ranges = self.layout.shard_ranges()
+            return [(start, start + numel) if held else (0, 0) for held, start, numel, _ in ranges]
+        places = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
+        return [(start, start + numel) for start, numel in places]
 
     @property
     def script_params(self) -> Sequence[nn.Parameter]:

@@ -70,20 +70,10 @@ def _part(handle: FlatParamHandle, index: int, bounds: tuple[int, int], flat: Te
     return part.as_strided(flat_param._shapes[index], flat_param._strides[index], part.storage_offset())
 
 
-def _all_bounds(handle: FlatParamHandle) -> list[tuple[int, int]]:
-    """Asked for once for all: each list of the layout's is made anew."""
-    layout = handle.layout
-    if layout.sharded:
-        ranges = layout.shard_ranges()
-        return [(start, start + numel) if held else (0, 0) for held, start, numel, _ in ranges]
-    places = zip(layout.param_offsets, layout.param_numels, strict=True)
-    return [(start, start + numel) for start, numel in places]
-
-
 def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
     """One for each original parameter; those of before, while something holds them."""
     found = ranges_of(handle) or [
-        FlatRange(handle, index, each) for index, each in enumerate(_all_bounds(handle))
+        FlatRange(handle, index, each) for index, each in enumerate(handle.shard_bounds())
     ]
     handle._ranges = [weakref.ref(one) for one in found]
     return found

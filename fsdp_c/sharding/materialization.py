@@ -44,7 +44,12 @@ def materialize(
     check_params(tree, params, unit)
     check_single_device(tree, params, device_id, unit, rank)
     if any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored.modules))):
-        _initialize(tree.root, ignored.modules, param_init_fn, device)
+        targets = list(_modules_to_materialize(tree.root, ignored.modules))
+        if param_init_fn is None:
+            _reset_parameters(targets, device)
+        else:
+            for target in targets:
+                param_init_fn(target)
         tree = Subtree(tree.root, homes=tree.homes)
         params = own_params(tree, ignored.params)
         for param in params:
@@ -61,21 +66,6 @@ def materialize(
         device = next((param.device for param in params if param.device.type != "cpu"), device)
     check_compute_device(tree, params, device, unit, rank)
     return tree, params, device
-
-
-def _initialize(
-    root: nn.Module,
-    ignored_modules: set[nn.Module],
-    param_init_fn: Callable[[nn.Module], None] | None,
-    device: torch.device,
-) -> None:
-    """Call ``param_init_fn``, or ``reset_parameters()``, on all modules outside of inner units."""
-    targets = list(_modules_to_materialize(root, ignored_modules))
-    if param_init_fn is None:
-        _reset_parameters(targets, device)
-    else:
-        for target in targets:
-            param_init_fn(target)
 
 
 def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:
@@ -109,7 +99,7 @@ def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> Non
             warnings.warn(
                 f"Unable to call `reset_parameters()` for module on meta device with error {error}: give "
                 f"{type(module).__name__} this method, or pass param_init_fn",
-                stacklevel=6,
+                stacklevel=5,
             )
             raise
 

@@ -20,7 +20,7 @@ class Guise(NamedTuple):
     kind: type[nn.Parameter]
     attributes: dict[str, Any]
 
-    def put_on(self, data: Tensor) -> nn.Parameter:
+    def wrap(self, data: Tensor) -> nn.Parameter:
         """A frozen parameter of that class over the memory of ``data``."""
         with torch._C.DisableTorchFunctionSubclass():  # `data` may be freed
             made = torch.Tensor._make_subclass(self.kind, data.detach(), False)
@@ -55,6 +55,6 @@ class ViewsInGuise:
         if views is not self._views:
             pairs = zip(views, self._guises, strict=True)
             self._views = views
-            self._made = tuple(None if guise is None else guise.put_on(view) for view, guise in pairs)
+            self._made = tuple(None if guise is None else guise.wrap(view) for view, guise in pairs)
         made = zip(views, self._made, strict=True)
         return tuple(view if one is None or view.requires_grad else one for view, one in made)

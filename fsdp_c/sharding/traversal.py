@@ -165,17 +165,17 @@ class Subtree:
         further = []
         for module, path, is_inside in self._places:
             for name, param in module._parameters.items():
-                if param is not None and self.is_home_of(param, is_inside):
+                if param is not None and self.owns(param, is_inside):
                     info = ParamInfo(name, module, path)
                     if first.setdefault(param, info) is not info:
                         further.append((param, info))
         return first, further
 
-    def let_params_go(self) -> None:
-        """Keep none alive until they are looked for again: units are made of them, one after the other."""
+    def drop_param_cache(self) -> None:
+        """Release the parameters: units are made of them, one after the other, before they are looked for again."""
         self.__dict__.pop("_found", None)
 
-    def is_home_of(self, param: nn.Parameter, is_inside: bool = False) -> bool:
+    def owns(self, param: nn.Parameter, is_inside: bool = False) -> bool:
         """Whether a parameter found in the tree, or in an inner unit of it, counts here."""
         return self.homes.get(param, None if is_inside else self.root) is self.root
 

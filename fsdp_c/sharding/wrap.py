@@ -76,7 +76,7 @@ def auto_wrap(
             _warn_of_frozen_params(tree, chosen.keys(), ignored_params)
         homes = homes_of_shared_params(tree, chosen)
         _keep_in_full_precision(tree.modules, classes)
-        tree.let_params_go()
+        tree.drop_param_cache()
         with auto_wrapping(homes, ignored_params):
             _post_order_apply(tree.root, _construct_wrap_fn(tree.root, chosen, unit_class))
         return homes
@@ -104,7 +104,7 @@ def auto_wrap(
         wrap(record)
     homes = homes_of_shared_params(tree, chosen)
     _keep_in_full_precision(tree.modules, classes)
-    tree.let_params_go()
+    tree.drop_param_cache()
     with auto_wrapping(homes, ignored_params):
         wrap(unit_class)
     return homes

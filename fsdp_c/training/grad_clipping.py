@@ -264,27 +264,20 @@ def _grads_by_groups(handle: FlatParamHandle, wanted: Container[int] | None) -> 
 
     Every rank has the same groups in the same order, with or without gradients.
     """
-    found: GradsByGroups = {}
-    for index, param_extension in enumerate(handle.flat_param._param_extensions):
-        grads = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
-        grad = param_grad(handle, index)
-        param = (handle.flat_param._params or [handle.flat_param] * (index + 1))[index]
-        if grad is not None and (wanted is None or id(param) in wanted):
-            grads.append(grad)
-    return found
-
-
-def param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
-    """The part of the gradient that belongs to one parameter."""
-    flat_param, layout = handle.flat_param, handle.layout
+    flat_param = handle.flat_param
     if flat_param._params is not None:
-        return flat_param._params[index].grad
-    in_shard, offset, numel, _ = layout.shard_ranges()[index]
-    if not layout.sharded:
-        in_shard, offset, numel = True, layout.param_offsets[index], layout.param_numels[index]
-    if flat_param.grad is None or not in_shard:
-        return None
-    return flat_param.grad.narrow(0, offset, numel)
+        params: Sequence[Tensor] = flat_param._params
+        grads = [param.grad for param in params]
+    else:
+        params = [flat_param] * flat_param._num_params
+        grad, bounds = flat_param.grad, handle.shard_bounds()
+        grads = [None if grad is None or start == end else grad[start:end] for start, end in bounds]
+    found: GradsByGroups = {}
+    for param, grad, param_extension in zip(params, grads, flat_param._param_extensions, strict=True):
+        of_groups = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
+        if grad is not None and (wanted is None or id(param) in wanted):
+            of_groups.append(grad)
+    return found
 
 
 def _add_unmanaged_grads(

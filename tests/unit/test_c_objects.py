@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 from fsdp_c import _C
+from fsdp_c.sharding.configuration import UnitConfig
 from tests.processes import output_of_python
 
+ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS: tuple[tuple[Any, ...], ...] = (
     (),
     (None,),
@@ -81,6 +85,11 @@ def test_so_does_an_attribute(name: str) -> None:
 def test_a_unit_without_a_configuration_is_refused(config: Any) -> None:
     with pytest.raises(TypeError, match="expected a UnitConfig|takes exactly 20 arguments"):
         _C.Unit(nn.Identity(), None, config, "unit", ())
+
+
+def test_the_fields_of_a_configuration_are_read_in_their_order() -> None:
+    source = (ROOT / "csrc" / "handle" / "config.c").read_text().partition("PyArg_ParseTuple(")[2]
+    assert tuple(re.findall(r"[\s(]&(?:config->|options->)?(\w+)", source)) == UnitConfig._fields
 
 
 def test_pairs_of_optional_units_are_tuples() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -134,6 +135,12 @@ def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:  #
         == factor
         == DefaultState._get_gradient_predivide_factor(size)
     )
+
+
+def test_a_unit_shows_the_factors_by_which_gradients_are_divided() -> None:
+    group = FakeProcessGroup._create_internal(rank=0, world_size=8)
+    model = FSDP(Net(), process_group=group)
+    assert (model._gradient_predivide_factor, model._gradient_postdivide_factor) == (4, 2)
 
 
 # ----------------------------------------------------------------- device and materialisation

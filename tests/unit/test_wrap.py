@@ -150,6 +150,14 @@ def test_ignored_parameters_of_the_root_are_ignored_by_children() -> None:  # G-
     assert model.blocks[0]._flat_param._fqns == ["first.bias", "second.weight", "second.bias"]
 
 
+def test_ignored_modules_of_the_root_are_ignored_by_the_units_around_them() -> None:
+    plain = Model()
+    ignored = plain.blocks[0].first
+    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=[ignored])
+    assert model.blocks[0].module.first is ignored and ignored.weight.shape == (5, 3)
+    assert model.blocks[0]._flat_param._fqns == ["second.weight", "second.bias"]
+
+
 def test_ignored_modules_are_not_wrapped() -> None:
     plain = Model()
     model = FSDP(
