@@ -141,7 +141,7 @@ class FullyShardedDataParallel(UnitNames):
     parameters on more than one device. A unit cannot be copied or pickled.
     """
 
-    _names_from_root: list[str]  # of the parameters, for the log under TORCH_DISTRIBUTED_DEBUG=INFO
+    _names_from_root: list[str]  # names of parameters, for the log under TORCH_DISTRIBUTED_DEBUG=INFO
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class FullyShardedDataParallel(UnitNames):
         arguments = dict(locals())
         super().__init__()
         check_module(module)
-        if isinstance(sharding_strategy, HandleShardingStrategy):  # which torch takes for groups of one rank
+        if isinstance(sharding_strategy, HandleShardingStrategy):  # torch takes it for groups of one rank
             sharding_strategy = ShardingStrategy[sharding_strategy.name]
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
         construction.check_places(process_group, device_mesh, device_id, param_init_fn)
@@ -225,7 +225,7 @@ class FullyShardedDataParallel(UnitNames):
         )
         construction.note_groups(config)
         self._init_state(config, mixed_precision, cpu_offload, buffer_dtypes)
-        self._exec_order_data = ExecutionOrder()  # from lazy initialisation on, it is the root's
+        self._exec_order_data = ExecutionOrder()  # lazy initialisation replaces it by the root's
         self._device_handle = torch.get_device_module(device)
         self._debug_level = dist.get_debug_level()
         self._use_full_prec_in_eval = config.full_precision_in_eval
@@ -268,7 +268,7 @@ class FullyShardedDataParallel(UnitNames):
     # ---- the step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered, and return what it returns. Collective.
+        """Run the wrapped module with its parameters gathered, and return its result. Collective.
 
         An exception leaves nothing gathered, and goes on. Raises RuntimeError inside this unit's own forward,
         and inside ``summon_full_params`` with gradients enabled.
@@ -345,7 +345,7 @@ class FullyShardedDataParallel(UnitNames):
         """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
 
         With ``async_op`` returns what to wait for before they are read. The next optimizer step must come
-        after that forward: what is gathered here is not gathered again.
+        after that forward: it does not gather the parameters again.
         """
         root = self._enclosing_unit or self
         (root if self._unit.runtime is None else self)._lazy_init()
@@ -465,16 +465,16 @@ class FullyShardedDataParallel(UnitNames):
     # ---- nn.Module
 
     def __getattr__(self, name: str) -> Any:
-        """Look up in the wrapped module what the unit lacks."""
+        """Look up attributes that the unit lacks in the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             wrapped = self.__dict__.get("_modules", {}).get(WRAPPED_MODULE)
             if wrapped is None:
                 raise
-            if name == "_zero_scalar":  # of torch's clip_grad_norm_
+            if name == "_zero_scalar":  # read by torch's clip_grad_norm_
                 refuse_torchs_functions(unit_name(wrapped))
-            if name == "_fqn_modifiers":  # of torch.distributed.checkpoint
+            if name == "_fqn_modifiers":  # read by torch.distributed.checkpoint
                 refuse_torchs_checkpoint(unit_name(wrapped), FullyShardedDataParallel)
             try:
                 found = getattr(wrapped, name)
@@ -488,7 +488,7 @@ class FullyShardedDataParallel(UnitNames):
             return misuse_checks.explaining(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
-        """What the unit holds, and for a root what its tree takes: see ``fsdp_c.summary``."""
+        """The size of the unit, and for a root the memory that its tree takes: see ``fsdp_c.summary``."""
         return describe_unit(self, self.check_is_root()) if "_unit" in self.__dict__ else ""
 
     def __getitem__(self, key: object) -> Any:

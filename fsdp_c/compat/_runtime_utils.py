@@ -28,7 +28,7 @@ def _lazy_init(state: ShardedModule, root_module: nn.Module) -> ShardedModule:
 
 
 def _root_pre_forward(state: ShardedModule, module: nn.Module, args: T, kwargs: U) -> tuple[T, U]:
-    """The same. The forward itself does the rest of the preparation."""
+    """Make ``state`` a root unless its tree has one. The forward itself does the rest of the preparation."""
     state._lazy_init()
     return args, kwargs
 
@@ -46,7 +46,7 @@ def _reshard(state: ShardedModule, handle: FlatParamHandle, free_unsharded_flat_
 
 
 def _post_backward_reshard(state: ShardedModule, handle: FlatParamHandle, *unused: object) -> None:
-    """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next unit."""
+    """Reshard, and prefetch the next unit: in a backward, when the unit's gradients have been packed."""
     state._unit.post_backward_reshard()
 
 
@@ -59,12 +59,12 @@ def _register_pre_backward_hooks(
 
 
 def _register_post_backward_hook(state: ShardedModule, handle: FlatParamHandle) -> None:
-    """In a forward, once gathered: reduce the unit's gradients when all have come. Without it none come."""
+    """Have the unit's gradients reduced once all are computed: in a forward, once unsharded."""
     state._unit.register_post_backward_hook()
 
 
 def _get_training_state(handle: FlatParamHandle) -> HandleTrainingState:
-    """What the handle is used for now, which decides what is prefetched."""
+    """The state of the handle, by which the next handle to prefetch is chosen."""
     return handle._training_state
 
 
@@ -100,7 +100,7 @@ def put(name: str, function: Callable[..., Any]) -> None:
 
 
 class Watched(ModuleType):
-    """A module that tells the runtime what is put in the place of its functions."""
+    """A module that notifies the runtime when one of its functions is replaced."""
 
     def __setattr__(self, name: str, value: Callable[..., Any]) -> None:
         super().__setattr__(name, value)

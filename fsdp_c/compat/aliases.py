@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-StateDict = dict[str, Any]  # of a model or an optimizer: tensors, and whatever else they keep
-ParamState = dict[str, Any]  # what an optimizer keeps of one parameter
-ParamGroup = dict[str, Any]  # of an optimizer: its parameters and its options
-Kwargs = dict[str, Any]  # of a constructor of FullyShardedDataParallel or of another wrapper
-OptimInput = list[ParamGroup] | Iterable[nn.Parameter] | None  # what an optimizer is made of
+StateDict = dict[str, Any]  # tensors and other values of a model or an optimizer
+ParamState = dict[str, Any]  # an optimizer's state of one parameter
+ParamGroup = dict[str, Any]  # parameters and options of an optimizer
+Kwargs = dict[str, Any]  # arguments of FullyShardedDataParallel or of another wrapper
+OptimInput = list[ParamGroup] | Iterable[nn.Parameter] | None  # the first argument of an optimizer

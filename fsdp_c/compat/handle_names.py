@@ -256,7 +256,7 @@ class HandleNames(_C.Handle):
         """(parameter name, module name) of the further occurrences of shared parameters."""
         return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
 
-    if not TYPE_CHECKING:  # which would find any attribute
+    if not TYPE_CHECKING:  # with it mypy would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             left_out.explain("FlatParamHandle", name)

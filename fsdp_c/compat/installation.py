@@ -77,7 +77,7 @@ _OURS: dict[tuple[str, str], object] = {
 
 @functools.cache
 def _replacements() -> dict[int, tuple[object, object]]:
-    """By the id of torch's object: that object, kept so that the id stays its own, and ours."""
+    """Torch's object, kept so that its id stays its own, and ours, by that id."""
     pairs = [
         (getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours)
         for (name, attr), ours in _OURS.items()
@@ -98,12 +98,12 @@ def _replacements() -> dict[int, tuple[object, object]]:
 
 
 class _Installed:
-    """What ``install()`` changed: the names it wrote, and the modules that it has seen."""
+    """Changes of ``install()``: the names that it wrote, and the modules that it has seen."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.written: list[tuple[ModuleType, str, object]] = []
-        # what torch's class has of its own under the names that hand on
+        # attributes of torch's class that were replaced, by name
         self.handed_on: dict[str, object] = {}
         self.added: list[str] = []  # names that torch.distributed.fsdp did not have
 
@@ -112,7 +112,7 @@ _installed: _Installed | None = None
 
 
 def is_installed() -> bool:
-    """Whether fsdp_c stands in the place of torch's FSDP1."""
+    """True from ``install()`` to ``uninstall()``."""
     return _installed is not None
 
 
@@ -139,7 +139,7 @@ def install() -> None:
             setattr(module, name, pairs[id(value)][1])
     if HAS_FSDP1:
         installed.handed_on = _hand_on(_torchs_class())
-        # what is put in the place of the runtime's functions there from now on is called
+        # functions that replace the runtime's there are called from now on
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     else:
         installed.added = put_public_names(importlib.import_module(_FSDP))
@@ -184,7 +184,7 @@ def _torchs_class() -> Any:
 
 
 def _hand_on(theirs: type) -> dict[str, object]:
-    """Have torch's class make our units and call our static methods; returns what it had under the names."""
+    """Have torch's class make our units and call our static methods; returns the attributes that were replaced."""
     had = dict(vars(theirs))
     ours = {
         name: value

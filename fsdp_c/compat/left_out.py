@@ -1,4 +1,4 @@
-"""What torch's FSDP1 keeps on a unit and its handle and fsdp_c does not, and what to use instead.
+"""Attributes of torch's units and handles that fsdp_c's do not have, and what to use instead.
 
 All of it is state or steps of a runtime that is in C here. Asking for it is an AttributeError that says so.
 """

@@ -34,4 +34,4 @@ def refuse_torchs_checkpoint(name: str, our_class: type) -> None:
     """Raise if torch.distributed.checkpoint, which has asked for an attribute, knows another FSDP than ours."""
     state_dict: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if state_dict is not None and state_dict.FSDP is not our_class:
-        raise RuntimeError(_MESSAGE.format(name))  # which no hasattr() takes for a no
+        raise RuntimeError(_MESSAGE.format(name))  # hasattr() passes it on

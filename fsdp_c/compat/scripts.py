@@ -37,7 +37,7 @@ def run_module(name: str, args: list[str], split_frozen: bool = False) -> None:
 
 
 def module_exists(name: str) -> bool:
-    """Whether there is a module ``name``. Its parents are imported to find out, and may raise."""
+    """True if there is a module ``name``. Its parents are imported to find out, and may raise."""
     importlib.invalidate_caches()
     try:
         return importlib.util.find_spec(name) is not None

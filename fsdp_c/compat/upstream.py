@@ -116,5 +116,5 @@ def torch_version() -> tuple[int, int]:
 
 
 def copies_containers_of_inputs() -> bool:
-    """Whether a root gives its module lists and dicts of its own. Since torch 2.14 they are the caller's."""
+    """True if a root gives its module lists and dicts of its own. Since torch 2.14 they are the caller's."""
     return torch_version() < (2, 14)

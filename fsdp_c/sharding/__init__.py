@@ -1,1 +1,1 @@
-"""From a user's module to sharded ones: what is wrapped, what a flat parameter holds, how one is built."""
+"""From a user's module to sharded ones: wrapping, construction, flat parameters."""

@@ -1,4 +1,4 @@
-"""Whether all ranks wrap the same model: compared once, before the first collective of a tree.
+"""Comparison of the model that each rank wraps, once, before the first collective of a tree.
 
 Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups.
 Only where they differ are the plans themselves exchanged, and every rank raises the same error, which names
@@ -34,7 +34,7 @@ class UnitPlan(NamedTuple):
 
     module: str
     parameters: tuple[str, ...]
-    needs: dict[str, object]  # in the order in which differences are looked for
+    needs: dict[str, object]  # compared in this order
 
     def shown(self, field: str) -> str:
         """The value of a field of ``needs``; a parameter's with its name."""

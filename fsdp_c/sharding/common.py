@@ -1,4 +1,4 @@
-"""What state dicts and summon_full_params share: parameters by their names, and contexts over one unit."""
+"""Helpers of state dicts and summon_full_params: parameters by their names, and contexts over one unit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
 
 
 def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
-    """Whether the units were moved from where they compute, and each rank has all: nothing is sent."""
+    """True if the units were moved off the device that computes, and each rank has all: nothing is sent."""
     if fsdp_module._unit.runtime is not None:
         return False
     handles = [unit._handle for unit in units_of(fsdp_module) if unit._handle is not None]
@@ -97,7 +97,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def of_several(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """Those of the groups that have others in them."""
+    """The groups with more than one rank."""
     return [group for group in groups if group is not None and group.size() > 1]
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile does with units: it compiles the modules inside of them, and runs what is ours as it is.
+"""Rules for torch.compile: it compiles the modules inside units, and runs fsdp_c's own frames eagerly.
 
 torch._dynamo takes a second and 25 MB to import, which only those pay who compile.
 """
@@ -46,7 +46,7 @@ class _WhenRulesCome(importlib.abc.MetaPathFinder):
 
 
 def _skip_frames(rules: Any) -> None:
-    """Of all modules of fsdp_c but ``fsdp_c.training.replacements``."""
+    """Skip frames of all modules of fsdp_c but ``fsdp_c.training.replacements``."""
     for package in ("fsdp_c", "fsdp_c.training"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
             if module.name not in _TRACED:
@@ -55,7 +55,7 @@ def _skip_frames(rules: Any) -> None:
 
 @functools.cache
 def _skip_our_frames() -> None:
-    """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
+    """Have torch.compile run our frames eagerly; it compiles the modules inside units."""
     if _RULES in sys.modules:
         _skip_frames(importlib.import_module(_RULES))
     else:

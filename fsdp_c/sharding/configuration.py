@@ -14,7 +14,7 @@ class UnitConfig(NamedTuple):
 
     shard_group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None  # the ranks that hold the same shard, for hybrid strategies
-    device: torch.device  # where the unit computes
+    device: torch.device  # that the unit computes on
     strategy: ShardingStrategy
     use_orig_params: bool
     offload_params: bool  # shards are in CPU memory, wherever ``device`` is

@@ -1,4 +1,4 @@
-"""What a unit decides from its arguments: ignored states, groups, strategy, device, own parameters."""
+"""Decisions of a unit's constructor: ignored states, groups, strategy, device, own parameters."""
 
 import atexit
 import numbers
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 def check_settings(
     strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
 ) -> None:
-    """TypeError for settings of other types than torch.distributed.fsdp's; what is false stands for None."""
+    """TypeError for settings of other types than torch.distributed.fsdp's. False values count as None, as in FSDP1."""
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
     if mixed_precision:
@@ -140,7 +140,7 @@ def warn_of_useless_unit(module: nn.Module) -> None:
 
 
 class IgnoredStates(NamedTuple):
-    """What a unit leaves alone. Buffers have the names that they have in the module before any wrapping."""
+    """Modules, parameters and buffers that a unit leaves alone. Buffers have their names before any wrapping."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]

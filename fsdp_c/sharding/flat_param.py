@@ -56,7 +56,7 @@ class ManagedParam(NamedTuple):
     name: str  # its attribute there
     fqn: str  # relative to the unit, wrapper segments removed
     shape: torch.Size  # unsharded, over the tensor parallel mesh too
-    place: int  # in the flat parameter; names of a shared parameter have one
+    place: int  # index in the flat parameter; names of a shared parameter have the same
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives its metaclass no public name
@@ -95,7 +95,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _shared_param_infos: tuple[SharedParamInfo, ...]
     _modules: set[nn.Module]
     _unpadded_unsharded_size: torch.Size
-    _padded_unsharded_size: torch.Size  # from lazy initialisation on, where the parameters are sharded
+    _padded_unsharded_size: torch.Size  # set by lazy initialisation, if the parameters are sharded
     _sharded_size: torch.Size
     _shard_numel_padded: int
     _post_backward_called: bool
@@ -201,7 +201,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
     """
 
     flat_param: FlatParameter
-    _ranges: Sequence["weakref.ref[nn.Parameter]"] = ()  # those of fsdp_c/sharding/flat_ranges.py
+    _ranges: Sequence["weakref.ref[nn.Parameter]"] = ()  # FlatRanges that an optimizer holds
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an extension flattened any of the parameters."""
+        """True if an extension flattened any of the parameters."""
         return any(extension is not None for extension in self.flat_param._param_extensions)
 
     @functools.cached_property
@@ -373,14 +373,14 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
-        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` changes."""
+        """Take dtypes that mixed precision leaves open from the parameters, which ``.to(dtype)`` changes."""
         param_dtype, reduce_dtype = self._config.param_dtype, self._config.reduce_dtype
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
         self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the size of a shard; never under NO_SHARD."""
+        """True if ``tensor`` has the size of a shard; never under NO_SHARD."""
         return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
 
     def step_in_backward(self) -> None:
@@ -390,7 +390,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
          One that several parameters share steps once: afterwards none of those has a gradient.
         """
         if self._config.offload_params and self.device.type != "cpu":
-            self._device_handle.current_stream(self.device).synchronize()  # for the gradients
+            self._device_handle.current_stream(self.device).synchronize()  # the gradients are there then
         for param in self.flat_param._params or ():
             optimizers = getattr(param, "_in_backward_optimizers", None)
             if param.grad is None or not optimizers:
@@ -411,7 +411,7 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
 
     @property
     def script_params(self) -> Sequence[nn.Parameter]:
-        """What the script has of the unit: the original parameters, or the flat one."""
+        """The parameters that the script has of the unit: the original ones, or the flat one."""
         return self.flat_param._params or [self.flat_param]
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 
 
 class FlatRange(nn.Parameter):
-    """What this rank's shard holds of one original parameter, as a view; under NO_SHARD the whole of it.
+    """This rank's part of one original parameter, as a view of the shard; under NO_SHARD all of it.
 
     Its ``grad`` is that part of the flat parameter's. Setting it to None clears the flat parameter's. It
     follows a shard that is moved, when ``grad`` is looked at next.
@@ -20,11 +20,10 @@ class FlatRange(nn.Parameter):
     _handle: FlatParamHandle
     _index: int
     _bounds: tuple[int, int]  # in the shard
-    _at: int  # where the shard was
+    _at: int  # address of the shard
 
     def __new__(cls, handle: FlatParamHandle, index: int, bounds: tuple[int, int]) -> FlatRange:
-        """Of the parameter at ``index`` in the flat parameter of ``handle``, which lies at ``bounds`` in its
-        shard."""
+        """The range of the parameter at ``index``, which is at ``bounds`` in the shard of ``handle``."""
         shard = _shard_of(handle)
         part = _part(handle, index, bounds, shard)
         made = super().__new__(cls, part, handle.flat_param.requires_grad)
@@ -80,6 +79,6 @@ def make_ranges(handle: FlatParamHandle) -> list[FlatRange]:
 
 
 def ranges_of(handle: FlatParamHandle) -> list[FlatRange]:
-    """Those that an optimizer holds; empty without."""
+    """The ranges that an optimizer holds; empty without one."""
     found = [one for reference in handle._ranges if isinstance(one := reference(), FlatRange)]
     return found if len(found) == len(handle.flat_param._fqns) else []

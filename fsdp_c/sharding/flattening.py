@@ -48,7 +48,7 @@ def check_uniform(
 
 
 def is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether ``tensor`` is contiguous, with a last stride of 1 even if that size is 1."""
+    """True if ``tensor`` is contiguous, with a last stride of 1 even if that size is 1."""
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
@@ -60,7 +60,7 @@ def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor of these fills one piece of memory, in any order of dimensions."""
+    """True if a tensor of these sizes and strides has no gaps in memory, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
         if size != 1 and stride != expected:
@@ -117,7 +117,7 @@ def shard_param_infos(layout: _C.FlatLayout) -> tuple[_ShardParamInfo, ...]:
 
 
 def part_in_range(start: int, last: int, range_start: int, range_last: int) -> _ShardParamInfo:
-    """What a shard of [range_start, range_last] has of a parameter of [start, last]; all inclusive."""
+    """The part of a parameter of [start, last] in a shard of [range_start, range_last]; all inclusive."""
     begin, end = max(start, range_start), min(last, range_last)
     if begin > end:
         return _NOT_IN_SHARD

@@ -1,4 +1,4 @@
-"""What views of a unit's parameters are while nothing holds their values: between steps, and before the first.
+"""The class of views of a unit's parameters while their storage is freed: between steps, and before the first.
 
 Without ``use_orig_params`` modules show them as their attributes, and a forward may have kept them elsewhere.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_c import _C
 
-# of a tensor, and needs none of its values
+# properties of a tensor that need none of its values
 _PROPERTIES = (
     "shape dtype device layout ndim names requires_grad is_leaf grad _grad grad_fn _grad_fn grad_dtype output_nr "
     "retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks itemsize nbytes is_cpu is_cuda is_meta "
@@ -35,7 +35,7 @@ _ALLOWED = frozenset(
 
 
 class FreedView(Tensor):
-    """Says what it is (shape, dtype, device, ...), and raises RuntimeError by name for all else.
+    """A view that gives its shape, dtype, device and the like, and raises RuntimeError by name for all else.
 
     C sets this class on the views when it frees their storage, and takes it away when that is there again.
     """

@@ -1,4 +1,4 @@
-"""Which parameters of a unit share a flat parameter: those of one dtype, that are trained alike."""
+"""Grouping of a unit's parameters into flat ones: parameters of one dtype that are trained alike share one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split_frozen() -> Iterator[None]:
 
 
 def splits_frozen() -> bool:
-    """Whether ``split_frozen`` is in force."""
+    """True under ``split_frozen``."""
     return _splits_frozen.get() or splits_by_default
 
 

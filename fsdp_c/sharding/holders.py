@@ -1,4 +1,4 @@
-"""Which ranks hold a model: by the process groups of its units, and the meshes that these are slices of."""
+"""The ranks that hold a model: by the process groups of its units, and the meshes of which these are slices."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def materialize(
     device: torch.device,
     device_id: int | torch.device | None,
 ) -> tuple[Subtree, list[nn.Parameter], torch.device]:
-    """Give a module on the meta device its values, and move what is on the CPU to ``device`` where a ``device_id``
-    was passed.
+    """Give a module on the meta device its values, and move its tensors on the CPU to ``device`` if a
+    ``device_id`` was passed.
 
     Returns the tree and the unit's own parameters as they are then, and the device that computes. ValueError and
     RuntimeError for parameters that no unit can hold, or on several devices.

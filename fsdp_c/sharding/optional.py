@@ -48,7 +48,7 @@ def optional(module: Module) -> Module:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether ``optional`` was called with ``module``, or with one that a wrapper holds in its place."""
+    """True if ``optional`` was called with ``module``, or with the module that a wrapper holds in its place."""
     return getattr(module, _MARK, False) is True
 
 
@@ -59,7 +59,7 @@ class OptionalPaths:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        # whether it, or one around it, is marked
+        # True if the module at the path, or one around it, is marked
         self._known: dict[str, tuple[nn.Module, bool]] = {"": (root, False)}
 
     def __contains__(self, path: str) -> bool:
@@ -82,7 +82,7 @@ def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_
     ``modules`` are its units and their paths from the root, in traversal order. The root itself is not asked.
     """
     optional_paths = OptionalPaths(modules[0][1])
-    required: dict[str, _C.Unit] = {}  # by path; a unit comes before its segments
+    required: dict[str, _C.Unit] = {}  # units by path; a unit comes before its segments
     found = []
     for path, module in modules:
         if path not in optional_paths:

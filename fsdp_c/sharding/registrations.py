@@ -1,4 +1,4 @@
-"""Which new Parameters were registered in the place of a unit's own, and not swapped in for a call.
+"""Marks on Parameters that were registered in the place of a unit's own, and not swapped in for a call.
 
 See ``[Note: swapped parameters]`` in ``csrc/handle/writeback.c``.
 """
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_c import _C
 
-_handles = WeakIdKeyDictionary()  # by module, and the name of a parameter there: a weak reference
+_handles = WeakIdKeyDictionary()  # weak references to handles, by module and name of a parameter there
 
 
 def watch(places: Iterable[tuple[nn.Module, str]], handle: _C.Handle) -> None:

@@ -1,7 +1,4 @@
-"""What a FullyShardedDataParallel holds, for modules of this package below it, and how they find it.
-
-A module is a FullyShardedDataParallel to the user. Its unit is the object in C that runs its steps.
-"""
+"""A unit or segment, as modules of this package below FullyShardedDataParallel know it, and how they find units."""
 
 from __future__ import annotations
 
@@ -47,14 +44,14 @@ else:
 
 
 class ShardedModule(nn.Module, _FSDPState):
-    """A unit or one of its segments: what has one flat parameter. Base of FullyShardedDataParallel and Segment."""
+    """A unit or one of its segments: the owner of one flat parameter. Base of FullyShardedDataParallel and Segment."""
 
     _unit: _C.Unit
     _fsdp_wrapped_module: nn.Module
     _said_is_root: bool | None  # there once a client has written _is_root
     _was_summoned: bool  # there once summon_full_params has shown the tree, which makes it one to torch
     _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter
-    _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
+    _flat_param_name: str = FLAT_PARAM  # name by which the wrapped module registers the flat parameter
     _exec_order_data: Any  # limits of prefetching; from lazy initialisation on, it is the root's
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
@@ -122,7 +119,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _handle(self) -> FlatParamHandle | None:
-        return cast("FlatParamHandle | None", self._unit.handle)  # C hands out what it was given
+        return cast("FlatParamHandle | None", self._unit.handle)  # the object that C was given
 
     @property
     def _has_params(self) -> bool:
@@ -140,7 +137,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the unit is doing."""
+        """IDLE, in a step, or inside summon_full_params."""
         state = self._unit.training_state
         if state == _C.USE_IDLE:
             return TrainingState.IDLE
@@ -161,7 +158,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether this is the root of a tree that has run; None before. Clients write it, between steps.
+        """True for the root of a tree that has run; None before. Clients write it, between steps.
 
         None lets the next forward of a tree decide anew. False lets an outer unit become the root of one that
         was used by itself, until when it is remembered, as True is: which unit runs as the root does not
@@ -180,7 +177,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _decided_is_root(self) -> bool | None:
-        """As a step or a client has decided it, None where neither has."""
+        """The decision of a step or a client, None without one."""
         return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
 
     @property
@@ -242,7 +239,7 @@ class Segment(ShardedModule):
         return fsdp_module
 
     def _lazy_init(self, alone: bool = False) -> None:
-        """Its unit's."""
+        """Initialise the tree of the unit."""
         self._whole._lazy_init(alone)
 
 
@@ -254,7 +251,7 @@ def handle_of(module: ShardedModule) -> FlatParamHandle:
 
 
 def is_summoned(module: ShardedModule) -> bool:
-    """Whether the user is inside ``summon_full_params``: the unit's parameters are gathered already."""
+    """True inside ``summon_full_params``: the unit's parameters are unsharded already."""
     return handle_of(module).training_state == _C.USE_SUMMON_FULL_PARAMS
 
 

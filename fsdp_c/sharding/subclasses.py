@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 Views = tuple[Tensor, ...]
 
-# what wrapping and its policies leave on plain parameters
+# attributes that wrapping and its policies leave on plain parameters
 _MARKS = frozenset({"_fsdp_flattened", "_fsdp_owner", "_fsdp_registered_for", "_is_flat_param"})
 
 
@@ -36,14 +36,14 @@ def guise_of(param: nn.Parameter) -> Guise | None:
 
 
 def views_wrapper(guises: Sequence[Guise | None]) -> Callable[[Views], Views] | None:
-    """The function that makes what the modules show from a unit's views; None where they show the views."""
+    """The function from a unit's views to the tensors that modules show; None where they show the views."""
     return ViewsInGuise(guises) if any(guises) else None
 
 
 class ViewsInGuise:
     """Puts each guise on the view of its parameter, unless that is trained by now.
 
-    Views stay from step to step, and so does what is made of them.
+    Views stay from step to step, and so do the parameters made of them.
     """
 
     def __init__(self, guises: Sequence[Guise | None]) -> None:

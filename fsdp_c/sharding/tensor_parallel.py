@@ -29,7 +29,7 @@ ParamExtension = Any
 def flatten(
     params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExtensions | None
 ) -> list[ParamExtension]:
-    """Replace in ``params`` what the extension flattens by Parameters of the local tensors.
+    """Replace in ``params`` those that the extension flattens by Parameters of the local tensors.
 
     Returns per parameter what turns a view back, None for one that stays as it is. Raises ValueError for a
     DTensor that no extension flattens.
@@ -49,7 +49,7 @@ def flatten(
 def views_wrapper(
     param_extensions: Sequence[ParamExtension], extension: FSDPExtensions | None
 ) -> Callable[[Views], Views] | None:
-    """The function that makes what the modules show from the unit's views; None where they show the views."""
+    """The function from the unit's views to the tensors that modules show; None where they show the views."""
     if extension is None or all(one is None for one in param_extensions):
         return None
     return ViewsWrapper(param_extensions, extension)
@@ -70,7 +70,7 @@ class ViewsWrapper:
     def _wrap(self, view: Tensor, param_extension: ParamExtension) -> Tensor:
         if param_extension is None:
             return view
-        # The extension registers a hook on what it gets: never on the view, which stays from step to step.
+        # The extension registers a hook on its argument: never on the view, which stays from step to step.
         with torch._C.DisableTorchFunctionSubclass():  # it may be freed
             alias = view.view_as(view)
         return self._extension.post_unflatten_transform(alias, param_extension)
@@ -90,7 +90,7 @@ def like(value: object, shown: Tensor) -> object:
 
 
 def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
-    """What a parameter's local tensor is for a whole ``value``, plain or a DTensor however placed.
+    """The local tensor of a parameter for a full ``value``, plain or a DTensor however placed.
 
     Collective over the mesh of a DTensor.
     """

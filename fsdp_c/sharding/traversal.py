@@ -1,6 +1,6 @@
 """Walks over module trees that know where one unit ends and the next begins.
 
-A unit is a FullyShardedDataParallel instance. It is recognised by what it holds, so that the modules below
+A unit is a FullyShardedDataParallel instance. It is recognised by its attributes, so that the modules below
 the class can ask.
 """
 
@@ -32,7 +32,7 @@ def flat_param_name(number: int) -> str:
 
 
 def is_flat_param_name(name: str) -> bool:
-    """Whether a module's parameter of this name is a flat parameter."""
+    """True for the names by which modules register flat parameters."""
     rest = name.removeprefix(FLAT_PARAM)
     return name.startswith(FLAT_PARAM) and (not rest or (rest[0] == "_" and rest[1:].isdecimal()))
 
@@ -88,8 +88,7 @@ def joined(path: str, name: str) -> str:
 
 
 Homes = Mapping[nn.Parameter, nn.Module]
-"""For parameters whose modules land in different units: the module around which the unit is that holds
-them."""
+"""Parameters whose modules are in different units, each with the module of the unit that holds it."""
 
 
 class AutoWrapping(NamedTuple):
@@ -120,13 +119,13 @@ def auto_wrapping(homes: Homes, ignored_params: set[nn.Parameter]) -> Iterator[N
 
 
 class Subtree:
-    """What a unit around ``root`` has to deal with, found in one pre-order walk that stops at units inside.
+    """Modules, parameters and buffers for a unit around ``root``, by one pre-order walk that stops at inner units.
 
-    Names and paths are from ``root``. What is shared counts once, where it is first; only the further places
-    of a parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few
-    to its root. ``inner`` are modules that count as units although they are none yet. A parameter of
-    ``homes`` counts in the tree around its home alone, there with its places in inner units; by default those
-    of the auto wrapping that is going on.
+    Names and paths are from ``root``. Shared modules and tensors count once, at their first place; the further
+    places of parameters are kept as well. Parameters are collected when first used: auto wrapping leaves few to
+    its root. ``inner`` are modules that count as units although they are none yet. A parameter of ``homes``
+    counts in the tree around its home alone, there with its places in inner units; by default the homes are
+    those of the current auto wrapping.
     """
 
     def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
@@ -176,7 +175,7 @@ class Subtree:
         self.__dict__.pop("_found", None)
 
     def owns(self, param: nn.Parameter, is_inside: bool = False) -> bool:
-        """Whether a parameter found in the tree, or in an inner unit of it, counts here."""
+        """True if a parameter found in the tree, or in an inner unit of it, counts here."""
         return self.homes.get(param, None if is_inside else self.root) is self.root
 
     @property
@@ -219,7 +218,7 @@ def walk(
 def named_buffers(
     module: nn.Module, is_left_out: Callable[[nn.Module], bool] = lambda _: False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``nn.Module.named_buffers``, with all names of what is shared, without modules that are left out."""
+    """``nn.Module.named_buffers``, with all names of shared buffers, without modules that are left out."""
     for prefix, current in walk(module, is_left_out, once=False):
         for name, buffer in current._buffers.items():
             if buffer is not None:

@@ -30,7 +30,7 @@ _paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def unit_name(module: nn.Module, path: str = "") -> str:
-    """What errors call the unit around ``module``: class and path, which auto wrapping may have seen."""
+    """The name of the unit around ``module`` in errors: class and path, if auto wrapping has seen it."""
     path = path or _paths.get(module, "")
     return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
 
@@ -59,7 +59,7 @@ def auto_wrap(
             f"{type(tree.root).__name__}: leave out auto_wrap_policy, or wrap that module by policy"
         )
     _paths.update(tree.modules)
-    classes: tuple[type[nn.Module], ...] = ()  # that mixed precision leaves out
+    classes: tuple[type[nn.Module], ...] = ()  # modules of these compute in full precision
     if root_kwargs["mixed_precision"] is not None:
         classes = tuple(root_kwargs["mixed_precision"]._module_classes_to_ignore)
     inside = modules_by_compiled(tree.modules)
@@ -111,7 +111,7 @@ def auto_wrap(
 
 
 def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes:
-    """Of parameters whose modules would land in several units: the root of the lowest unit around them.
+    """The root of the lowest unit around all modules of each parameter whose modules are in several units.
 
     ``chosen`` are the modules that become units beside the root.
     """
@@ -130,13 +130,13 @@ def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes
 
 
 def _roots_around(path: str, roots: Container[str]) -> list[str]:
-    """Those of ``roots`` that ``path`` leads through, outer before inner."""
+    """The ``roots`` on the way along ``path``, outer before inner."""
     ends = [index for index, character in enumerate(path) if character == "."]
     return [part for part in dict.fromkeys(["", *(path[:end] for end in ends), path]) if part in roots]
 
 
 def check_policy(policy: object) -> None:
-    """TypeError for what is no auto wrap policy."""
+    """TypeError for an object that is no auto wrap policy."""
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, _Policy)):
         got = policy.__name__ if isinstance(policy, type) else f"{type(policy).__name__} {policy!r}"
         raise TypeError(

@@ -20,7 +20,7 @@ from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, root_units, units_of
 from fsdp_c.tools import collective_errors
 
-# by the tensor parallel groups they are sharded over
+# gradients by the tensor parallel groups over which they are sharded
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]
 
 
@@ -28,7 +28,7 @@ GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]
 def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
 
-    What it returns and raises stands at the unit's method of this name. The norm is computed in fp32, in fp64
+    The unit's method of this name describes result and errors. The norm is computed in fp32, in fp64
     where a unit is.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
@@ -48,7 +48,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 def clip_params_(
     params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    """The same of ``params``, of units and others: None, with nothing done, where no unit has part of one.
+    """``clip_grad_norm_`` of ``params``, of units and others; None, with nothing done, where no unit has part of one.
 
     Collective over the groups of their units.
     """

@@ -122,7 +122,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
         known = [param() for unit in units for param in unit._whole._params_before]
         if found := params.keys() & own:
             _unstepped.discard(root)
-            _check_next_backward(root)  # which removes the hook
+            _check_next_backward(root)  # the check removes the step hook
             low = [params[one].dtype for one in found if params[one].dtype in (torch.bfloat16, torch.float16)]
             if low and kind.__module__.startswith("torch.optim."):
                 warnings.warn(
@@ -162,7 +162,7 @@ _OF_2D_PARAMS = re.compile("2D parameters|empty parameter list")
 
 
 def explaining(unit: ShardedModule, method: types.MethodType) -> types.MethodType:
-    """The same bound method of a wrapped module, whose errors on shards say that it is no forward."""
+    """``method`` of a wrapped module, with errors on shards that say that it is no forward."""
 
     @functools.wraps(method.__func__)
     def explained(*args: Any, **kwargs: Any) -> Any:

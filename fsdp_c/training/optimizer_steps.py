@@ -1,4 +1,4 @@
-"""What an optimizer's step ends: after a forward modules may show whole parameters."""
+"""A hook before each optimizer's step: it ends the time in which a forward leaves unsharded parameters on modules."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictiona
 def watch(root: ShardedModule) -> None:
     """Have the units of ``root`` show sharded parameters from an optimizer's step on.
 
-    The step changes the shards, of which whole parameters that a forward has left are copies: what the user
-    then writes to ``parameters()`` must not go there. What was written there before is taken over first.
+    The step changes the shards, and unsharded parameters that a forward has left are copies of them: later writes to
+    ``parameters()`` must reach the shards. Earlier writes are copied to the shards first.
     """
     if any(
         unit._use_orig_params and unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES

@@ -1,7 +1,7 @@
 """Functions of torch that see this rank's part alone: fsdp_c/training/replacements.py puts these in their places.
 
 Total norms and the overflow check of GradScaler see this rank's gradients. Once ``reduces_over_ranks`` is True, which
-install() sets, they give the results of the whole model; before that each warns once of what it is called with.
+install() sets, they give the results of the whole model; before that each warns once per model or optimizer.
 Errors of ``torch.autograd.grad`` on parameters that no graph has say what to pass instead.
 """
 
@@ -57,7 +57,7 @@ def total_norm(
             "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of this rank's shards alone, so that "
             "each rank clips by another. Call model.clip_grad_norm_(max_norm), or fsdp_c.install() first, under "
             "which torch's are right.",
-            stacklevel=6,  # where clip_grad_norm_ is called
+            stacklevel=6,  # the caller of clip_grad_norm_
         )
     return torchs_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
@@ -102,7 +102,7 @@ def unscale_grads_(
             f"{type(self).__name__} looks for inf and NaN in this rank's shards alone, so that ranks skip other "
             f"steps of {type(optimizer).__name__} and get other scales. Use fsdp_c.ShardedGradScaler, or call "
             "fsdp_c.install() first, under which torch's is right.",
-            stacklevel=5,  # where step() is called
+            stacklevel=5,  # the caller of step()
         )
     return found
 
@@ -149,7 +149,7 @@ def _groups(units: Sequence[ShardedModule]) -> list[dist.ProcessGroup]:
 
 @functools.wraps(torchs_run_backward)
 def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``torch.autograd.grad`` calls, which itself stays: torch.compile knows it by its identity."""
+    """The function that ``torch.autograd.grad`` calls. That itself stays: torch.compile knows it by its identity."""
     try:
         return torchs_run_backward(outputs, *args, **kwargs)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What stands in the places of torch's functions, from the first step of a unit on or from install().
+"""Replacements of torch's functions, from the first step of a unit on or from install().
 
 torch.compile traces this module, unlike the rest of fsdp_c (fsdp_c/sharding/compiling.py): a function that clips the
 gradients of a plain module compiles as without units. Clipping those of units breaks its graph.
@@ -49,7 +49,7 @@ def get_total_norm(
 ) -> Tensor:
     """The norm of ``tensors``, over all ranks where they are sharded gradients. torch's clip_grad_norm_ calls it."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    # whose gradients they are is known as the compiled function runs
+    # the owners of the gradients are known when the compiled function runs
     if torch.compiler.is_compiling() and tensors and all(type(one) is Tensor for one in tensors):
         norm: Tensor = torch.ops.fsdp_c.total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         return norm

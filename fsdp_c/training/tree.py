@@ -45,7 +45,7 @@ def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
     if not changed:
         return value
-    result = copy.copy(value)  # of the same class, with its attributes
+    result = copy.copy(value)  # the same class and attributes
     for key, new in changed.items():
         result[key] = new
     return result
@@ -120,7 +120,7 @@ _OPAQUE = (
 )
 
 
-# What is called later, or asked for its values: what it will compute with.
+# Objects that are called or iterated later: the objects that they will compute with.
 _HELD: dict[type, Callable[[Any], Iterable[object]]] = {
     functools.partial: lambda partial: (partial.func, *partial.args, *partial.keywords.values()),
     types.MethodType: lambda method: (method.__self__,),
@@ -156,7 +156,7 @@ def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth
 
 
 def _children(value: object) -> tuple[Iterable[object], bool]:
-    """What ``value`` holds, and whether it is a container rather than some object with attributes."""
+    """The objects in ``value``, and True if it is a container rather than some object with attributes."""
     if held := _HELD.get(type(value)):
         return held(value), True
     if isinstance(value, Mapping):
@@ -164,7 +164,7 @@ def _children(value: object) -> tuple[Iterable[object], bool]:
     if isinstance(value, tuple | list | set | frozenset):
         return value, True
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
-        # those of Python's own: to iterate would take its values from it
+        # Python's own iterators: to iterate would consume their values
         return gc.get_referents(value), True
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:

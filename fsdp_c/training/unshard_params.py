@@ -37,8 +37,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Show whole parameters of units in ``module``, in their own dtype and names, in a context.
 
-    Collective on entry. Inside, forwards use what is shown and gather nothing; they run under
-    ``torch.no_grad()``, and no backward may. On exit this rank's share of what was written is kept,
+    Collective on entry. Inside, forwards use the shown parameters and gather nothing; they run under
+    ``torch.no_grad()``, and no backward may. On exit this rank's part of edits is kept,
     unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
     their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients,
     with use_orig_params only.
@@ -101,7 +101,7 @@ def _check_arguments(
 
 
 def warn_of_copies() -> None:
-    """What is offloaded is on every rank."""
+    """Warn that every rank gets a copy of the full parameters."""
     warnings.warn(
         "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for "
         "each rank: pass rank0_only=True to keep one",
@@ -192,7 +192,7 @@ def _summon_unit(
 
 @contextlib.contextmanager
 def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
-    """Inside summon: show copies in CPU memory, free what is gathered; at exit carry edits back to that."""
+    """Inside summon: show copies in CPU memory and free the unsharded parameters; at exit copy edits back."""
     params = common.managed_params(handle)
     copies: dict[int, nn.Parameter] = {}
     shown = []
