@@ -141,8 +141,10 @@ def recursion_limit(limit: int) -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-@pytest.mark.parametrize("limit", [1_000, 10_000])
-@all_strategies
+@pytest.mark.parametrize(
+    ("strategy", "limit"),
+    [("FULL_SHARD", 1_000), ("FULL_SHARD", 10_000), ("SHARD_GRAD_OP", 1_000), ("NO_SHARD", 1_000)],
+)
 @both_views
 @on_ranks(2)
 def test_units_that_call_each_other_without_end_raise_as_the_plain_module(

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.models import Net
 from tests.ranks import all_strategies, both_views, device, on_ranks
 from tests.training import assert_same, batch, sharded
 
@@ -105,65 +104,6 @@ def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
     assert model._handle._offload_params and model.cpu_offload.offload_params
-
-
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@both_views
-@all_strategies
-@on_ranks(2)
-def test_zero_grad_clears_what_the_next_backward_would_add_to(
-    rank: int, strategy: str, use_orig_params: bool, set_to_none: bool
-) -> None:  # parity 22
-    model = build(True, strategy, use_orig_params)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model, 0, rank)
-    once = grads(model)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    left = grads(model)
-    assert (
-        once
-        and left.keys() == (set() if set_to_none else once.keys())
-        and not any(grad.any() for grad in left.values())
-    )
-    backward(model, 0, rank)
-    assert_same(once, grads(model))
-
-
-@both_views
-@on_ranks(2)
-def test_full_state_dict_of_an_offloaded_model_loads_into_the_plain_one(
-    rank: int, use_orig_params: bool
-) -> None:  # parity 5
-    model = build(True, use_orig_params=use_orig_params)
-    backward(model, 0, rank)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = model.state_dict()
-    plain = Net()
-    plain.load_state_dict(state, strict=True)
-    torch.testing.assert_close(model(batch(rank, 10)), plain(batch(rank, 10)), rtol=0.0, atol=0.0)
-
-
-@both_views
-@on_ranks(2)
-def test_clipping_an_offloaded_model_is_bitwise_that_without_offload(
-    rank: int, use_orig_params: bool
-) -> None:
-    models = [build(offload, use_orig_params=use_orig_params) for offload in (False, True)]
-    for model in models:
-        backward(model, 0, rank)
-    norms = [model.clip_grad_norm_(0.01) for model in models]
-    assert torch.equal(*norms) and norms[1].device.type == "cpu"
-    assert_same(*map(grads, models))
-
-
-@on_ranks(2)
-def test_sync_module_states_and_no_device_work_with_offload(rank: int) -> None:  # parity 7
-    torch.manual_seed(rank)
-    model = FSDP(Net(), cpu_offload=CPUOffload(True), sync_module_states=True)
-    torch.manual_seed(0)
-    plain = Net()
-    assert torch.equal(model(batch(0, 0)), plain(batch(0, 0)))
 
 
 @pytest.mark.parametrize("writeback", [True, False])

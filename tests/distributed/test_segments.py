@@ -297,34 +297,6 @@ def test_evaluation_and_gathering_ahead(rank: int, use_orig_params: bool) -> Non
 # ----------------------------------------------------------------- what users see
 
 
-@all_kinds
-@both_views
-@pytest.mark.parametrize("state_type", list(StateDictType), ids=lambda one: one.name)
-@on_ranks(2)
-def test_state_dicts_go_everywhere(
-    rank: int, kind: str, use_orig_params: bool, state_type: StateDictType
-) -> None:
-    model = wrapped(kind, use_orig_params)
-    train(model, rank)
-    local = state_type == StateDictType.LOCAL_STATE_DICT
-    others = [wrapped(kind, use_orig_params)]
-    if not local:
-        others += [wrapped(kind, not use_orig_params, auto_wrap_policy=None)]
-    for other in others:
-        with FSDP.state_dict_type(model, state_type), FSDP.state_dict_type(other, state_type):
-            state = model.state_dict()
-            keys = other.load_state_dict(state)
-        assert not keys.missing_keys and not keys.unexpected_keys
-        assert_same(full_state(other), full_state(model))
-    if state_type == StateDictType.FULL_STATE_DICT:
-        reference = plain(kind)
-        reference.load_state_dict(full_state(model))
-        whole = wrapped(kind, use_orig_params)
-        with FSDP.state_dict_type(whole, state_type):
-            whole.load_state_dict(reference.state_dict())
-        assert_same(full_state(whole), full_state(model))
-
-
 @both_views
 @on_ranks(2)
 def test_sharded_states_are_exchanged_with_torchs(rank: int, use_orig_params: bool) -> None:

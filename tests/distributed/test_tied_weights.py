@@ -174,30 +174,6 @@ STATE_DICTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", STATE_DICTS, ids=lambda kind: kind.name)
-@all_policies
-@both_views
-@on_ranks(2)
-def test_state_dicts_of_every_type_come_back(
-    rank: int, policy: str, use_orig_params: bool, kind: StateDictType
-) -> None:
-    model = wrapped(policy, use_orig_params)
-    train(model, rank)
-    trained = full_state(model)
-    with FSDP.state_dict_type(model, kind):
-        state = model.state_dict()
-    if kind is not StateDictType.LOCAL_STATE_DICT:
-        assert state.keys() == plain().state_dict().keys()
-    other = wrapped(policy, use_orig_params)
-    with FSDP.state_dict_type(other, kind):
-        other.load_state_dict(state)
-    assert_same(full_state(other), trained)
-    if kind is StateDictType.FULL_STATE_DICT:
-        twin = plain()
-        twin.load_state_dict(state)
-        assert_same(dict(twin.state_dict()), trained)
-
-
 class Whole(nn.Module):
     """A weight of the body is the head's, too, so that the root holds it."""
 

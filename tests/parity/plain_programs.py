@@ -62,7 +62,7 @@ def generate(seed: int, world_size: int = 2) -> Program:
     # of a difference in the last place Adam may make a whole step
     optimizers = ("sgd",) if has_float32(blocks) else tuple(OPTIMIZERS)
     tied_head = "inp" if rng.random() < 0.2 else None
-    if blocks[-1].kind in SQUARE and blocks[-1].frozen == "none" and rng.random() < 0.3:
+    if blocks[-1].kind in SQUARE and blocks[-1].frozen == "none" and rng.random() < 0.6:
         tied_head = "block"
     return Program(
         seed=seed,

@@ -20,9 +20,10 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init as upstream_lazy_in
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_c import FlatParameter, _runtime_utils
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import _runtime_utils
 from fsdp_c.compat.left_out import REASONS
+from fsdp_c.sharding import flat_param
 from tests.models import WIDTH, Block, Conv
 from tests.ranks import both_views
 
@@ -276,3 +277,102 @@ def test_unknown_attributes_stay_unknown() -> None:
     with pytest.raises(AttributeError, match=r"'FlatParamHandle' object has no attribute 'nothing'$"):
         _ = model._handle.nothing
     assert isinstance(FSDP.__getattr__, types.FunctionType)
+
+
+# ----------------------------------------------------------------- names, places and values
+
+
+def test_flat_param_exports_the_names_of_torchs() -> None:  # A-004
+    from torch.distributed.fsdp import _flat_param as theirs
+
+    assert set(theirs.__all__) == set(flat_param.__all__)
+
+
+def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:  # A-066, A-067
+    for use_orig_params in (True, False):
+        theirs, ours = (build(fsdp, use_orig_params, "plain") for fsdp in (Upstream, FSDP))
+        for method in ("named_parameters", "named_buffers"):
+            for kwargs in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
+                names = [[name for name, _ in getattr(model, method)(**kwargs)] for model in (theirs, ours)]
+                if "remove_duplicate" in kwargs:  # torch moves a shared parameter behind its neighbours
+                    names = [sorted(one) for one in names]
+                assert names[0] == names[1], (use_orig_params, method, kwargs)
+
+
+def test_indexing_is_forwarded_and_len_is_not() -> None:  # A-063
+    model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), device_id=CPU)
+    assert isinstance(model[1], nn.ReLU)
+    with pytest.raises(TypeError):
+        len(model)
+
+
+def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:  # B-001, B-002
+    param = FlatParameter(torch.ones(3), False)
+    assert type(param) is nn.Parameter and isinstance(param, FlatParameter) and not param.requires_grad
+    assert not isinstance(nn.Parameter(torch.ones(3)), FlatParameter)
+    marked = torch.ones(3)
+    marked._is_flat_param = True
+    assert isinstance(marked, FlatParameter)
+    assert FlatParameter(torch.ones(3, device="meta")).is_meta
+
+
+def shown_by(unit: Any) -> dict[str, Any]:
+    """Places, names, metadata and values of a unit, without the objects of an implementation's own."""
+    flat_param, handle = unit._flat_param, unit._handle
+    sizes = flat_param, torch.empty(3), torch.empty(flat_param._sharded_size)
+    return {
+        "infos": [(one.param_name, one.module_name, type(one.module)) for one in flat_param._param_infos],
+        "shared": [(one[0], one[2], one[3], one[5]) for one in flat_param._shared_param_infos],
+        "modules": len(flat_param._modules),
+        "metadata": handle.shard_metadata()._asdict(),
+        "module names": list(handle.param_module_names()),
+        "shared module names": list(handle.shared_param_module_names()),
+        "names in the shard": handle._fqns_in_shard,
+        "repr": repr(handle),
+        "is sharded": [handle.is_sharded(tensor) for tensor in sizes],
+        "values": flat_param.tolist(),  # also the padding, which is 42 between parameters and zero at the end
+    }
+
+
+@both_views
+@pytest.mark.parametrize("name", ["plain", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_units_show_what_torchs_show(name: str, use_orig_params: bool) -> None:
+    theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
+    for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
+        assert shown_by(our_unit) == shown_by(their_unit)
+        assert type(our_unit._flat_param._param_infos) is list
+
+
+@pytest.mark.parametrize("name", ["plain", "mixed precision", "reduced low"])
+@pytest.mark.parametrize("in_eval", ["0", "1"])
+def test_precisions_in_use_are_those_of_torch(
+    name: str, in_eval: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", in_eval)
+    names = ("_uses_param_mixed_precision", "_uses_reduce_mixed_precision", "_force_full_precision")
+    theirs, ours = (build(fsdp, False, name) for fsdp in (Upstream, FSDP))
+    for pair in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
+        found = []
+        for unit in pair:
+            states = {}
+            for training in (True, False):
+                unit.module.train(training)
+                states[training] = [getattr(unit._handle, one) for one in (*names, "uses_sharded_strategy")]
+            found.append(states)
+        assert found[0] == found[1]
+    with FSDP.summon_full_params(ours):
+        assert ours._handle._force_full_precision is (name != "plain")
+
+
+@pytest.mark.parametrize("name", ["plain", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+def test_views_between_forward_and_backward_are_said_to_stay(name: str, use_orig_params: bool) -> None:
+    models = [build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP)]
+    for grad in (False, True):
+        found, outputs = [], []
+        for model in models:
+            with torch.set_grad_enabled(grad):
+                # without outputs no backward can come, and ours shows sharded ones again
+                outputs.append(model(torch.ones(2, WIDTH)))
+            found.append(model._handle._skipped_use_sharded_views)
+        assert found[0] == found[1], grad

@@ -221,23 +221,6 @@ def test_pack_cut_beside_the_end_of_a_tensor(behind: int, gap: int) -> None:
     assert_same_bits(out, torch.cat([first, torch.zeros(gap), second]))
 
 
-def test_pack_gives_the_same_bits_on_one_and_on_several_threads() -> None:
-    grads = [values(200_003, torch.float32).view(-1), values(400 * 700, torch.float32).view(400, 700).t()]
-    offsets, threads = [8, 200_016], torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
-            out = torch.empty(480_032, dtype=torch.bfloat16)
-            OPS.pack_gradients(out, grads, offsets, 3.0)
-            results.append(out)
-    finally:
-        torch.set_num_threads(threads)
-    assert_same_bits(results[1], results[0])
-    assert_same_bits(results[2], results[0])
-    assert_same_bits(results[0][200_016:480_016], (grads[1].reshape(-1).bfloat16() / 3.0))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, math.inf])
 def test_norms_equal_vector_norm(dtype: torch.dtype, p: float) -> None:

@@ -53,3 +53,11 @@ def test_every_public_name_is_in_the_reference_with_a_docstring(module: ModuleTy
     assert names and [name for name, _ in names if name not in on_page] == []
     own = [one for one in names if is_ours(one[1]) or isinstance(one[1], property | staticmethod)]
     assert [name for name, value in own if not inspect.getdoc(value)] == []
+
+
+def test_package_says_its_version_and_shows_what_users_use() -> None:
+    assert fsdp_c.__version__.split(".")[0].isdigit()
+    shown = [name for name in dir(fsdp_c) if not name.startswith("_")]
+    assert set(fsdp_c.__all__) | {"install", "uninstall", "summary", "wrap"} <= set(shown)
+    assert not {"_C", "torch", "construction", "materialization", "left_out"} & set(dir(fsdp_c))
+    assert all(hasattr(fsdp_c, name) for name in dir(fsdp_c))

@@ -393,19 +393,9 @@ void add_used(int device, ptrdiff_t nbytes) {
     holding held(lock);
     CUctx_st *of = primary(device);
     of->used += (size_t)nbytes;
-    of->most_used = of->most_used < of->used ? of->used : of->most_used;
 }
 
 } // namespace fake
-
-/* The most that was taken of a device's memory since the last call, in pages of 4096 bytes. */
-EXPORT size_t fake_cuda_peak_nbytes(int device) {
-    fake::holding held(fake::lock);
-    CUctx_st *of = fake::primary(device);
-    size_t most = of->most_used;
-    of->most_used = of->used;
-    return most;
-}
 
 /* After so many allocations of a device's memory from now on, one finds none; -1: none does. How many there
  * were since the last call. */

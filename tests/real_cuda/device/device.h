@@ -101,7 +101,7 @@ struct CUctx_st {
     int device;
     bool is_active;
     CUstream_st *default_stream;
-    size_t used, most_used;
+    size_t used;
 };
 
 struct CUstream_st {

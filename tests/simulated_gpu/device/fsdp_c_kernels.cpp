@@ -93,11 +93,6 @@ class kernel_launch {
             reads(source.view.data, span(source.view, source.numel) * dtype_nbytes(source.view.dtype));
         }
     }
-    void reads_all(const struct tensor_view *tensors, const int64_t *numels, int64_t count) {
-        for (int64_t i = 0; i < count; i++) {
-            reads(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
-        }
-    }
 
     /* At once, or when the stream comes to it. */
     template <typename Kernel> enum status run(Kernel kernel) {
