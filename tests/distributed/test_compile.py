@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.ranks import both_views, on_ranks
+from tests.ranks import on_ranks
 
 STEPS = 4
 
@@ -78,22 +78,6 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, where):
     assert losses(where, rank) == eager
     # blocks share their code; the layers around them may add a graph each, but steps add none
     assert 1 <= graphs["unique_graphs"] - before <= 3
-
-
-@pytest.mark.parametrize("where", POLICIES)
-@both_views
-@on_ranks(2)
-def test_a_policy_makes_units_of_compiled_blocks(rank, use_orig_params, where):
-    graphs = torch._dynamo.utils.counters["stats"]
-    eager = losses("eager", rank, use_orig_params)
-    before = graphs["unique_graphs"]
-    assert losses(where, rank, use_orig_params) == eager
-    assert (graphs["unique_graphs"] > before) == use_orig_params  # else Dynamo runs it as it is, as in torch
-    units = FSDP.fsdp_modules(model(where, use_orig_params))
-    names = ["Sequential", "OptimizedModule", "OptimizedModule"]
-    assert [type(unit.module).__name__ for unit in units] == names
-    plain = nn.Sequential(nn.Linear(8, 8), compiled(Block()), compiled(Block()), nn.Linear(8, 4))
-    assert list(units[0].state_dict()) == list(plain.state_dict())
 
 
 @on_ranks(2)

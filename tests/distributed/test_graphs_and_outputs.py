@@ -371,6 +371,49 @@ def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: i
     assert gathered == [[False, False]] * 2
 
 
+class TurnsGradOn(nn.Module):
+    """Computes with history whatever it is called under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return self.layer(x)
+
+
+@both_views
+@on_ranks(2)
+def test_views_have_history_in_a_forward_without_gradients(use_orig_params: bool) -> None:
+    for which in ("torch", "fsdp_c"):
+        model = wrap(TurnsGradOn(), which, use_orig_params=use_orig_params)
+        layer = model.module.layer
+        seen: list[Tensor] = []
+        layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(module.weight))
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        assert seen[0].grad_fn is not None and seen[0].requires_grad, which
+
+
+@both_views
+@on_ranks(2)
+def test_unit_prefetched_in_a_forward_without_gradients_trains(rank: int, use_orig_params: bool) -> None:
+    """Reentrant checkpointing runs the blocks under no_grad first, and gathers the next one ahead
+    there."""
+    models = [sharded(use_orig_params=use_orig_params, forward_prefetch=True) for _ in range(2)]
+    grads = []
+    for model, recompute in zip(models, (False, True), strict=True):
+        for _ in range(2):
+            x = batch(rank).requires_grad_()
+            output = checkpoint(model, x, use_reentrant=True) if recompute else model(x)
+            output.square().mean().backward()
+        grads.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert grads[0] and len(grads[0]) == len(grads[1])
+    for expected, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 # ----------------------------------------------------------------- inputs
 
 

@@ -251,3 +251,18 @@ def test_backward_of_a_model_that_is_gone_is_refused() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="that is gone: keep the model until its backward has run"):
         output().sum().backward()
+
+
+@both_views
+@on_ranks(2)
+def test_module_in_the_dtype_of_computation_has_no_low_precision_copy(use_orig_params: bool) -> None:
+    """It computes in the shard itself where nothing is sharded."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    net = EqualBlocks(BLOCKS, WIDTH).bfloat16()
+    model = wrap(net, strategy="NO_SHARD", use_orig_params=use_orig_params, mixed_precision=low)
+    shard = model._flat_param.untyped_storage().data_ptr()
+    inside: list[bool] = []
+    layer = model.module.inp
+    layer.register_forward_hook(lambda *_: inside.append(layer.weight.untyped_storage().data_ptr() == shard))
+    model(batch()).float().square().mean().backward()
+    assert inside == [True] and model._flat_param.untyped_storage().data_ptr() == shard

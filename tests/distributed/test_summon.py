@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
+from fsdp_c.sharding import common
 from tests.distributed.test_state_dict import full_state_dict, plain, train, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import all_strategies, both_views, on_ranks
-from tests.training import assert_same
+from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.storage import settled_nbytes
+from tests.training import assert_same, batch
 
 
 def gathered_nbytes(model: Any) -> int:
@@ -252,3 +254,66 @@ def test_module_without_units_is_left_alone() -> None:  # A-090
     block = Block()
     with summon(block):
         assert_same(dict(block.named_parameters()), shown(block))
+
+
+# ----------------------------------------------------------------- forwards inside
+
+
+@on_ranks(2)
+def test_summon_waits_for_the_device_once_per_unit() -> None:
+    """On entry. The gathering itself is waited for before the parameters are shown."""
+    model = wrap(plain())
+    with mock.patch.object(common, "synchronize", wraps=common.synchronize) as synchronize:
+        with summon(model):
+            entered = synchronize.call_count
+            assert all(not unit._handle.needs_unshard() for unit in type(model).fsdp_modules(model))
+        assert (entered, synchronize.call_count) == (len(type(model).fsdp_modules(model)), entered)
+    assert [call.args for call in synchronize.call_args_list] == [(device(),)] * entered
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@both_views
+@on_ranks(2)
+def test_forward_inside_summon_computes_with_the_parameters_that_are_shown(
+    rank: int, use_orig_params: bool, recurse: bool
+) -> None:
+    """Torch runs it and fails at the end of the context, about sizes. transformers generates so."""
+    before = settled_nbytes()
+    model, reference = wrap(plain(), use_orig_params), plain()
+    model(batch(rank)).square().mean().backward()
+    with summon(model, recurse=recurse), torch.no_grad():
+        model.module.head.weight.zero_()
+        reference.head.weight.zero_()
+        for forward in (model, model.module, model):
+            assert torch.equal(forward(batch(rank)), reference(batch(rank)))
+    assert settled_nbytes() == before
+    assert torch.equal(model(batch(rank)), reference(batch(rank)))
+
+
+@both_views
+@on_ranks(2)
+def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
+    rank: int, use_orig_params: bool
+) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model, reference = wrap(plain(), use_orig_params, mixed_precision=precision), plain()
+    with summon(model, rank0_only=True, writeback=False), torch.no_grad():
+        if rank == 0:
+            assert torch.equal(model(batch(rank)), reference(batch(rank)))
+
+
+@both_views
+@on_ranks(2)
+def test_forward_inside_summon_that_a_backward_could_follow_is_refused(
+    rank: int, use_orig_params: bool
+) -> None:
+    """What is shown there is freed at the end of the context; and the parameters stay whole until
+    then."""
+    model = wrap(plain(), use_orig_params)
+    expected = {name: param.detach().clone() for name, param in plain().named_parameters()}
+    model(batch(rank)).square().mean().backward()
+    with summon(model):
+        with pytest.raises(RuntimeError, match="rank.*Net.*SUMMON_FULL_PARAMS.*FORWARD.*no_grad"):
+            model(batch(rank))
+        assert all(torch.equal(param, expected[name]) for name, param in model.named_parameters())
+    model(batch(rank)).square().mean().backward()

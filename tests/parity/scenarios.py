@@ -13,10 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
-    always_wrap_policy,
     lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
 )
 
 from tests.models import Block, Containers, Net, Pair
@@ -334,16 +331,6 @@ NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params
     "root_without_parameters": Scenario(root_without_parameters, plain_step),
     "checkpoint_wrapper_inside": Scenario(checkpoint_wrapper_inside, plain_step),
     "checkpoint_wrapper_around": Scenario(checkpoint_wrapper_around, no_sync_step),
-    "policy_transformer": Scenario(
-        with_arguments(
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-        ),
-        plain_step,
-    ),
-    "policy_size": Scenario(
-        with_arguments(auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=30)),
-        plain_step,
-    ),
     "policy_lambda": Scenario(
         with_arguments(
             auto_wrap_policy=functools.partial(
@@ -351,9 +338,6 @@ NARROW: dict[str, Scenario] = {  # FULL_SHARD and SHARD_GRAD_OP, use_orig_params
             )
         ),
         plain_step,
-    ),
-    "policy_always": Scenario(
-        lambda run: run.wrap(net(run).blocks[0], auto_wrap_policy=always_wrap_policy), plain_step
     ),
     "policy_custom": Scenario(mixed_strategies, no_sync_step),
     "ignored": Scenario(ignored_parameters, plain_step),
