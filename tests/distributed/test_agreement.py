@@ -184,7 +184,7 @@ def test_optimizer_state_under_names_that_differ_is_refused_on_all_ranks(rank: i
 
 
 @on_ranks(2)
-def test_error_of_one_rank_is_told_to_the_others(rank: int) -> None:  # parity 27
+def test_error_of_one_rank_is_told_to_the_others(rank: int) -> None:
     model = per_block()
     if rank == 1:
         model.blocks[1].limit_all_gathers = False

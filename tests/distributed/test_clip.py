@@ -48,7 +48,7 @@ def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
 @on_ranks(2)
 def test_norm_and_clipped_gradients_equal_torchs(
     rank: int, strategy: str, use_orig_params: bool, norm_type: float
-) -> None:  # C-113
+) -> None:
     clip_with_both(
         lambda which: wrap(plain(), use_orig_params, which, sharding_strategy=strategy), rank, 0.5, norm_type
     )
@@ -88,9 +88,7 @@ def test_coefficient_of_small_gradients_is_one_as_torchs(rank: int, use_orig_par
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @both_views
 @on_ranks(2)
-def test_unmanaged_gradients_count_once_as_torchs(
-    rank: int, use_orig_params: bool, norm_type: float
-) -> None:
+def test_unmanaged_gradients_count_once_as_torchs(rank: int, use_orig_params: bool, norm_type: float) -> None:
     def build(which: str) -> nn.Module:
         module = plain()
         return wrap(
@@ -103,7 +101,6 @@ def test_unmanaged_gradients_count_once_as_torchs(
 @both_views
 @on_ranks(2)
 def test_units_of_several_strategies_equal_torchs(rank: int, use_orig_params: bool) -> None:
-    #
     def build(which: str) -> nn.Module:
         module = plain()
         options = {"auto_wrap_policy": None}
@@ -119,7 +116,7 @@ def test_units_of_several_strategies_equal_torchs(rank: int, use_orig_params: bo
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_low_precision_gradients_equal_torchs(rank: int, strategy: str) -> None:
+def test_low_precision_gradients_equal_torchs(rank: int, strategy: str) -> None:
     precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 
     def build(which: str) -> nn.Module:
@@ -134,7 +131,7 @@ def test_low_precision_gradients_equal_torchs(rank: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @on_ranks(2)
-def test_rank_without_gradients_warns_and_returns_fp32(rank: int, dtype: torch.dtype) -> None:
+def test_rank_without_gradients_warns_and_returns_fp32(rank: int, dtype: torch.dtype) -> None:
     model = wrap(plain().to(dtype))
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
         norm = model.clip_grad_norm_(1.0)

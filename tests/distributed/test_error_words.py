@@ -163,7 +163,6 @@ def forget_a_dtype(fsdp: Implementation) -> None:
     saved(model, FULL)
 
 
-# also A-133
 STATE_DICTS = rows(
     """
 X-130 | FutureWarning | FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated.

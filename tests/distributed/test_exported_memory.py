@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
 from tests.models import Block
-from tests.ranks import all_strategies, both_views, device, on_ranks
+from tests.ranks import all_strategies, both_views, on_ranks
 from tests.training import assert_same, batch, full_state, plain, sharded
 
 # on a GPU an array is one of a copy in any case
@@ -171,15 +171,3 @@ def test_arrays_of_shards_and_gradients_between_steps_change_nothing(
             optimizer.zero_grad(set_to_none=False)
         results.append(full_state(model))
     assert_same(*results)
-
-
-@both_views
-@on_ranks(1)
-def test_world_of_one_rank(rank: int, use_orig_params: bool) -> None:
-    model, optimizer = start(use_orig_params, "FULL_SHARD")
-    assert device().type == "cpu"
-    for index in range(2):
-        with type(model).summon_full_params(model):
-            seen = [(param.detach().numpy(), param.detach().clone()) for param in model.parameters()]
-            assert_kept(seen)
-        step(model, optimizer, rank, index)

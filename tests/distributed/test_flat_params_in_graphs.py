@@ -156,7 +156,6 @@ def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(rank: int,
 
 @own_ranks
 def test_autograd_is_refused_gradients_of_shards_by_name(rank: int) -> None:
-    """parity 47"""
     model, usual = wrapped(), wrapped()
     with pytest.raises(
         RuntimeError, match=rf"rank {rank}, unit .*: torch.autograd.grad\(\) cannot .*backward\("

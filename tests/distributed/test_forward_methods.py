@@ -56,7 +56,7 @@ def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **argument
 @on_ranks(2)
 def test_registered_method_computes_what_the_plain_module_does(
     rank: int, strategy: str, use_orig_params: bool, registered: str
-) -> None:  # parity 17
+) -> None:
     model, reference = build(strategy, use_orig_params), plain()
     register_forward_method(model if registered == "unit" else model.module, "encode")
     assert torch.equal(model.encode(batch(rank), scale=2.0), reference.encode(batch(rank), scale=2.0))
@@ -68,7 +68,7 @@ def test_registered_method_computes_what_the_plain_module_does(
 @on_ranks(2)
 def test_method_that_calls_forward_and_another_method_gathers_once(
     rank: int, strategy: str, use_orig_params: bool
-) -> None:  # parity 17
+) -> None:
     model, reference = build(strategy, use_orig_params), plain()
     register_forward_method(model, "encode")
     register_forward_method(model, "generate")
@@ -130,7 +130,7 @@ def test_registered_method_runs_inside_summon_full_params(rank: int, use_orig_pa
 @on_ranks(2)
 def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(
     rank: int, use_orig_params: bool
-) -> None:  # D-128, parity 17
+) -> None:
     model = build(use_orig_params=use_orig_params)
     with pytest.raises((RuntimeError, IndexError)) as found:
         model.encode(batch(rank))

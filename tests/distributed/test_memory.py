@@ -65,7 +65,6 @@ def batch() -> torch.Tensor:
 @both_views
 @on_ranks(2)
 def test_construction_leaves_no_unsharded_storage(world_size: int, use_orig_params: bool) -> None:
-    # C-059, E-001
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     assert meter.live() == 0
@@ -76,7 +75,7 @@ def test_construction_leaves_no_unsharded_storage(world_size: int, use_orig_para
 @on_ranks(2)
 def test_full_shard_forward_holds_the_root_and_one_unit(
     use_orig_params: bool,
-) -> None:  # C-090, D-041, E-003, E-004
+) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params)
     model(batch())  # before the first step a pool takes the memory of as many units as are gathered at a time
@@ -120,7 +119,7 @@ def test_full_shard_forward_prefetch_holds_one_unit_more(use_orig_params: bool) 
 @on_ranks(2)
 def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
     prefetch: BackwardPrefetch | None, use_orig_params: bool
-) -> None:  # E-008
+) -> None:
     meter = Meter()
     model = build(use_orig_params=use_orig_params, backward_prefetch=prefetch)
     for _ in range(3):
@@ -134,7 +133,7 @@ def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
 
 @both_views
 @on_ranks(2)
-def test_shard_grad_op_keeps_every_unit_until_its_backward(use_orig_params: bool) -> None:  # E-003
+def test_shard_grad_op_keeps_every_unit_until_its_backward(use_orig_params: bool) -> None:
     meter = Meter()
     model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
     for _ in range(3):
@@ -157,9 +156,7 @@ def test_no_shard_gathers_nothing(use_orig_params: bool) -> None:
 @both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_mixed_precision_holds_units_of_half_the_bytes(
-    strategy: str, use_orig_params: bool
-) -> None:  # C-051, C-058
+def test_mixed_precision_holds_units_of_half_the_bytes(strategy: str, use_orig_params: bool) -> None:
     meter = Meter(BF16_NBYTES)
     model = build(
         strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
@@ -174,7 +171,7 @@ def test_mixed_precision_holds_units_of_half_the_bytes(
 @on_ranks(2)
 def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
     use_orig_params: bool,
-) -> None:  # D-070, E-009
+) -> None:
     for strategy, kept in (("FULL_SHARD", 0), ("SHARD_GRAD_OP", ALL)):
         meter = Meter()
         model = build(strategy, use_orig_params=use_orig_params)
@@ -188,9 +185,7 @@ def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
 @both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_forward_without_gradients_leaves_nothing_gathered(
-    strategy: str, use_orig_params: bool
-) -> None:  # D-042, D-045, E-006
+def test_forward_without_gradients_leaves_nothing_gathered(strategy: str, use_orig_params: bool) -> None:
     meter = Meter()
     model = build(strategy, use_orig_params=use_orig_params)
     with torch.no_grad():

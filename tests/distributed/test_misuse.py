@@ -66,7 +66,7 @@ class Scaled(Net):
 
 
 @on_ranks(2)
-def test_torch_trains_a_head_that_was_replaced_apart(rank: int, world_size: int) -> None:  # parity 80
+def test_torch_trains_a_head_that_was_replaced_apart(rank: int, world_size: int) -> None:
     model = wrapped(TorchFSDP, use_orig_params=True)
     head = replace_head(model, rank)
     backward(model, rank)
@@ -323,7 +323,6 @@ def clip_apart(model: nn.Module) -> Tensor:
 def test_torchs_clipping_clips_each_rank_by_its_own_norm(
     rank: int, world_size: int, use_orig_params: bool, kind: Any
 ) -> None:
-    """parity 81"""
     model = wrapped(kind, use_orig_params=use_orig_params)
     backward(model, rank)
     told = pytest.warns(

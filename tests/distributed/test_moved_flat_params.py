@@ -102,15 +102,6 @@ def test_original_parameters_follow_and_keep_their_edits(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_dtype_can_be_moved_to_as_well() -> None:
-    model = build()
-    for handle in model._all_handles:
-        handle.flat_param_to(torch.float64)
-    assert {param.dtype for param in model.parameters()} == {torch.float64}
-    assert model(torch.ones(2, WIDTH, dtype=torch.float64)).dtype == torch.float64
-
-
-@on_ranks(2)
 def test_moving_is_refused_while_parameters_are_in_use(rank: int) -> None:
     model = build()
     refused = r"rank \d.*cannot be moved in state SUMMON"
@@ -215,17 +206,6 @@ def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, str
     backward(other, rank, 1)
     expected = gradients_of(other)
     assert all(a is b or torch.equal(a, b) for a, b in zip(gradients_of(model), expected, strict=True))  # type: ignore[arg-type]
-
-
-@both_views
-@on_ranks(2)
-def test_parameters_that_a_forward_has_left_whole_move_as_well(rank: int, use_orig_params: bool) -> None:
-    """SHARD_GRAD_OP keeps them until a backward; what is shown later is what was moved."""
-    model = build(use_orig_params, "SHARD_GRAD_OP")
-    loss_of(model, rank, 0)
-    model.double()
-    assert {param.dtype for param in model.parameters()} == {torch.float64}
-    assert model(torch.ones(2, WIDTH, dtype=torch.float64)).dtype == torch.float64
 
 
 @all_strategies

@@ -72,7 +72,7 @@ BODIES = {
 @on_ranks(2)
 def test_training_is_bitwise_that_without_offload(
     rank: int, strategy: str, use_orig_params: bool, body: str, precision: str
-) -> None:  # A-037, D-088, D-126, parity 3, C-093, C-112
+) -> None:
     models = [
         build(offload, strategy, use_orig_params, mixed_precision=PRECISIONS[precision])
         for offload in (False, True)
@@ -95,7 +95,7 @@ def test_training_is_bitwise_that_without_offload(
 @on_ranks(2)
 def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(
     rank: int, strategy: str, use_orig_params: bool
-) -> None:  # A-037, G-039
+) -> None:
     model = build(True, strategy, use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     backward(model, 0, rank)

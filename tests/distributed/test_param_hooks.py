@@ -28,7 +28,6 @@ PRECISIONS = {
     "bf16": MixedPrecision(param_dtype=torch.bfloat16),
     "bf16_reduce_fp32": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "reduce_bf16": MixedPrecision(reduce_dtype=torch.bfloat16),
-    "keep_low": MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
 }
 
 
@@ -129,17 +128,6 @@ def test_hooks_see_the_unsharded_gradient_before_it_is_reduced(
 ) -> None:
     body = functools.partial(watched_steps, strategy=strategy, precision=precision)
     assert any("gradient" in label for label, _ in assert_same_trace(body, rank))
-
-
-@on_ranks(2)
-def test_hooks_see_gradients_that_are_kept_in_low_precision(rank: int) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp, precision="keep_low")
-        record_hooks(model, trace)
-        loss_of(model, rank).backward()
-        record_grads(model, trace, "after")
-
-    assert_same_trace(body, rank)
 
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
@@ -250,18 +238,6 @@ def test_what_a_hook_makes_of_the_gradient_is_reduced(
             with model.no_sync() if unsynchronised and step < 2 else contextlib.nullcontext():
                 loss_of(model, rank, step).backward()
             record_grads(model, trace, f"step {step}")
-
-    assert_same_trace(body, rank)
-
-
-@on_ranks(2)
-def test_each_hook_is_given_what_the_one_before_returned(rank: int) -> None:
-    def body(fsdp: Any, rank: int, trace: Trace) -> None:
-        model = build(fsdp)
-        for name, param in model.named_parameters():
-            param.register_hook(double)
-            param.register_hook(lambda grad, name=name: trace.append((name, frozen(grad))))
-        loss_of(model, rank).backward()
 
     assert_same_trace(body, rank)
 

@@ -74,9 +74,7 @@ def in_steps(calls: list[str]) -> Callable[[Any], None]:
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_replaced_unshard_is_called_for_every_gather(
-    rank: int, strategy: str, use_orig_params: bool
-) -> None:  # H-016, H-017, J-007
+def test_replaced_unshard_is_called_for_every_gather(rank: int, strategy: str, use_orig_params: bool) -> None:
     expected = trained(rank, strategy, use_orig_params)
     calls: list[str] = []
     with mock.patch.object(FlatParamHandle, "unshard", in_steps(calls)):
@@ -147,9 +145,7 @@ def test_steps_of_a_handle_take_their_arguments_by_name() -> None:
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_replaced_reshard_is_called(
-    rank: int, strategy: str, use_orig_params: bool, name: str
-) -> None:  # H-025, J-021
+def test_replaced_reshard_is_called(rank: int, strategy: str, use_orig_params: bool, name: str) -> None:
     expected = trained(rank, strategy, use_orig_params)
     original, calls = getattr(_runtime_utils, name), []
 
@@ -174,9 +170,7 @@ def test_names_that_the_runtime_does_not_call_are_refused() -> None:
 
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "forward"])
 @on_ranks(2)
-def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(
-    rank: int, prefetch: str
-) -> None:  # H-025
+def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(rank: int, prefetch: str) -> None:
     """Choosing as the original does trains the same, gathers the same, and sees the states that upstream
     shows."""
     options: dict[str, Any] = {"forward_prefetch": True, "backward_prefetch": None}
@@ -230,7 +224,7 @@ def test_choice_that_gathers_nothing_or_no_handle(rank: int) -> None:
 @on_ranks(2)
 def test_replaced_registration_of_backward_hooks_is_called(
     rank: int, strategy: str, use_orig_params: bool
-) -> None:  # H-025
+) -> None:
     expected = trained(rank, strategy, use_orig_params)
     before, after = _runtime_utils._register_post_backward_hook, _runtime_utils._register_pre_backward_hooks
     calls: list[str] = []
@@ -320,7 +314,7 @@ def test_collectives_that_were_replaced_before_the_import_are_called() -> None:
 
 
 @on_ranks(2)
-def test_what_gathers_is_the_same_on_every_device() -> None:  # C-056
+def test_what_gathers_is_the_same_on_every_device() -> None:
     """Whoever replaces a collective finds the calls of a GPU on a CPU as well."""
     called = {}
     for which in ("torch", "fsdp_c"):

@@ -415,7 +415,7 @@ def dcp_folders(folder: Path, use_orig_params: bool, strategy: str, action: str)
 @both_views
 def test_torchs_checkpoints_are_loaded_by_other_numbers_of_ranks(
     strategy: str, use_orig_params: bool, tmp_path: Path
-) -> None:  # F-036
+) -> None:
     options = {"folder": tmp_path, "use_orig_params": use_orig_params, "strategy": strategy}
     pool(2).run(__name__, "dcp_folders", options | {"action": "save"})
     found = []

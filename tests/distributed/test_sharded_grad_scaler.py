@@ -64,9 +64,7 @@ def trained(
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale", "step"])
 @both_views
 @on_ranks(2)
-def test_scales_and_parameters_are_those_of_torch(
-    rank: int, use_orig_params: bool, unscale: bool
-) -> None:
+def test_scales_and_parameters_are_those_of_torch(rank: int, use_orig_params: bool, unscale: bool) -> None:
     overflow = {1: 0, 4: 1, 5: 1}
     expected = trained("torch", rank, overflow, unscale, use_orig_params=use_orig_params)
     actual = trained("fsdp_c", rank, overflow, unscale, use_orig_params=use_orig_params)
@@ -76,7 +74,7 @@ def test_scales_and_parameters_are_those_of_torch(
 
 
 @on_ranks(2)
-def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:
+def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int) -> None:
     grads = {}
     for name in SCALERS:
         torch.manual_seed(5)
@@ -109,9 +107,7 @@ def test_dense_gradients_are_looked_at_at_once_whatever_their_dtypes() -> None:
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("overflowing", [0, 1])
 @on_ranks(2)
-def test_inf_on_one_rank_skips_the_step_on_all(
-    rank: int, overflowing: int, optimizer_name: str
-) -> None:
+def test_inf_on_one_rank_skips_the_step_on_all(rank: int, overflowing: int, optimizer_name: str) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[optimizer_name]([weight])
     scaler = ShardedGradScaler(device().type, init_scale=4.0)
@@ -133,7 +129,7 @@ def test_fused_optimizer_of_torch_steps_on_the_ranks_without_inf(rank: int) -> N
 
 
 @on_ranks(2)
-def test_rank_without_gradients_takes_part(rank: int) -> None:
+def test_rank_without_gradients_takes_part(rank: int) -> None:
     weight = nn.Parameter(torch.ones(3))
     idle = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight if rank == 0 else idle], lr=1.0)
@@ -158,7 +154,7 @@ def test_only_the_ranks_of_the_group_share_a_finding(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: int) -> None:  # J-039
+def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: int) -> None:
     weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     values = torch.tensor([40000.0, 40000.0, 2.0], dtype=torch.float16)
     weight.grad = (
@@ -206,19 +202,19 @@ def test_gradients_in_bfloat16_are_unscaled_part_by_part(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_scaling_keeps_the_dtype(dtype: torch.dtype) -> None:
+def test_scaling_keeps_the_dtype(dtype: torch.dtype) -> None:
     scaled = ShardedGradScaler(device().type, init_scale=8.0).scale(torch.full((2,), 3.0, dtype=dtype))
     assert scaled.dtype is dtype and scaled.tolist() == [24.0, 24.0]
 
 
-def test_scaling_keeps_lists_and_tuples() -> None:
+def test_scaling_keeps_lists_and_tuples() -> None:
     one = torch.ones(1)
     scaled = ShardedGradScaler(device().type, init_scale=2.0).scale([one, (one, [one])])
     assert type(scaled) is list and type(scaled[1]) is tuple and type(scaled[1][1]) is list
     assert [scaled[0].item(), scaled[1][0].item(), scaled[1][1][0].item()] == [2.0, 2.0, 2.0]
 
 
-def test_scaling_an_iterable_gives_an_iterator() -> None:
+def test_scaling_an_iterable_gives_an_iterator() -> None:
     scaled = ShardedGradScaler(device().type, init_scale=2.0).scale(
         tensor for tensor in (torch.ones(1), torch.zeros(1))
     )
@@ -229,7 +225,7 @@ def test_scaling_an_iterable_gives_an_iterator() -> None:  # A-151
 
 
 @pytest.mark.parametrize("new_scale", [32.0, torch.tensor([32.0])], ids=["float", "tensor"])
-def test_new_scale_is_taken(new_scale: Any) -> None:
+def test_new_scale_is_taken(new_scale: Any) -> None:
     scaler = ShardedGradScaler(device().type)
     scaler.scale(torch.ones(1))
     scaler.update(new_scale if isinstance(new_scale, float) else new_scale.to(device()))
@@ -247,7 +243,7 @@ def test_scale_does_not_grow_to_infinity() -> None:
     assert scaler.get_scale() == 2.0**127
 
 
-def test_disabled_scaler_does_nothing_and_needs_no_group() -> None:
+def test_disabled_scaler_does_nothing_and_needs_no_group() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = ShardedGradScaler(device().type, enabled=False)

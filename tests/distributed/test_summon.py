@@ -37,7 +37,7 @@ def summon(model: Any, **options: Any) -> Any:
 
 @both_views
 @on_ranks(2)
-def test_parameters_are_shown_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:
+def test_parameters_are_shown_in_full_precision_under_mixed_precision(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
     model(torch.ones(2, WIDTH))
     with summon(model):
@@ -50,7 +50,7 @@ def test_parameters_are_shown_in_full_precision_under_mixed_precision(use_orig_p
 @on_ranks(2)
 def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
     rank: int, strategy: str, use_orig_params: bool, writeback: bool
-) -> None:
+) -> None:
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     with summon(model, writeback=writeback), torch.no_grad():
         for param in model.parameters():
@@ -87,7 +87,7 @@ def test_parameters_that_are_moved_and_moved_back_train_on(
 
 @both_views
 @on_ranks(2)
-def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_params: bool) -> None:
+def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
     with summon(model, rank0_only=True, writeback=False):
@@ -99,7 +99,7 @@ def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, use_orig_param
 @on_ranks(2)
 def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
     use_orig_params: bool,
-) -> None:  # A-095, C-095
+) -> None:
     model = wrap(plain(), use_orig_params)
     with pytest.warns(UserWarning, match="rank0_only=True"), summon(model, offload_to_cpu=True):
         assert_same(dict(plain().named_parameters()), shown(model))
@@ -112,9 +112,7 @@ def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
 @pytest.mark.parametrize("writeback", [True, False])
 @both_views
 @on_ranks(2)
-def test_copies_of_an_offload_carry_their_edits_back(
-    use_orig_params: bool, writeback: bool
-) -> None:  # A-095, C-095
+def test_copies_of_an_offload_carry_their_edits_back(use_orig_params: bool, writeback: bool) -> None:
     from fsdp_c.training import unshard_params
 
     model = wrap(plain(), use_orig_params, auto_wrap_policy=None)
@@ -134,9 +132,7 @@ def test_copies_of_an_offload_carry_their_edits_back(
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
-def test_full_gradients_and_edits_of_them_equal_torchs(
-    rank: int, strategy: str, writeback: bool
-) -> None:  # A-096, C-116, C-117
+def test_full_gradients_and_edits_of_them_equal_torchs(rank: int, strategy: str, writeback: bool) -> None:
     seen = []
     for which in ("torch", "fsdp_c"):
         model = wrap(plain(extra=True), True, which, sharding_strategy=strategy)
@@ -184,7 +180,7 @@ def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int) -> None:
 
 @both_views
 @on_ranks(2)
-def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) -> None:
+def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     with summon(model, recurse=False):
         assert model.module.inp.weight.shape == (WIDTH, WIDTH)
@@ -198,7 +194,7 @@ def test_without_recurse_only_the_unit_itself_is_shown(use_orig_params: bool) ->
 
 @both_views
 @on_ranks(2)
-def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, use_orig_params: bool) -> None:  # D-002
+def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     inner = model.module.blocks[0]
     with summon(inner):
@@ -210,7 +206,6 @@ def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, use_orig_par
 
 @on_ranks(2)
 def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int) -> None:
-    #
     model = wrap(plain())
     with summon(model):
         with pytest.raises(AssertionError, match="already unsharding"), summon(model):
@@ -232,7 +227,6 @@ def test_exception_in_the_body_leaves_the_parameters_sharded(rank: int, use_orig
 @both_views
 @on_ranks(2)
 def test_units_left_gathered_by_a_forward_stay_so(use_orig_params: bool) -> None:
-    #
     model = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     output = model(torch.ones(2, WIDTH))
     gathered = gathered_nbytes(model)
@@ -250,7 +244,7 @@ def test_units_left_gathered_by_a_forward_stay_so(use_orig_params: bool) -> None
 
 
 @on_ranks(2)
-def test_module_without_units_is_left_alone() -> None:
+def test_module_without_units_is_left_alone() -> None:
     block = Block()
     with summon(block):
         assert_same(dict(block.named_parameters()), shown(block))

@@ -463,7 +463,6 @@ def test_dcp_state_dict_is_full_over_both_dimensions(use_orig_params: bool) -> N
 
 @on_ranks(4)
 def test_extension_is_set_where_the_mesh_is_a_slice() -> None:
-    """G-040, B-017."""
     model = wrap(tp.parallelized(plain(), "mlp"))
     assert isinstance(model._fsdp_extension, DTensorExtensions)
     layer = model.layers[0]._flat_param
@@ -476,7 +475,6 @@ def test_extension_is_set_where_the_mesh_is_a_slice() -> None:
 @both_views
 @on_ranks(4)
 def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, use_orig_params: bool) -> None:
-    """H-010."""
     module = tp.parallelized(plain(), "mlp")
     model = wrap(module, use_orig_params=use_orig_params)
     seen = []
@@ -682,7 +680,7 @@ class ScaledLanguage(tp.Language):
 @on_ranks(4)
 def test_parameters_without_dimensions_are_saved_and_load_again(
     rank: int, use_orig_params: bool, strategy: str
-) -> None:  # parity 87
+) -> None:
     def build() -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(3)
         module = tp.parallelized(ScaledLanguage(), "mlp")

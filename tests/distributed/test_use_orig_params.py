@@ -98,9 +98,7 @@ def nothing(params: dict[str, nn.Parameter], step: int) -> None:
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_parameters_are_flat_shards_and_empty_outside_of_it(
-    rank: int, strategy: str
-) -> None:  # C-034, H-010, B-029, C-076
+def test_parameters_are_flat_shards_and_empty_outside_of_it(rank: int, strategy: str) -> None:
     model = sharded("fsdp_c", strategy)
     backward(model, 0, rank)
     infos = zip(model._flat_param._params, model._flat_param._shard_param_infos, strict=True)
@@ -119,9 +117,7 @@ def test_parameters_are_flat_shards_and_empty_outside_of_it(
 
 @pytest.mark.parametrize("strategy", SHARDED)
 @on_ranks(2)
-def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
-    rank: int, strategy: str
-) -> None:  # parity 36
+def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(rank: int, strategy: str) -> None:
     model = sharded("fsdp_c", strategy)
     flat_param = model._flat_param
 
@@ -167,7 +163,7 @@ def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, stra
 @on_ranks(2)
 def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(
     rank: int, grad: bool, strategy: str
-) -> None:  # E-005, E-006, C-091, C-092
+) -> None:
     shown = {}
     for name in ("torch", "fsdp_c"):
         model = sharded(name, strategy)
@@ -221,7 +217,7 @@ def freeze_root(params: dict[str, nn.Parameter], step: int) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, name: str) -> None:  # C-119
+def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, name: str) -> None:
     """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15
     raises."""
     model, untouched = sharded(name, "NO_SHARD"), sharded(name, "NO_SHARD")
@@ -264,7 +260,7 @@ EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_p
 @pytest.mark.parametrize("edit", EDITS)
 @all_strategies
 @on_ranks(2)
-def test_edited_parameters_are_taken_over(rank: int, strategy: str, edit: str) -> None:  # C-130, C-131, C-050
+def test_edited_parameters_are_taken_over(rank: int, strategy: str, edit: str) -> None:
     def body(model: Any, trace: Trace, rank: int) -> None:
         for name, param in list(named(model).items()):
             if param.numel() and name in (
@@ -287,7 +283,7 @@ def test_edited_parameters_are_taken_over(rank: int, strategy: str, edit: str) -
 @pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
 @all_strategies
 @on_ranks(2)
-def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) -> None:  # C-133
+def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) -> None:
     def edit(params: dict[str, nn.Parameter]) -> None:
         for index, param in enumerate(params.values()):
             if param.grad is None:
@@ -317,7 +313,7 @@ def test_edited_gradients_are_taken_over(rank: int, strategy: str, change: str) 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:  # C-134
+def test_deregistered_parameter_is_skipped(rank: int, name: str) -> None:
     model = sharded(name, net={"extra": True})
     del model.blocks[0]._fsdp_wrapped_module.extra.bias
     backward(model, 0, rank)
@@ -382,7 +378,7 @@ def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int
 @on_ranks(2)
 def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_then_on(
     rank: int,
-) -> None:  # C-131, parity 20
+) -> None:
     model = sharded("fsdp_c")
     name, param = unheld(model)[0]
     replace_parameter(model, param, name)
@@ -394,7 +390,7 @@ def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_t
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
-def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:  # C-002, X-050
+def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
         model = sharded(name)
@@ -414,7 +410,7 @@ def test_skipped_check_leaves_replaced_data_alone(rank: int, name: str) -> None:
 @on_ranks(2)
 def test_kept_low_precision_gradients_are_visible(
     rank: int, strategy: str, net: dict[str, Any], offload: bool
-) -> None:  # parity 25, A-020
+) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     model = sharded("fsdp_c", strategy, net, mixed_precision=precision, cpu_offload=CPUOffload(offload))
     backward(model, 0, rank)
@@ -438,7 +434,7 @@ def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
 
 @all_strategies
 @on_ranks(2)
-def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> None:  # D-006, D-089
+def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> None:
     trace = optimizers_in_backward(rank, strategy)
     assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
 
@@ -446,7 +442,7 @@ def test_optimizer_in_backward_steps_as_with_torch(rank: int, strategy: str) -> 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @on_ranks(4)
 def test_optimizer_in_backward_of_hybrid_strategies_steps_as_with_torch(rank: int, strategy: str) -> None:
-    mesh = init_device_mesh(device().type, (2, 2))  # D-089
+    mesh = init_device_mesh(device().type, (2, 2))
     optimizers_in_backward(rank, strategy, device_mesh=mesh)
 
 
@@ -466,7 +462,7 @@ def test_optimizer_in_backward_steps_at_each_reduction_as_with_torch(rank: int, 
 
 
 @on_ranks(2)
-def test_optimizer_in_backward_has_gradients_that_come_after_the_units_own(rank: int) -> None:  # D-089
+def test_optimizer_in_backward_has_gradients_that_come_after_the_units_own(rank: int) -> None:
     """Of a term of the parameters themselves."""
     models = [sharded("fsdp_c") for _ in range(2)]
     _apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.05})
@@ -484,7 +480,7 @@ def test_optimizer_in_backward_has_gradients_that_come_after_the_units_own(rank:
 
 
 @on_ranks(2)
-def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int) -> None:  # D-089
+def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int) -> None:
     model = sharded("fsdp_c")
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
     before = {name: param.detach().clone() for name, param in named(model).items()}
@@ -497,7 +493,7 @@ def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int) -> None:
 
 @all_strategies
 @on_ranks(2)
-def test_optimizer_in_backward_of_several_parameters_steps_once(rank: int, strategy: str) -> None:  # D-089
+def test_optimizer_in_backward_of_several_parameters_steps_once(rank: int, strategy: str) -> None:
     steps_taken: dict[int, int] = {}
 
     class Counting(torch.optim.SGD):
@@ -546,7 +542,7 @@ def test_parameters_beside_ignored_ones_have_torchs_order(strategy: str, names: 
 
 
 @on_ranks(2)
-def test_optimizer_in_backward_steps_offloaded_parameters(rank: int) -> None:  # D-089, B-027
+def test_optimizer_in_backward_steps_offloaded_parameters(rank: int) -> None:
     models = [sharded("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]
     for model in models:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})

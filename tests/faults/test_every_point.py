@@ -183,9 +183,7 @@ def raise_everywhere(
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @on_ranks(2, label="faults")
-def test_an_exception_at_any_point_of_user_code_leaves_nothing_behind(
-    rank: int, scenario: str
-) -> None:  # D-102
+def test_an_exception_at_any_point_of_user_code_leaves_nothing_behind(rank: int, scenario: str) -> None:
     before = settled_nbytes()
     run = Watched(rank, **SCENARIOS[scenario])
     count = raise_everywhere(run, run.whole_step, watched_collectives, Trouble)

@@ -84,7 +84,7 @@ def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -
 
 
 @on_ranks(2)
-def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:  # A-117
+def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:
     """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
     norms = {}
     for which in BOTH:
@@ -99,9 +99,7 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> 
 
 @both_views
 @on_ranks(2)
-def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
-    rank: int, use_orig_params: bool
-) -> None:  # D-126
+def test_row_3_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_params: bool) -> None:
     """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without
     offload."""
     with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
@@ -120,7 +118,7 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:  # D-042
+def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:
     stale = {}
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy=strategy)
@@ -243,7 +241,7 @@ def test_row_7_the_cpu_is_a_device_like_others(
 
 
 @on_ranks(2)
-def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:  # A-132
+def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:
     found = {}
     for which in BOTH:
         model = sharded(which)
@@ -305,18 +303,6 @@ def test_row_12_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int
     assert_close(step("fsdp_c"), expected)
 
 
-@on_ranks(2)
-def test_row_12_gradients_of_a_unit_trained_on_its_own_are_handed_over(rank: int, world_size: int) -> None:
-    # D-053
-    model = sharded("fsdp_c")
-    model(batch(rank)).sum().backward()
-    model.zero_grad()
-    unit = model.module.blocks[0]
-    unit(batch(rank, 1)).square().sum().backward()
-    expected = plain_gradients(world_size, lambda model, one: model.blocks[0](batch(one, 1)).square().sum())
-    assert_close(full_gradients(unit), expected)
-
-
 STORAGE = "storage of size 0"
 RETAINED: dict[bool, dict[str, str | None]] = {
     False: {"FULL_SHARD": STORAGE, "SHARD_GRAD_OP": STORAGE, "NO_SHARD": None},
@@ -327,9 +313,7 @@ RETAINED: dict[bool, dict[str, str | None]] = {
 @pytest.mark.parametrize("no_sync", RETAINED, ids=["twice reduced", "in no_sync and then reduced"])
 @all_strategies
 @on_ranks(2)
-def test_row_13_a_graph_can_be_walked_twice(
-    rank: int, world_size: int, strategy: str, no_sync: bool
-) -> None:  # D-054, D-055, X-083
+def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str, no_sync: bool) -> None:
     """Torch: freed storage is read, an assertion about `_saved_grad_shard`, or, where nothing is freed, the
     second gradient is not reduced (parity 34)."""
 
@@ -395,9 +379,7 @@ def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> 
     [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)],
 )
 @on_ranks(2)
-def test_row_15_outputs_are_returned_as_they_were(
-    rank: int, container: type, type_of_torch: type
-) -> None:  # D-043
+def test_row_15_outputs_are_returned_as_they_were(rank: int, container: type, type_of_torch: type) -> None:
     for which in BOTH:
         unit = Returns(lambda value: container(value=value))
         output = wrap(unit, which)(batch(rank))
@@ -415,7 +397,7 @@ class Recurrent(nn.Module):
 
 
 @on_ranks(2)
-def test_row_16_a_packed_sequence_is_cast() -> None:  # A-082, D-046
+def test_row_16_a_packed_sequence_is_cast() -> None:
     def run(which: str) -> Tensor:
         model = wrap(Recurrent(), which, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))
@@ -919,7 +901,7 @@ def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int)
 
 @both_views
 @on_ranks(2)
-def test_row_87_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_params: bool) -> None:  # C-021
+def test_row_87_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_params: bool) -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(WIDTH, WIDTH)

@@ -86,7 +86,6 @@ SCENARIOS = {
 @pytest.mark.parametrize("point", [pytest.param(point, id=point.id) for point in grid()])
 @on_ranks(2)
 def test_training_with_evaluation_between_equals_torch(rank: int, world_size: int, point: Point) -> None:
-    """D-123, D-021, D-023, D-031."""
     with full_precision_in_eval():
         compare(point, SCENARIOS[point.scenario], rank, world_size)
 

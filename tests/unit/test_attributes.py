@@ -236,7 +236,6 @@ def test_sharded_gradient_is_told_in_a_backward_and_after_it() -> None:
 
 @both_views
 def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> None:
-    """C-031, C-032, C-033, C-035, C-070."""
     theirs, ours = (build(fsdp, use_orig_params, "plain")._handle for fsdp in (Upstream, FSDP))
     assert ours._get_flat_param_offsets() == theirs._get_flat_param_offsets()
     assert {type(module) for module in ours._get_modules()} == {
@@ -282,13 +281,13 @@ def test_unknown_attributes_stay_unknown() -> None:
 # ----------------------------------------------------------------- names, places and values
 
 
-def test_flat_param_exports_the_names_of_torchs() -> None:  # A-004
+def test_flat_param_exports_the_names_of_torchs() -> None:
     from torch.distributed.fsdp import _flat_param as theirs
 
     assert set(theirs.__all__) == set(flat_param.__all__)
 
 
-def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:  # A-066, A-067
+def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:
     for use_orig_params in (True, False):
         theirs, ours = (build(fsdp, use_orig_params, "plain") for fsdp in (Upstream, FSDP))
         for method in ("named_parameters", "named_buffers"):
@@ -299,14 +298,14 @@ def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:  # A-066,
                 assert names[0] == names[1], (use_orig_params, method, kwargs)
 
 
-def test_indexing_is_forwarded_and_len_is_not() -> None:  # A-063
+def test_indexing_is_forwarded_and_len_is_not() -> None:
     model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), device_id=CPU)
     assert isinstance(model[1], nn.ReLU)
     with pytest.raises(TypeError):
         len(model)
 
 
-def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:  # B-001, B-002
+def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:
     param = FlatParameter(torch.ones(3), False)
     assert type(param) is nn.Parameter and isinstance(param, FlatParameter) and not param.requires_grad
     assert not isinstance(nn.Parameter(torch.ones(3)), FlatParameter)

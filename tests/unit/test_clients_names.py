@@ -102,8 +102,7 @@ OURS |= {"ParamInfo", "SharedParamInfo", "FlatParamShardMetadata"}
 
 
 @pytest.mark.parametrize("module", PATHS)
-def test_path_has_the_names_that_torch_has_there(module: str) -> None:  # A-002, A-003, A-016
-    """H-002, H-013 to H-015, H-021, H-022, H-025."""
+def test_path_has_the_names_that_torch_has_there(module: str) -> None:
     suffix = "" if module == "package" else f".{module}"
     ours, theirs = (
         importlib.import_module(package + suffix) for package in ("fsdp_c", "torch.distributed.fsdp")
@@ -138,7 +137,6 @@ def test_states_and_handles_are_found(use_orig_params: bool) -> None:
 
 
 def test_replicated_module_is_not_entered() -> None:
-    """H-026."""
     from torch.distributed._composable import replicate
 
     module = nn.Sequential(nested(), nn.Linear(2, 2))
@@ -166,7 +164,6 @@ def test_what_a_shard_holds_is_pickled_under_torchs_name() -> None:
 
 
 def test_names_are_cleaned_of_all_wrappers() -> None:
-    """H-007, H-016, H-027."""
     model = FSDP(checkpoint_wrapper(nn.Linear(2, 2)), use_orig_params=True, device_id=CPU)
     names = [name for name, _ in model.named_parameters()]
     assert names[0] == "_fsdp_wrapped_module._checkpoint_wrapped_module.weight"
@@ -185,7 +182,6 @@ def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
 
 
 def test_wrap_helpers_build_units_and_checkpoints() -> None:
-    """H-014, H-015."""
     wrap_linear = functools.partial(
         lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
     )
@@ -212,8 +208,7 @@ def test_wrap_helpers_build_units_and_checkpoints() -> None:
 # ------------------------------------------------------------------ attributes of a unit
 
 
-def test_unit_has_the_attributes_that_libraries_read() -> None:  # A-011, D-004, D-009
-    """H-011, H-024."""
+def test_unit_has_the_attributes_that_libraries_read() -> None:
     model = nested(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True)
     assert (model.rank, model.world_size, model.compute_device) == (1, 4, CPU)
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD and model.process_group.size() == 4
@@ -291,7 +286,6 @@ def test_flat_parameters_stand_for_the_original_ones_in_a_context() -> None:
 
 
 def test_group_of_the_replicas_is_there_with_a_hybrid_strategy_alone() -> None:
-    """G-025."""
     groups = (dist.new_group([0, 1]), dist.new_group([1, 3]))
     model = nested(process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     assert model._inter_node_pg is groups[1]
@@ -346,7 +340,6 @@ def test_handle_is_built_directly() -> None:
 
 @pytest.mark.parametrize("aligned_numel", [0, 4, 8])
 def test_tensors_are_flattened_as_torch_does(aligned_numel: int) -> None:
-    """C-016."""
     tensors = [
         torch.randn(3, 5),
         torch.randn(1),
@@ -400,7 +393,6 @@ class HalvingExtension(FSDPExtensions):
 
 
 def test_any_extension_object_is_used() -> None:
-    """H-022, C-017."""
     extension, module = HalvingExtension(), nn.Linear(3, 4)
     half = module.weight.detach()[:2].clone()
     handle = handle_of(module, fsdp_extension=extension)

@@ -202,7 +202,6 @@ def torchs_words_of_a_holder() -> tuple[type[BaseException], str] | None:
     return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 14) else None
 
 
-# also A-033, A-036, A-040, G-007, G-023, G-030 to G-032, G-034, G-037, G-038
 CONSTRUCTION = rows(
     r"""
 X-001 | UserWarning | FSDP will not all-gather parameters for containers that do not implement forward
@@ -322,7 +321,7 @@ X-036 root | AssertionError | Non-root modules should have their parent module s
 
 
 @of(CONSTRUCTION)
-def test_construction_refuses_in_torchs_words(row: Row) -> None:  # A-042, G-030, G-031, G-032, G-037, G-038
+def test_construction_refuses_in_torchs_words(row: Row) -> None:
     check(row)
 
 
@@ -396,7 +395,7 @@ X-050 reduce | logging.LogRecord | Since FSDP_USE_FAKE_REDUCE=1, FSDP will not e
 
 
 @of(FLATTENING)
-def test_flattening_refuses_in_torchs_words(row: Row) -> None:  # C-001, C-011
+def test_flattening_refuses_in_torchs_words(row: Row) -> None:
     check(row)
 
 
@@ -515,7 +514,6 @@ def log_the_backward(fsdp: Implementation) -> None:
         model(X).sum().backward()
 
 
-# also A-045, A-046, D-005
 RUNTIME = rows(
     r"""
 X-060 | RuntimeError | FSDP does not support CPU only execution
@@ -570,7 +568,7 @@ X-085 | logging.LogRecord, whole | FSDP firing post-backward hooks for parameter
 
 
 @of(RUNTIME)
-def test_runtime_refuses_in_torchs_words(row: Row) -> None:  # B-036, D-008, D-061
+def test_runtime_refuses_in_torchs_words(row: Row) -> None:
     check(row)
 
 

@@ -66,7 +66,7 @@ def sliced(handle: Any, full: Tensor) -> list[Tensor]:
     return views
 
 
-def test_views_have_the_shapes_strides_and_places_of_the_parameters() -> None:  # C-070
+def test_views_have_the_shapes_strides_and_places_of_the_parameters() -> None:
     handle = handle_of(sharded())
     full = flat(handle)
     views, expected = OPS.unshard_views(full, handle.op_id), sliced(handle, full)

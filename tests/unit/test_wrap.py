@@ -54,7 +54,7 @@ def paths(model: nn.Module) -> list[str]:
     return [clean_path(path) for path, _ in units_with_paths(model)]
 
 
-def test_policies_are_the_objects_of_torch() -> None:  # G-001, G-003
+def test_policies_are_the_objects_of_torch() -> None:
     for name in set(fsdp_wrap.__all__) - {"split_frozen"}:
         assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
 
@@ -65,12 +65,12 @@ LINEARS = ["embed", "blocks.0.first", "blocks.0.second", "blocks.1.first", "bloc
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (fsdp_wrap.ModuleWrapPolicy({Block}), BLOCKS),  # G-001
+        (fsdp_wrap.ModuleWrapPolicy({Block}), BLOCKS),
         (
             functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
             BLOCKS,
-        ),  # G-005
-        (functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=30), BLOCKS),  # G-004
+        ),
+        (functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=30), BLOCKS),
         (
             functools.partial(
                 fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda one: type(one) is nn.Linear
@@ -84,7 +84,7 @@ def test_policy_makes_units_of_what_it_names_and_of_the_root(policy: Any, expect
     assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", *expected]
 
 
-def test_custom_policy_overrides_the_arguments_of_the_root() -> None:  # G-002
+def test_custom_policy_overrides_the_arguments_of_the_root() -> None:
     def choose(module: nn.Module) -> bool | dict[str, object]:
         return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
 
@@ -120,7 +120,7 @@ def test_a_policy_that_chooses_a_compiled_module_makes_it_a_unit(policy: object)
     assert model.blocks[0].forward_prefetch == isinstance(policy, fsdp_wrap.CustomPolicy)
 
 
-def test_children_get_the_arguments_of_the_root() -> None:  # A-038, G-006
+def test_children_get_the_arguments_of_the_root() -> None:
     model = FSDP(
         Model(),
         auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}),
@@ -142,7 +142,7 @@ def test_children_get_the_arguments_of_the_root() -> None:  # A-038, G-006
         assert getattr(inner, name) == getattr(model, name), name
 
 
-def test_ignored_parameters_of_the_root_are_ignored_by_children() -> None:  # G-006
+def test_ignored_parameters_of_the_root_are_ignored_by_children() -> None:
     plain = Model()
     ignored = plain.blocks[0].first.weight
     model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_states=[ignored])
@@ -174,7 +174,7 @@ def test_ignored_modules_are_not_wrapped() -> None:
     ],
     ids=["object", "function"],
 )
-def test_batch_norm_becomes_a_unit_without_mixed_precision(policy: Any) -> None:  # G-009
+def test_batch_norm_becomes_a_unit_without_mixed_precision(policy: Any) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=precision)
@@ -183,7 +183,7 @@ def test_batch_norm_becomes_a_unit_without_mixed_precision(policy: Any) -> None:
     assert model.blocks[0].mixed_precision is precision
 
 
-def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:  # G-009
+def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
     norm = nn.BatchNorm1d(3)
     seen = []
     sharding_wrap._keep_in_full_precision(nn.Sequential(norm), ())
@@ -196,7 +196,7 @@ def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:  # G
     assert seen == [torch.float32, torch.float32]
 
 
-def test_partly_frozen_module_with_original_parameters_warns_of_its_gradients() -> None:  # G-010
+def test_partly_frozen_module_with_original_parameters_warns_of_its_gradients() -> None:
     plain = Model()
     plain.blocks[1].first.requires_grad_(False)
     names = r"^blocks.1 has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"
@@ -206,7 +206,7 @@ def test_partly_frozen_module_with_original_parameters_warns_of_its_gradients() 
 
 
 @pytest.mark.parametrize("split", ["use_orig_params", "split_frozen", "dtype"])
-def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split: str) -> None:  # G-010
+def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split: str) -> None:
     plain = Model()
     plain.blocks[1].first.requires_grad_(False)
     if split == "dtype":
@@ -225,7 +225,7 @@ def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split:
     assert trainable.requires_grad and not frozen.requires_grad
 
 
-def test_a_frozen_parameter_of_two_modules_is_of_neither() -> None:  # G-010
+def test_a_frozen_parameter_of_two_modules_is_of_neither() -> None:
     plain = Model()
     plain.blocks[1].first = plain.blocks[0].first.requires_grad_(False)
     with warnings.catch_warnings():
@@ -243,7 +243,7 @@ def test_wholly_frozen_module_is_wrapped_without_a_warning() -> None:
     assert not model.blocks[1]._flat_param.requires_grad
 
 
-def test_enable_wrap_builds_units_with_its_arguments() -> None:  # G-011
+def test_enable_wrap_builds_units_with_its_arguments() -> None:
     with fsdp_wrap.enable_wrap(wrapper_cls=FSDP, forward_prefetch=True):
         inner = fsdp_wrap.wrap(nn.Linear(2, 2))
     assert isinstance(inner, FSDP) and inner.forward_prefetch
