@@ -1,6 +1,6 @@
-/* Invariants that are asserted where FSDP_C_CHECK is defined: with FSDP_C_CHECK=1 or FSDP_C_SANITIZE in the
- * environment of setup.py, and in the native tests. Elsewhere they cost nothing. One that does not hold is a
- * bug of this library's, so the process ends, with the place and the condition. */
+/* Assertions of invariants, compiled in where FSDP_C_CHECK is defined: by FSDP_C_CHECK=1 or FSDP_C_SANITIZE
+ * in the environment of setup.py, and in the native tests. Other builds pay nothing. A broken invariant is a
+ * bug of this library: the process prints file, line and condition, and aborts. */
 #ifndef FSDP_BASE_CHECK_H
 #define FSDP_BASE_CHECK_H
 
@@ -15,9 +15,9 @@
             abort();                                                                                         \
         }                                                                                                    \
     } while (0)
-#define CHECKED(check) check /* a call of a component's `..._check()` */
+#define CHECKED(check) check /* `check` is a call of a component's `..._check()` */
 #else
-/* compiled, and never asked */
+/* The condition is compiled, so that it cannot rot, and never evaluated. */
 #define INVARIANT(condition) ((void)(0 && (condition)))
 #define CHECKED(check)       ((void)0)
 #endif

@@ -32,7 +32,7 @@ static bool must_fail(void) {
 void *mem_new_array(size_t count, size_t size) {
     if (must_fail() || (size != 0 && count > SIZE_MAX / size))
         return NULL;
-    /* calloc(0) may answer NULL, which means failure here */
+    /* calloc(0) may return NULL, which means failure here */
     void *memory = count == 0 || size == 0 ? calloc(1, 1) : calloc(count, size);
     COUNT_NEW(memory);
     return memory;

@@ -1,6 +1,6 @@
-/* For wheels, which run with an older C library than that of the machine that builds them: included before
- * every source by FSDP_C_OLD_GLIBC=1. These functions have newer versions since glibc 2.34, which differ in
- * where they live; the first ones are in every glibc for the processor. */
+/* Symbol versions for wheels, which run on an older glibc than the one of the machine that builds them.
+ * FSDP_C_OLD_GLIBC=1 includes this file before every source. glibc 2.34 moved the functions below into
+ * libc.so under a new version; the oldest version of each is in every glibc for the processor. */
 
 #pragma once
 

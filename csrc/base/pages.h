@@ -1,12 +1,12 @@
-/* How the system backs memory with pages. */
+/* Hints to the system about the pages that back memory. */
 #ifndef FSDP_BASE_PAGES_H
 #define FSDP_BASE_PAGES_H
 
 #include <stddef.h>
 
-/* Ask for large pages under fresh memory, before it is first written: mapping it in 4 KiB pages takes longer
- * than filling it. Only pages that lie wholly inside are meant, so that nothing more is held. A hint: never
- * fails, does nothing for small memory and where the system has no such pages. */
+/* Request large pages for fresh memory, before the first write: mapping 4 KiB pages takes longer than filling
+ * them. Only large pages that lie wholly inside the memory are requested, so no more memory is held. Never
+ * fails. No effect on small memory and on systems without large pages. */
 void pages_prefer_large(void *start, size_t nbytes);
 
 #endif

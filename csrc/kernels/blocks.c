@@ -5,11 +5,11 @@
 
 #include "kernels/loops.h"
 
-/* [Note: exact inverse] Dividing by a power of two gives the bits that multiplying by its inverse gives, and
+/* [Note: exact inverse] Division by a power of two gives the same bits as multiplication by its inverse, and
  * takes longer. */
 static bool has_exact_inverse(double divisor, enum dtype dtype) {
     int exponent = 0;
-    /* so that neither the divisor nor its inverse is denormal */
+    /* exponents at which neither the divisor nor its inverse is denormal */
     int most = dtype == DTYPE_FLOAT64 ? 1000 : 120;
     return frexp(divisor, &exponent) == 0.5 && exponent > -most && exponent < most;
 }
@@ -25,7 +25,7 @@ void cast_block(void *output, enum dtype output_dtype, const void *input, enum d
     loops_active()->cast[output_dtype][input_dtype](output, input, numel);
 }
 
-/* In two steps, where there is no loop for the pair. */
+/* Cast, then divide: no loop exists for this pair of dtypes. */
 static void cast_then_divide(char *output, enum dtype output_dtype, const char *input, enum dtype input_dtype,
                              int64_t numel, double divisor) {
     for (int64_t i = 0; i < numel; i += BLOCK_NUMEL) {
@@ -49,7 +49,7 @@ void cast_divide_block(void *output, enum dtype output_dtype, const void *input,
         loops->cast_divide[output_dtype][input_dtype](output, input, numel, divisor);
 }
 
-/* In three steps, where there is no loop for the pair. */
+/* Divide, cast and add in three steps: no loop exists for this pair of dtypes. */
 static void divide_cast_and_add(char *accumulator, enum dtype accumulator_dtype, const char *input,
                                 enum dtype input_dtype, int64_t numel, double divisor) {
     union block quotient;

@@ -1,14 +1,13 @@
-/* What the kernels are put together from: the loops over contiguous elements, by dtype, and the split over
- * threads. */
+/* Building blocks of the CPU kernels: loops over contiguous elements by dtype, and the split over threads. */
 #ifndef FSDP_KERNELS_BLOCKS_H
 #define FSDP_KERNELS_BLOCKS_H
 
 #include "kernels/kernels.h"
 
 enum {
-    /* elements of a block: 8 KiB of fp64, so that three of them stay in the first-level cache */
+    /* elements of a block: 8 KiB of fp64, so that three blocks fit into the first-level cache */
     BLOCK_NUMEL = 1024,
-    GRAIN_NUMEL = 32 * 1024, /* below this many elements starting threads costs more than it saves */
+    GRAIN_NUMEL = 32 * 1024, /* least elements per thread; fewer are not worth the start of a thread */
     BLOCK_NBYTES = BLOCK_NUMEL * 8,
 };
 
@@ -21,14 +20,15 @@ union block {
 void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
                 int64_t numel);
 
-/* cast_divide_block: the divisor 1 casts only. output may be input when the dtypes are equal.
+/* cast_divide_block: output = cast(input) / divisor; a divisor of 1 only casts. In place for equal dtypes.
  * accumulate_block: output += cast(input / divisor), each step rounded. */
 typedef void elementwise_block(void *output, enum dtype output_dtype, const void *input,
                                enum dtype input_dtype, int64_t numel, double divisor);
 extern elementwise_block cast_divide_block;
 extern elementwise_block accumulate_block;
 
-/* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */
+/* Run body over [0, numel): on the threads of the stream when it has threads and numel exceeds the grain,
+ * otherwise on this thread. */
 static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain,
                               kernel_body body, void *context) {
     if (numel <= 0)

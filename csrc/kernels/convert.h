@@ -1,13 +1,16 @@
-/* Element types and their conversions, for the CPU and the GPU, bit for bit as torch's: every narrowing goes
- * through fp32 and rounds to nearest even. On aarch64 torch's default kernels round once from fp64 to fp16,
- * as the processor can. Those for SVE go through fp32 too, unless elements are strided, and FSDP1 casts none
- * that are.
+/* Element types and their conversions on the CPU and the GPU.
  *
- * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them.
+ * Invariant: conversions give torch's bits. Each narrowing goes through fp32 and rounds to nearest even. One
+ * exception: torch's default kernels for aarch64 round once from fp64 to fp16, an instruction of the
+ * processor. The kernels for SVE go through fp32 as well, except for strided elements, which FSDP1 never
+ * casts.
  *
- * [Note: two ways to convert] A GPU has instructions for it. They round as the bit operations do and differ
- * in one thing: the payload of a NaN is lost. That is also what torch does on CUDA. Where these files are
- * plain C++, in the emulation of the tests, conversions are those of the CPU. */
+ * Function bodies have no branches, only selects, so that the compiler can vectorise the loops that call
+ * them.
+ *
+ * [Note: two ways to convert] A GPU has instructions for conversions. They round as the bit operations do,
+ * but lose the payload of a NaN, as torch does on CUDA. The emulation of the tests compiles these files as
+ * plain C++ and gets the CPU's conversions. */
 #ifndef FSDP_KERNELS_CONVERT_H
 #define FSDP_KERNELS_CONVERT_H
 
@@ -18,7 +21,7 @@
 #include "kernels/kernels.h"
 
 #ifdef __CUDA_ARCH__
-#define BFLOAT16_NAN 0x7fffu /* the instruction's, which GPUs before sm_80 lack */
+#define BFLOAT16_NAN 0x7fffu /* result of the GPU's instruction, which GPUs before sm_80 lack */
 #else
 #define BFLOAT16_NAN 0x7fc0u
 #endif
@@ -46,7 +49,7 @@ HOST_DEVICE static inline float float_from_bfloat16(bfloat16 value) {
     return float_of_bits((uint32_t)value.bits << 16);
 }
 
-/* Round to nearest even by adding half of the last place kept; a NaN would carry over into infinity. */
+/* Add half of the last kept place to round to nearest even. NaN is apart: its sum could carry to infinity. */
 HOST_DEVICE static inline bfloat16 bfloat16_from_float(float value) {
     bfloat16 result;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -60,7 +63,7 @@ HOST_DEVICE static inline bfloat16 bfloat16_from_float(float value) {
     return result;
 }
 
-/* Exponents are rebased from 15 to 127; denormals are normalised by a subtraction that is exact. */
+/* Rebase the exponent from 15 to 127. An exact subtraction normalises denormals. */
 HOST_DEVICE static inline float float_from_float16(float16 value) {
 #ifdef __CUDA_ARCH__
     float result;
@@ -78,7 +81,7 @@ HOST_DEVICE static inline float float_from_float16(float16 value) {
 #endif
 }
 
-/* Below 2^-14 the addition of a power of two lets the processor round at the denormal's last place. */
+/* Below 2^-14, add a power of two: the processor then rounds at the last place of the denormal. */
 HOST_DEVICE static inline float16 float16_from_float(float value) {
     float16 result;
 #ifdef __CUDA_ARCH__
@@ -96,11 +99,11 @@ HOST_DEVICE static inline float16 float16_from_float(float value) {
     return result;
 }
 
-/* ---- what the CPU alone converts, by the names that its loops put together ---- */
+/* ---- conversions of the CPU only; the loops build these names from dtypes ---- */
 
 #ifndef __cplusplus
 #ifdef __aarch64__
-extern bool rounds_once_to_float16; /* set where torch is asked, before the first kernel runs */
+extern bool rounds_once_to_float16; /* set at import, by the CPU capability that torch reports */
 #endif
 
 static inline float16 float16_from_double(double value) {
@@ -132,7 +135,7 @@ static inline float16 float16_from_bfloat16(bfloat16 value) {
 #define double_from_float16(value)    ((double)float_from_float16(value))
 #define bfloat16_from_double(value)   bfloat16_from_float((float)(value))
 
-/* fp32, which all of these are computed in: loaded to it and stored from it. */
+/* Loads to fp32 and stores from fp32, the arithmetic type of these dtypes. */
 #define float_load(value)  (value)
 #define bfloat16_load      float_from_bfloat16
 #define float16_load       float_from_float16

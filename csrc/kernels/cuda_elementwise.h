@@ -1,12 +1,12 @@
-/* One kernel behind all elementwise ones: output[i] = operation(output[i], input[i]) over any number of
+/* The CUDA kernel of all elementwise operations: output[i] = operation(output[i], input[i]) over many
  * segments.
  *
- *   segment   | head | chunk 0 | chunk 1 | ... | last chunk, perhaps short | zeros |
- *              up to 16 aligned bytes of the output, and of the input where they can be had
+ *   segment   | head | chunk 0 | chunk 1 | ... | last chunk, may be short | zeros |
+ *                    ^ output aligned to 16 bytes, and the input as well where one offset aligns both
  *
- * A launch takes a table of segments by value; a block takes chunks, of any segment, in strides of the grid.
- * Threads move 16 bytes at a time wherever the memory is aligned so, and as many vectors at once as hide the
- * latency. */
+ * A launch takes a table of segments by value. A block processes chunks of any segment, in strides of the
+ * grid. A thread moves 16 bytes at a time where the memory is aligned, and keeps enough vectors in flight to
+ * hide the latency. */
 #ifndef FSDP_KERNELS_CUDA_ELEMENTWISE_H
 #define FSDP_KERNELS_CUDA_ELEMENTWISE_H
 
@@ -15,9 +15,9 @@
 struct segment {
     void *output;
     const void *input;
-    int64_t numel;       /* elements that have an input */
-    int64_t zeros;       /* elements behind them that become zero */
-    int64_t first_chunk; /* in the table; filled at the launch */
+    int64_t numel;       /* elements with an input */
+    int64_t zeros;       /* elements after these, set to zero */
+    int64_t first_chunk; /* index of the segment's first chunk in the launch; set at the launch */
 };
 
 enum { SEGMENTS = TABLE_NBYTES / sizeof(struct segment) - 1 };
@@ -30,7 +30,7 @@ struct segment_table {
 
 /* ---- memory, 16 bytes at a time ---- */
 
-/* The bits of elements, two bytes, four or eight each, from and to the four words of a vector. */
+/* Unpack the four words of a vector into elements of 2, 4 or 8 bytes; to_words packs them. */
 template <typename T> __device__ inline void from_words(T *values, const unsigned *words) {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -61,8 +61,8 @@ template <typename T> __device__ inline void to_words(unsigned *words, const T *
     }
 }
 
-/* By intrinsics, each one instruction: the compiler splits what it can see through into accesses of an
- * element's size. */
+/* Load elements by intrinsics, one instruction each: the compiler splits plain vector accesses into accesses
+ * of one element. */
 template <typename T, int COUNT> __device__ inline void load(T *values, const T *memory, bool aligned) {
     constexpr int PER_VECTOR = VECTOR_NBYTES / sizeof(T);
     if constexpr (COUNT < PER_VECTOR) {
@@ -102,25 +102,26 @@ template <typename T, int COUNT> __device__ inline void store_aligned(T *memory,
     }
 }
 
-/* ---- how much one thread does at once ---- */
+/* ---- elements that one thread processes per step ---- */
 
 template <typename Out, typename In> struct step {
     static constexpr int SMALLER = sizeof(Out) < sizeof(In) ? sizeof(Out) : sizeof(In);
     static constexpr int LARGER = sizeof(Out) < sizeof(In) ? sizeof(In) : sizeof(Out);
-    /* Whole vectors on both sides; of what becomes wider half of one, so that the stores of a warp have no gaps
-     * where it becomes twice as wide. */
+    /* Whole vectors on both sides, but half an input vector where the output is wider: an output of twice the
+     * size is then one vector per thread, and the stores of a warp have no gaps. */
     static constexpr int NUMEL = VECTOR_NBYTES / SMALLER / (sizeof(Out) > sizeof(In) ? 2 : 1);
-    static constexpr int INPUT_NBYTES = /* of a vector, or half of one */
+    static constexpr int INPUT_NBYTES = /* size of one load: a vector, or half of one */
         NUMEL * sizeof(In) < VECTOR_NBYTES ? NUMEL * (int)sizeof(In) : VECTOR_NBYTES;
     static constexpr int NBYTES = NUMEL * LARGER;
-    /* steps in flight: 64 bytes of each thread */
+    /* steps in flight: 64 bytes per thread */
     static constexpr int DEPTH = NBYTES >= 64 ? 1 : 64 / NBYTES;
     static constexpr int64_t BLOCK_NUMEL = (int64_t)THREADS * NUMEL;
     static constexpr int64_t CHUNK_NUMEL = BLOCK_NUMEL * DEPTH;
 };
 
-/* Elements before one of the output's next vectors: the first at which the input is aligned too, if there is
- * one. Elements lie at multiples of their size. */
+/* Return the number of elements before the first aligned vector of the output at which the input is aligned
+ * as well, or before its first aligned vector when no offset aligns both. Each element is aligned to its own
+ * size. */
 template <typename Out, typename In>
 __host__ __device__ inline int64_t head_of(const struct segment &segment) {
     constexpr int64_t PER_VECTOR = VECTOR_NBYTES / sizeof(Out);
@@ -150,7 +151,7 @@ __host__ __device__ inline int64_t chunks_of(const struct segment &segment) {
 template <typename Out, typename In, typename Operation> struct chunk_worker {
     Out *output;
     const In *input;
-    int64_t numel; /* with an input; zeros after it */
+    int64_t numel; /* elements with an input; later ones are zero */
     Operation operation;
 
     __device__ Out value(int64_t i) const {
@@ -164,7 +165,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
             output[i] = value(i);
     }
 
-    /* Whole steps, all with an input: every load is issued before the first store. */
+    /* Process a chunk of whole steps, all with an input. Every load is issued before the first store. */
     __device__ void whole(int64_t begin) const {
         using shape = step<Out, In>;
         In in[shape::DEPTH][shape::NUMEL];
@@ -187,7 +188,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         }
     }
 
-    /* The last chunk of a segment, and what lies across the end of the input. */
+    /* Process the last chunk of a segment, or a chunk that contains the end of the input. */
     __device__ void ragged(int64_t begin, int64_t end) const {
         using shape = step<Out, In>;
         int64_t vectored = begin + (end - begin) / shape::NUMEL * shape::NUMEL;
@@ -215,7 +216,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
 
 /* ---- all chunks ---- */
 
-/* What a chunk belongs to: the last of ordered items that begins at it or before. */
+/* Return the item that `chunk` belongs to: the last one whose first chunk is not after it. */
 template <typename Item>
 __device__ inline const Item &item_of(const Item *items, int32_t count, int64_t chunk) {
     int32_t low = 0;
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Enqueue one launch for the whole table, and empty it. */
+/* Enqueue one launch for the whole table, then empty the table. */
 template <typename Out, typename In, typename Operation>
 enum status enqueue_elementwise(struct segment_table *table, const Operation &operation,
                                 const struct kernel_stream *stream) {
@@ -258,7 +259,7 @@ enum status enqueue_elementwise(struct segment_table *table, const Operation &op
     return cuda_status(cudaGetLastError());
 }
 
-/* A segment without elements would make item_of ambiguous, and has no work. */
+/* Add a segment. A segment without elements is skipped: item_of() needs distinct first chunks. */
 inline void table_add(struct segment_table *table, void *output, const void *input, int64_t numel,
                       int64_t zeros) {
     if (numel + zeros > 0)
@@ -271,8 +272,8 @@ inline bool table_is_full(const struct segment_table *table) {
 
 /* ---- operations ---- */
 
-/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, taken in fp64,
- * rounded to T. */
+/* Division by a number as torch's CUDA kernels do it: a product with the reciprocal, which is computed in
+ * fp64 and rounded to the arithmetic type of T. */
 template <typename T> struct division {
     arithmetic_of<T> reciprocal;
     bool divides;
@@ -295,7 +296,7 @@ template <typename Out, typename In> struct cast_divide_operation {
     }
 };
 
-/* Launch what elementwise.cu and pack.cu make of a table; each empties it. */
+/* Enqueue the casts of a table, shared by elementwise.cu and pack.cu, then empty the table. */
 enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dtype, enum dtype input_dtype,
                                double divisor, const struct kernel_stream *stream);
 

@@ -1,4 +1,4 @@
-/* Element types on the device, as templates take them. */
+/* Traits and conversions of element types for the templates of device code. */
 #ifndef FSDP_KERNELS_CUDA_TYPES_H
 #define FSDP_KERNELS_CUDA_TYPES_H
 
@@ -12,7 +12,7 @@ extern "C" {
 #include "kernels/convert.h"
 }
 
-/* For each type: its arithmetic, and the way there and back. Every narrowing goes through fp32. */
+/* The arithmetic type of each element type, with load and store. Every narrowing goes through fp32. */
 template <typename T> struct element;
 
 #define DEFINE_ELEMENT(type, arith, to_arithmetic, from_arithmetic)                                          \
@@ -40,7 +40,7 @@ template <typename A> struct is_same_type<A, A> {
     static constexpr bool value = true;
 };
 
-/* A cast to the same type is a copy, of a NaN too. */
+/* Return `value` as To. A cast to the same type is a copy, even of a NaN. */
 template <typename To, typename From> __host__ __device__ inline To converted(From value) {
     if constexpr (is_same_type<To, From>::value)
         return value;
@@ -48,7 +48,8 @@ template <typename To, typename From> __host__ __device__ inline To converted(Fr
         return element<To>::store((arithmetic_of<To>)element<From>::load(value));
 }
 
-/* Call body(type) with a value of the type of a dtype below DTYPE_COUNT. A body is of the side that calls. */
+/* Call body with a value of the element type of `dtype`, which is below DTYPE_COUNT. The pragma allows host
+ * bodies and device bodies. */
 #pragma nv_exec_check_disable
 template <typename Body> __host__ __device__ inline auto with_known_type(int dtype, Body body) {
     switch (dtype) {

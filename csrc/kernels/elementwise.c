@@ -1,7 +1,7 @@
 /* The kernels over contiguous elements: kernel_cast_divide and kernel_accumulate. */
 #include "kernels/blocks.h"
 
-/* A run that is read and one that is written, and what makes the one of the other. */
+/* An operation on one contiguous input and one contiguous output, for the split over threads. */
 struct elementwise_task {
     elementwise_block *block;
     char *output;
@@ -35,7 +35,7 @@ enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void
                            stream);
 }
 
-/* A reduced shard onto the one accumulated before, with the post-division and the upcast on the way. */
+/* Add a reduced shard to the accumulated one. Post-division and upcast happen in the same pass. */
 enum status kernel_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
                               enum dtype input_dtype, int64_t numel, double divisor,
                               const struct kernel_stream *stream) {

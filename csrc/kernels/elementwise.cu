@@ -1,7 +1,7 @@
-/* The kernels of elementwise.c on the GPU, each an operation of cuda_elementwise.h. */
+/* The kernels of elementwise.c for CUDA, as operations of cuda_elementwise.h. */
 #include "kernels/cuda_elementwise.h"
 
-/* ---- casts with an optional division, of one tensor or of many ---- */
+/* ---- casts with an optional division ---- */
 
 enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dtype, enum dtype input_dtype,
                                double divisor, const struct kernel_stream *stream) {
@@ -13,7 +13,7 @@ enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dt
     });
 }
 
-/* `launch` what takes a table of one segment. */
+/* Check the arguments and call `launch` with a table of one segment. */
 template <typename Launch>
 static enum status run(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
                        int64_t numel, const struct kernel_stream *stream, Launch launch) {
@@ -35,10 +35,9 @@ extern "C" enum status cuda_cast_divide(void *output, enum dtype output_dtype, c
     });
 }
 
-/* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ----
- */
+/* ---- accumulation of a reduced shard, with post-division and upcast ---- */
 
-/* The quotient in the input's dtype, then the cast, then the sum; each is rounded before the next. */
+/* Divide in the input's dtype, cast, then add. Each result is rounded before the next step. */
 template <typename Out, typename In> struct accumulate_operation {
     static constexpr bool READS_OUTPUT = true;
     division<In> divided;

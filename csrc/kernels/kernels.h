@@ -1,11 +1,11 @@
-/* Kernels over raw pointers. A CPU .c and a CUDA .cu of one kernel stand side by side behind one signature
- * (table.h).
+/* Kernels over raw pointers. Each kernel has a CPU version in a .c file and a CUDA version in the .cu file of
+ * the same name, with one signature (table.h).
  *
  * Invariants: a kernel never allocates, never synchronises, never exits; numel 0 is legal; offsets are
- * int64_t; the stream comes last. Every result equals torch's own, bit for bit, for the same operation
- * sequence, NaN and infinities included. "Divide" means: in the output dtype's arithmetic type (fp32 for bf16
- * and fp16), then rounded, as torch's `div_` of a tensor of that dtype by a Python float does (on CUDA that
- * is a product with the reciprocal); a divisor of exactly 1.0 is skipped. */
+ * int64_t; the stream is the last argument. Results are torch's bits for the same sequence of operations, NaN
+ * and infinities included. A division is done in the arithmetic type of the output dtype (fp32 for bf16 and
+ * fp16), then rounded, as torch's `div_` by a Python float; on CUDA it is a product with the reciprocal. A
+ * divisor of exactly 1.0 is skipped. */
 #ifndef FSDP_KERNELS_KERNELS_H
 #define FSDP_KERNELS_KERNELS_H
 
@@ -15,12 +15,12 @@
 #include "base/status.h"
 
 #ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__ /* for what kernels of the CPU and of the GPU share */
+#define HOST_DEVICE __host__ __device__ /* marks functions that CPU and CUDA kernels share */
 #else
 #define HOST_DEVICE
 #endif
 
-/* What kernels compute with; of others no more is known than the size of an element. */
+/* Element types. Kernels compute with those below DTYPE_COUNT; of the others only the size is known. */
 enum dtype {
     DTYPE_FLOAT32,
     DTYPE_FLOAT64,
@@ -34,7 +34,8 @@ enum dtype {
     DTYPE_OTHER_8,
     DTYPE_OTHER_16,
 };
-/* Those without kernels of ours have the number of their type in DLPack: torch runs its operators there. */
+/* Devices, by their numbers in DLPack. Only DEVICE_CPU and DEVICE_CUDA have kernels; others use torch's
+ * operators. */
 enum device_kind {
     DEVICE_CPU = 0,
     DEVICE_CUDA = 2,
@@ -44,30 +45,29 @@ enum device_kind {
     DEVICE_MAIA = 17
 };
 
-/* A tensor's memory, borrowed from a live tensor. `data` already includes the storage offset; NULL when the
- * storage is freed. */
+/* A tensor's memory, borrowed from a live tensor. */
 struct tensor_view {
-    void *data;
+    void *data; /* includes the storage offset; NULL while the storage is freed */
     enum dtype dtype;
     enum device_kind device;
     int32_t device_index;
     int32_t ndim;
     const int64_t *sizes;
-    const int64_t *strides; /* in elements; NULL means contiguous */
+    const int64_t *strides; /* in elements; NULL for a contiguous tensor */
 };
 
-/* Where kernels run: `parallel_for` splits [0, numel) over threads (NULL: this thread alone). */
+/* The stream that kernels run on: a CUDA stream, or the CPU's threads. */
 typedef void (*kernel_body)(int64_t begin, int64_t end, void *context);
 struct kernel_stream {
+    /* splits [begin, end) over threads; NULL to use the calling thread */
     void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context);
-    void *cuda_stream; /* cudaStream_t; NULL on CPU and for CUDA's default stream */
+    void *cuda_stream; /* cudaStream_t; NULL on the CPU and for CUDA's default stream */
     int32_t device_index;
     enum device_kind device;
 };
 
-/* One source of a pack: a strided tensor, or data == NULL and zeros are written in its place.
- * Elements go to output[offset + sum(index[d] * output_strides[d])], output_strides == NULL meaning
- * contiguous. */
+/* One source of a pack: a strided tensor, or zeros when view.data is NULL. The element at `index` is written
+ * to output[offset + sum(index[d] * output_strides[d])]; output_strides is NULL for a contiguous block. */
 struct pack_source {
     struct tensor_view view;
     int64_t numel;
@@ -75,24 +75,23 @@ struct pack_source {
     const int64_t *output_strides;
 };
 
-/* output = cast(source) / divisor for every source; the gaps between sources and up to output_numel are
- * zeroed. The sources are ordered by offset and do not overlap. One pass: flatten, cast and pre-divide of a
- * unit's gradients. */
+/* Set output = cast(source) / divisor for every source, and zero the gaps between sources and up to
+ * output_numel: a unit's gradients are flattened, cast and pre-divided in one pass. The sources are ordered
+ * by offset and do not overlap. */
 typedef enum status pack_kernel(void *output, enum dtype output_dtype, int64_t output_numel,
                                 const struct pack_source *sources, int64_t num_sources, double divisor,
                                 const struct kernel_stream *stream);
 extern pack_kernel kernel_pack;
 
-/* output += source for every source, each sum rounded to the output dtype; gaps and NULL sources leave output
- * alone. */
+/* Set output += source for every source, each sum rounded to the output dtype. Gaps and NULL sources are
+ * skipped. */
 typedef enum status pack_add_kernel(void *output, enum dtype output_dtype, const struct pack_source *sources,
                                     int64_t num_sources, const struct kernel_stream *stream);
 extern pack_add_kernel kernel_pack_add;
 
-/* Of contiguous elements.
- * cast_divide: output = cast(input) / divisor. output may be input when the dtypes are equal.
- * accumulate: output += cast(input / divisor): the quotient is rounded to the input dtype, then cast, then
- * added. */
+/* Kernels over contiguous elements.
+ * cast_divide: output = cast(input) / divisor. In place for equal dtypes.
+ * accumulate: output += cast(input / divisor). The quotient is rounded to the input dtype before the cast. */
 typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, const void *input,
                                        enum dtype input_dtype, int64_t numel, double divisor,
                                        const struct kernel_stream *stream);
@@ -103,7 +102,7 @@ static inline bool dtype_is_known(enum dtype dtype) {
     return (unsigned)dtype < DTYPE_COUNT;
 }
 
-/* What an elementwise kernel refuses, on any device. */
+/* Return the status of an elementwise kernel's arguments, on any device. */
 static inline enum status elementwise_check(const void *output, enum dtype output_dtype, const void *input,
                                             enum dtype input_dtype, int64_t numel) {
     if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
@@ -112,7 +111,7 @@ static inline enum status elementwise_check(const void *output, enum dtype outpu
     return numel < 0 || overwrites ? STATUS_INVALID : STATUS_OK;
 }
 
-/* The dtype for elements of that size that no kernel computes with. */
+/* Return the dtype of elements of `nbytes` bytes that no kernel computes with. */
 static inline enum dtype dtype_other(int64_t nbytes) {
     switch (nbytes) {
     case 1:
@@ -130,7 +129,7 @@ static inline enum dtype dtype_other(int64_t nbytes) {
     }
 }
 
-/* Of an element; 0 for one of DTYPE_OTHER. */
+/* Return the size of an element; 0 for DTYPE_OTHER. */
 static inline int64_t dtype_nbytes(enum dtype dtype) {
     switch (dtype) {
     case DTYPE_OTHER_16:

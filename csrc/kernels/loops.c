@@ -8,7 +8,7 @@
 bool rounds_once_to_float16 = true;
 #endif
 
-static const struct loops *active = &loops_default; /* before the constructor below has run */
+static const struct loops *active = &loops_default; /* replaced by the constructor below */
 
 static bool processor_supports(const struct loops *loops) {
 #ifdef LOOPS_X86_64

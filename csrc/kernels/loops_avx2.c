@@ -1,4 +1,4 @@
-/* The loops for x86-64 with AVX2; nothing on other architectures. */
+/* The loops for x86-64 with AVX2. Empty on other architectures. */
 #include "kernels/loops.h"
 
 #ifdef LOOPS_X86_64
@@ -28,7 +28,7 @@ static inline __m128i lower_halves(__m256i bits) {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0xd8));
 }
 
-/* The nearest bfloat16 in the upper half of each element, with something below it. */
+/* Return the nearest bfloat16 in the upper half of each element. The lower half is undefined. */
 static inline __m256i round_to_bfloat16(__m256 values) {
     __m256i bits = _mm256_castps_si256(values);
     __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -1,4 +1,4 @@
-/* The loops for x86-64 with AVX-512; nothing on other architectures. */
+/* The loops for x86-64 with AVX-512. Empty on other architectures. */
 #include "kernels/loops.h"
 
 #ifdef LOOPS_X86_64
@@ -28,7 +28,7 @@ static inline void halves_store(void *halves, __m256i bits) {
 
 #define lower_halves _mm512_cvtepi32_epi16
 
-/* The nearest bfloat16 in the upper half of each element, with something below it. */
+/* Return the nearest bfloat16 in the upper half of each element. The lower half is undefined. */
 static inline __m512i round_to_bfloat16(__m512 values) {
     __m512i bits = _mm512_castps_si512(values);
     __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -1,12 +1,12 @@
-/* One version of the loops: included once by each of loops_*.c, under its instruction set.
+/* One version of the loops. Each loops_*.c includes this file once, under its instruction set.
  *
- * The file before it defines `floats`, FLOATS elements in fp32, with load, round and store for each dtype
- * that is computed in fp32. What is left over by whole vectors goes element by element, with the same
- * result. */
+ * The including file defines `floats`, a vector of FLOATS fp32 elements, with load, round and store for each
+ * dtype whose arithmetic is fp32. Elements after the last whole vector are processed one by one, with the
+ * same result. */
 
-/* Elements of equal index may be the same memory, others are not. */
+/* Input and output may alias element by element, never at different indices. */
 #ifdef __clang__
-#pragma clang diagnostic ignored "-Wpass-failed" /* loops over vectors are what they should be already */
+#pragma clang diagnostic ignored "-Wpass-failed" /* clang warns of loops that are vectors already */
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define ELEMENTWISE _Pragma("GCC ivdep")
@@ -22,7 +22,7 @@
     X(float, double) X(bfloat16, double) X(float16, double)                  \
     X(double, float) X(double, bfloat16) X(double, float16)
 
-/* A cast of vectors rounds where the target cannot hold what the source can. */
+/* A cast of vectors rounds where the target dtype cannot hold all values of the source dtype. */
 #define floats_float_from_float(values) (values)
 #define floats_float_from_bfloat16(values) (values)
 #define floats_float_from_float16(values) (values)
@@ -37,13 +37,13 @@
 
 /* ---- cast, divide, multiply, add ---- */
 
-/* Whole vectors, and then what is left. The cache lines that come next, above all those to be written, are
- * asked for in time: from memory beyond the caches this beats memcpy. A prefetch past the end does
- * nothing. */
+/* Process whole vectors, then the rest. Prefetching the next cache lines, above all those of the output, is
+ * faster than memcpy beyond the caches. A prefetch past the end has no effect. */
 enum { PREFETCH_NUMEL = 512 };
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
 
-/* Keeps the compiler from making vectors of what is too short for one, which would be most of the code. */
+/* Keep the compiler from vectorising the rest loops, which are shorter than a vector: most of the code
+ * size. */
 static inline bool one_by_one(void) {
     __asm__ volatile("");
     return true;
@@ -84,7 +84,7 @@ static inline bool one_by_one(void) {
         }                                                                                                    \
     }
 
-/* With either operator: cast, apply and round; apply and round, cast, add and round. */
+/* Two loops per operator: cast, apply and round; and apply and round, cast, add and round. */
 #define DEFINE_FACTORED(to, from, verb, added, operator)                                                     \
     static void to##_cast_##verb##_##from(void *output, const void *input, int64_t numel, double number) {   \
         to *target = output;                                                                                 \
@@ -125,7 +125,7 @@ static inline bool one_by_one(void) {
     DEFINE_FACTORED(to, from, multiply, multiplied, *)
 EACH_NARROW(DEFINE_NARROW)
 
-/* Where fp64 takes part the compiler finds the vectors. */
+/* Loops with fp64 are vectorised by the compiler. */
 #define DEFINE_WIDE_CAST(to, from)                                                                           \
     static void to##_cast_##from(void *output, const void *input, int64_t numel) {                           \
         ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                    \

@@ -1,4 +1,4 @@
-/* The loops for any processor of the architecture: vectors of 16 bytes, as the compiler makes them. */
+/* The loops for any processor of the architecture, with the compiler's generic vectors of 16 bytes. */
 #include "kernels/loops.h"
 
 #include <string.h>
@@ -55,7 +55,7 @@ static inline float_bits float16_bits(floats values) {
     return ((bits >> 16) & 0x8000u) | select_bits((float_bits)(magnitude >= (143u << 23)), special, finite);
 }
 
-/* ---- what the loops are made of ---- */
+/* ---- load, round and store of a vector ---- */
 
 static inline floats floats_of(float value) {
     return (floats){value, value, value, value};

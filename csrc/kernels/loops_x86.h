@@ -1,7 +1,7 @@
-/* What the loops are made of on x86-64, for vectors of either width.
+/* Load, round and store of a vector on x86-64, for both vector widths.
  *
- * The file before it defines FLOATS, the compiler's types vector_floats and vector_bits, OF_WIDTH, which gives
- * the intrinsic of a name, and what the two instruction sets have each in its own way. */
+ * The including file defines FLOATS, the compiler's types vector_floats and vector_bits, OF_WIDTH, which
+ * makes the name of an intrinsic, and the functions that differ between the two instruction sets. */
 typedef vector_floats floats;
 typedef uint32_t float_bits __attribute__((vector_size(4 * FLOATS)));
 

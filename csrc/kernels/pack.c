@@ -1,13 +1,12 @@
-/* kernel_pack and kernel_pack_add: many tensors into one flat buffer in one pass, with the cast and the
+/* kernel_pack and kernel_pack_add: one pass that packs many tensors into one flat buffer, with cast and
  * pre-division.
  *
- * A source whose strides are those of its place in the output is one run of memory. Any other one goes
- * through tiles:
+ * A source whose strides equal its output strides is one run of memory. Other sources are copied by tiles:
  *
- *   source (fast dimension first)  -- copy -->  tile, row by row  -- cast, divide -->  rows of the output
+ *   source, fast dimension first  --copy-->  tile, row by row  --cast, divide-->  rows of the output
  *
- * Threads share the output's range: an element belongs to the thread whose range holds it, a row of a strided
- * source to the one whose range holds the row's first element. */
+ * The threads divide the output range. A thread writes the elements in its range and, of a strided source,
+ * the rows whose first element is in its range. */
 #include <string.h>
 
 #include "kernels/blocks.h"
@@ -18,7 +17,8 @@ enum {
     TILE_ROWS = BLOCK_NUMEL / TILE_COLUMNS,
 };
 
-/* output += input where the dtypes may differ: in the wider arithmetic, rounded once, as torch promotes. */
+/* Set output += input, in the wider arithmetic of both dtypes and rounded once, as torch's type promotion
+ * does. */
 static void add_promoted(char *output, enum dtype output_dtype, const char *input, enum dtype input_dtype,
                          int64_t numel) {
     bool wide = output_dtype == DTYPE_FLOAT64 || input_dtype == DTYPE_FLOAT64;
@@ -33,7 +33,7 @@ static void add_promoted(char *output, enum dtype output_dtype, const char *inpu
     cast_block(output, output_dtype, sum.bytes, common, numel);
 }
 
-/* At most one block of contiguous elements. */
+/* Pack at most BLOCK_NUMEL contiguous elements. */
 static void pack_block(const struct pack *pack, char *output, const char *input, enum dtype input_dtype,
                        int64_t numel) {
     if (pack->add) {
@@ -67,7 +67,7 @@ struct tile {
     int64_t input_column_stride;
 };
 
-/* Elements are moved as integers of their size: a copy never changes a NaN. */
+/* Copy elements as integers of their size: a float copy could change a NaN. */
 #define DEFINE_COPY_TILE(type)                                                                               \
     static void copy_tile_##type(void *buffer, const struct tile *tile) {                                    \
         type *output = buffer;                                                                               \
@@ -113,7 +113,7 @@ static void pack_tile(const struct pack *pack, const struct tile *tile, enum dty
     }
 }
 
-/* Two dimensions: tiles few columns wide, so that a source read against its order stays in the first-level
+/* Pack two dimensions by narrow tiles: a source that is read across its memory order stays in the first-level
  * cache. */
 static void pack_plane(const struct pack *pack, const struct tile *plane, enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
@@ -131,7 +131,7 @@ static void pack_plane(const struct pack *pack, const struct tile *plane, enum d
     }
 }
 
-/* The dimension that walks the source in the smallest steps becomes the row dimension, next to the last. */
+/* Make the dimension with the smallest input stride the row dimension, the last but one. */
 static void plan_choose_rows(struct plan *plan) {
     int32_t target = plan->ndim - 2;
     int32_t best = target;
@@ -147,7 +147,7 @@ static void plan_choose_rows(struct plan *plan) {
     plan->output_strides[best] = old.output_strides[target];
 }
 
-/* All planes of a plan: an odometer over the dimensions before the last two. */
+/* Pack all planes of a plan: an odometer over the dimensions before the last two. */
 static void pack_planes(const struct pack *pack, const struct plan *plan, char *output, const char *input,
                         enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
@@ -179,7 +179,7 @@ static void pack_planes(const struct pack *pack, const struct plan *plan, char *
     }
 }
 
-/* The part of one source that belongs to the range [begin, end) of its own elements in output order. */
+/* Pack the elements [begin, end) of one source, counted in output order. */
 static void pack_source_range(const struct pack *pack, const struct pack_source *source, int64_t begin,
                               int64_t end) {
     enum dtype input_dtype = source->view.dtype;
@@ -212,7 +212,7 @@ static void zero_range(const struct pack *pack, int64_t begin, int64_t end) {
         memset(pack->output + begin * nbytes, 0, (size_t)((end - begin) * nbytes));
 }
 
-/* The first source that ends after `begin`; num_sources when there is none. */
+/* Return the index of the first source that ends after `begin`; num_sources when there is none. */
 static int64_t first_source(const struct pack *pack, int64_t begin) {
     int64_t low = 0;
     int64_t high = pack->num_sources;

@@ -1,21 +1,21 @@
-/* Many tensors into one flat buffer, with the cast and the pre-division; or added to what it holds.
+/* Kernels that pack many tensors into one flat buffer, with cast and pre-division, or add them to it.
  *
- * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the
- * zeros behind it. Any other source has a launch of its own: a transposed one goes by tiles, in the rest row_numel
- * thread finds its element by the strides. */
+ * A source whose strides equal its output strides is a segment of a grouped launch, which also zeroes the gap
+ * after it. Every other source has its own launch: by tiles for a transposed source, element by element for
+ * other strides. */
 #include "kernels/cuda_elementwise.h"
 #include "kernels/pack.h"
 
 enum {
-    TILE = 32,      /* a side; a warp reads a row of it and writes a column */
-    LEAST_SIDE = 8, /* of a matrix that is worth tiles */
+    TILE = 32,      /* side of a tile; a warp reads one row of it and writes one column */
+    LEAST_SIDE = 8, /* least side of a matrix that is packed by tiles */
 };
 
-#ifndef MAX_STRIDED_NUMEL /* a test makes it small */
+#ifndef MAX_STRIDED_NUMEL /* tests define a small limit */
 #define MAX_STRIDED_NUMEL INT32_MAX
 #endif
 
-/* The sum in the wider arithmetic of the two, rounded once, as torch promotes. */
+/* Addition in the wider arithmetic of both types, rounded once, as torch's type promotion does. */
 template <typename Out, typename In> struct add_operation {
     static constexpr bool READS_OUTPUT = true;
 
@@ -25,22 +25,22 @@ template <typename Out, typename In> struct add_operation {
     }
 };
 
-/* ---- sources in another order than their place ---- */
+/* ---- sources whose strides differ from their output strides ---- */
 
-/* The dimensions by output stride, the largest first: the output is dense, so element i is the i-th in this
- * order. */
+/* A strided source. The dimensions have descending output strides, and the output is dense: index i of the
+ * loop nest is element i of the output. */
 struct strided_source {
     const void *input;
     void *output;
     int64_t numel;
     int64_t num_tiles;
     int32_t ndim;
-    int32_t rows; /* the dimension that is dense in the input, where the source goes by tiles; or -1 */
+    int32_t rows; /* dimension with input stride 1 when packed by tiles, else -1 */
     int64_t sizes[PACK_MAX_NDIM];
     int64_t strides[PACK_MAX_NDIM];
 };
 
-/* Does the source lie in memory as in the output? */
+/* Return true if the source has the same strides in memory and in the output. */
 static bool is_flat(const struct pack_source *source) {
     struct plan plan;
     if (source_is_flat(source))
@@ -49,8 +49,8 @@ static bool is_flat(const struct pack_source *source) {
     return plan_is_flat(&plan);
 }
 
-/* The dimension to make tiles of with the last one: neighbours in the output are far from row_numel other in the
- * input, but these are neighbours there. -1 for none. */
+/* Return the dimension whose index is contiguous in the input, so that it and the last dimension make tiles;
+ * -1 when there is none of at least LEAST_SIDE. */
 static int32_t rows_of_tiles(const struct strided_source *source) {
     int32_t last = source->ndim - 1;
     for (int32_t d = 0; d < last; d++)
@@ -73,7 +73,7 @@ static struct strided_source strided_source_of(const struct pack_source *source,
     return strided;
 }
 
-/* In 32 bits, as a division of 64 costs five times as much. */
+/* Pack element by element. Indices have 32 bits: a 64-bit division takes five times as long. */
 template <typename Out, typename In, typename Operation>
 __global__ void __launch_bounds__(THREADS)
     strided(const __grid_constant__ struct strided_source source, Operation operation) {
@@ -93,19 +93,20 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* A tile of the matrix that the dimension `rows` and the last one make at one index of the others. */
+/* A tile of the matrix of the dimension `rows` and the last dimension, at one index of the other
+ * dimensions. */
 struct tile_place {
-    int64_t row, column;           /* of its first element in the matrix */
-    int64_t input, output;         /* offsets of that element */
-    int64_t row_step;              /* from a row to the next in the output; in the input it is 1 */
-    int64_t num_rows, num_columns; /* of the tile */
+    int64_t row, column;           /* position of the tile's first element in the matrix */
+    int64_t input, output;         /* offsets of the first element */
+    int64_t row_step;              /* output stride of a row; the input stride is 1 */
+    int64_t num_rows, num_columns; /* rest of the matrix from the first element on; may exceed TILE */
 };
 
 __host__ __device__ static inline int64_t tiles_in(int64_t size) {
     return (size + TILE - 1) / TILE;
 }
 
-/* The quotient of a number in 32 bits; the remainder stays in it. */
+/* Return *rest modulo `size`, and divide *rest by `size`. */
 __device__ static inline uint32_t take_index(uint32_t *rest, int64_t size) {
     uint32_t quotient = *rest / (uint32_t)size;
     uint32_t index = *rest - quotient * (uint32_t)size;
@@ -119,7 +120,7 @@ __device__ static tile_place tile_place_at(const struct strided_source &source, 
     struct tile_place place = {};
     place.column = (int64_t)take_index(&rest, tiles_in(source.sizes[last])) * TILE;
     place.row = (int64_t)take_index(&rest, tiles_in(source.sizes[source.rows])) * TILE;
-    int64_t step = 1; /* of dimension d in the output */
+    int64_t step = 1; /* output stride of dimension d */
     for (int32_t d = last; d >= 0; d--) {
         bool is_other = d != last && d != source.rows;
         int64_t index = is_other ? take_index(&rest, source.sizes[d]) : d == last ? place.column : place.row;
@@ -133,19 +134,19 @@ __device__ static tile_place tile_place_at(const struct strided_source &source, 
     return place;
 }
 
-/* Through shared memory, so that neighbouring threads read neighbours and write neighbours. A row of the tile
- * is one element longer than its elements: a column of it then lies in as many banks as it has elements. */
+/* Pack by tiles through shared memory: adjacent threads read adjacent elements and write adjacent elements. A
+ * row of the tile is padded by one element, so that the elements of a column are in different banks. */
 template <typename Out, typename In, typename Operation>
 __global__ void __launch_bounds__(THREADS)
     transposed(const __grid_constant__ struct strided_source source, Operation operation) {
     __shared__ In values[TILE][TILE + 1];
-    int64_t column_step = source.strides[source.ndim - 1]; /* in the input */
+    int64_t column_step = source.strides[source.ndim - 1]; /* input stride of a column */
     int64_t x = threadIdx.x % TILE;
     for (int64_t tile = blockIdx.x; tile < source.num_tiles; tile += gridDim.x) {
         struct tile_place place = tile_place_at(source, tile);
         const In *input = (const In *)source.input + place.input;
         Out *output = (Out *)source.output + place.output;
-        In loaded[TILE * TILE / THREADS] = {}; /* all are on their way before the first is put down */
+        In loaded[TILE * TILE / THREADS] = {}; /* every load is issued before the first store */
 #pragma unroll
         for (int i = 0; i < TILE * TILE / THREADS; i++) {
             int64_t y = threadIdx.x / TILE + i * (THREADS / TILE);
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(THREADS)
                 *element = operation(Operation::READS_OUTPUT ? *element : Out(), values[x][y]);
             }
         }
-        __syncthreads(); /* the tile has been written out */
+        __syncthreads(); /* `values` is reused by the next tile */
     }
 }
 
@@ -182,7 +183,7 @@ static enum status enqueue_one(struct strided_source *source, const Operation &o
     return cuda_status(cudaGetLastError());
 }
 
-/* The index 0 of the first dimension alone. */
+/* Return the source at index 0 of its first dimension, without that dimension. */
 static struct strided_source first_slice(const struct strided_source *source) {
     struct strided_source first = *source;
     first.ndim--;
@@ -193,8 +194,8 @@ static struct strided_source first_slice(const struct strided_source *source) {
     return first;
 }
 
-/* As much at a time as has 32-bit places: so many indices of the first dimension, or, one by one, of those
- * behind it. */
+/* Enqueue a source in launches of at most MAX_STRIDED_NUMEL elements: by indices of the first dimension or,
+ * when one index is too large, by its inner dimensions. */
 template <typename Out, typename In, typename Operation>
 static enum status enqueue_strided(struct strided_source source, const Operation &operation,
                                    const struct kernel_stream *stream) {
@@ -203,19 +204,19 @@ static enum status enqueue_strided(struct strided_source source, const Operation
     int64_t max_rows = MAX_STRIDED_NUMEL / row_numel;
     enum status status = STATUS_OK;
     while (rows_left > 0 && status == STATUS_OK) {
-        int64_t num_rows_taken = rows_left < max_rows ? rows_left : max_rows > 0 ? max_rows : 1;
-        source.sizes[0] = num_rows_taken;
-        source.numel = num_rows_taken * row_numel;
+        int64_t num_rows = rows_left < max_rows ? rows_left : max_rows > 0 ? max_rows : 1;
+        source.sizes[0] = num_rows;
+        source.numel = num_rows * row_numel;
         status = max_rows > 0 ? enqueue_one<Out, In>(&source, operation, stream)
                               : enqueue_strided<Out, In>(first_slice(&source), operation, stream);
-        source.input = (const In *)source.input + num_rows_taken * (source.ndim > 0 ? source.strides[0] : 0);
+        source.input = (const In *)source.input + num_rows * (source.ndim > 0 ? source.strides[0] : 0);
         source.output = (Out *)source.output + source.numel;
-        rows_left -= num_rows_taken;
+        rows_left -= num_rows;
     }
     return status;
 }
 
-/* ---- the whole ---- */
+/* ---- one pack ---- */
 
 static bool is_present(const struct pack_source *source) {
     return source->view.data && source->numel > 0;
@@ -247,7 +248,8 @@ static enum status pack_strided(const struct pack *pack, const struct pack_sourc
     });
 }
 
-/* Where the next source with elements begins: what lies before it is zero. */
+/* Return the offset of the next source with elements after source `i`, or the end: the gap before it is
+ * zeroed. */
 static int64_t next_offset(const struct pack *pack, int64_t i) {
     for (i++; i < pack->num_sources; i++)
         if (is_present(&pack->sources[i]))
@@ -255,8 +257,8 @@ static int64_t next_offset(const struct pack *pack, int64_t i) {
     return pack->output_numel;
 }
 
-/* The flat sources of one dtype with the zeros behind them; with `others` the zeros before and behind all
- * others as well. */
+/* Pack the flat sources of one dtype, and zero the gap after each. `others` also zeroes the start of the
+ * output and the gap after each source that is not flat. */
 static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool others) {
     struct segment_table table;
     enum status status = STATUS_OK;

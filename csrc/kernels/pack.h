@@ -1,5 +1,4 @@
-/* What the CPU's and the GPU's pack share: what is asked for, what is refused, and how a strided source is
- * walked. */
+/* Shared by the CPU's pack and CUDA's: the arguments, their checks, and the loop nest of a strided source. */
 #ifndef FSDP_KERNELS_PACK_H
 #define FSDP_KERNELS_PACK_H
 
@@ -7,7 +6,7 @@
 
 #include "kernels/kernels.h"
 
-enum { PACK_MAX_NDIM = 64 /* torch's own limit */ };
+enum { PACK_MAX_NDIM = 64 /* torch's limit */ };
 
 struct pack {
     char *output;
@@ -16,12 +15,12 @@ struct pack {
     const struct pack_source *sources;
     int64_t num_sources;
     double divisor;
-    bool add; /* add to the output; gaps stay as they are */
+    bool add; /* true to add to the output; gaps are then skipped */
     const struct kernel_stream *stream;
 };
 
-/* The dimensions of a strided copy, sorted by output stride (the largest first) and merged where both sides
- * allow it. */
+/* The dimensions of a strided copy, by descending output stride, merged where the strides of both sides
+ * allow. */
 struct plan {
     int32_t ndim;
     int64_t sizes[PACK_MAX_NDIM];
@@ -79,7 +78,7 @@ static inline bool plan_is_flat(const struct plan *plan) {
     return plan->ndim == 1 && plan->input_strides[0] == 1 && plan->output_strides[0] == 1;
 }
 
-/* Whether strides are those of a contiguous tensor, as NULL says without a look. */
+/* Return true if `strides` are those of a contiguous tensor; NULL means contiguous. */
 static inline bool strides_are_contiguous(const int64_t *strides, const struct tensor_view *view) {
     int64_t expected = 1;
     for (int32_t d = view->ndim - 1; strides && d >= 0; d--) {
@@ -90,7 +89,7 @@ static inline bool strides_are_contiguous(const int64_t *strides, const struct t
     return true;
 }
 
-/* The common case, decided without a plan. */
+/* Return true for a contiguous source. This common case needs no plan. */
 static inline bool source_is_flat(const struct pack_source *source) {
     return strides_are_contiguous(source->view.strides, &source->view) &&
            strides_are_contiguous(source->output_strides, &source->view);
@@ -100,7 +99,7 @@ static inline int64_t source_end(const struct pack_source *source) {
     return source->offset + source->numel;
 }
 
-/* Output strides must describe a dense block, innermost step 1: a permutation of a contiguous tensor. */
+/* Return true if the output strides describe a dense block: a permutation of a contiguous tensor. */
 static inline bool output_is_dense(const struct pack_source *source) {
     struct plan plan;
     int64_t expected = 1;

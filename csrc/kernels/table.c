@@ -1,4 +1,4 @@
-/* The table of the CPU's kernels. */
+/* The tables of the CPU kernels, and of kernels for tensors without memory. */
 #include "kernels/table.h"
 
 #include <stddef.h>
@@ -15,8 +15,6 @@ const struct kernel_table cpu_kernels = {
     .accumulate = kernel_accumulate,
     .device_error = device_error,
 };
-
-/* Nothing is computed where there is no memory. */
 
 static enum status no_pack(void *output, enum dtype output_dtype, int64_t output_numel,
                            const struct pack_source *sources, int64_t num_sources, double divisor,

@@ -1,4 +1,4 @@
-/* The CUDA library's one symbol, and what its launchers share. */
+/* The exported symbol of the CUDA library, and the helpers that its launchers share. */
 #include "kernels/cuda_launch.h"
 
 #include <stdio.h>
@@ -15,13 +15,13 @@ enum status cuda_status(cudaError_t error) {
     if (error == cudaSuccess)
         return STATUS_OK;
     last_error = error;
-    cudaGetLastError(); /* the runtime keeps it as well, and the next launch would be taken to have failed */
+    cudaGetLastError(); /* clear the runtime's copy: the next launch would report it */
     return STATUS_DEVICE;
 }
 
-/* The driver's contexts: only they tell a thread that uses no device yet from one that uses the first. To put
- * the device back by cudaSetDevice would make a context there, hundreds of megabytes that each rank would
- * take from the first GPU. */
+/* The driver's functions for contexts. Only a context distinguishes a thread that uses no device yet from one
+ * that uses device 0. Restoring the device by cudaSetDevice would create a context there: hundreds of
+ * megabytes of the first GPU for each rank. */
 struct contexts {
     int (*get_current)(void **context);
     int (*set_current)(void *context);
@@ -82,12 +82,12 @@ int64_t cuda_blocks(int64_t num_chunks) {
     return num_chunks < max_blocks ? num_chunks : max_blocks;
 }
 
-/* ---- which devices ---- */
+/* ---- devices that the library has code for ---- */
 
 static __global__ void empty_kernel() {
 }
 
-/* Has the library code for the current device? CUDA loads one that has none, and refuses its launches. */
+/* Look for code for the current device. CUDA loads a library without any, and then refuses its launches. */
 static cudaError_t query_code() {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, empty_kernel);
@@ -124,7 +124,7 @@ static const struct kernel_table cuda_kernels = {
     cuda_accumulate,      cuda_error_text, cuda_why_not_on,
 };
 
-/* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */
+/* Return the table, or NULL with the reason: a toolkit newer than the driver loads, but cannot launch. */
 extern "C" __attribute__((visibility("default"))) const struct kernel_table *
 fsdp_c_cuda_kernels(const char **why) {
     int driver = 0;

@@ -1,7 +1,7 @@
 #include "layout/boxes.h"
 
-/* The outermost dimension whose whole rows `start` can begin with: those inside are at 0 and fit before
- * `end`. */
+/* Return the outermost dimension whose rows are whole from `start` on: all inner indices are 0 at `start`,
+ * and one row ends at or before `end`. */
 static int outermost_dim(const int64_t *shape, int ndim, int64_t start, int64_t end, int64_t *row_numel) {
     int dim = ndim - 1;
     *row_numel = 1;
@@ -30,7 +30,7 @@ int64_t box_at(const int64_t *shape, int ndim, int64_t start, int64_t end, struc
         index /= shape[dim];
     }
     if (cut_dim < 0)
-        return 1; /* no dimensions: the one element */
+        return 1; /* a 0-D tensor has one element */
     const int64_t rows_left = shape[cut_dim] - box->offsets[cut_dim];
     rows = rows < rows_left ? rows : rows_left;
     box->sizes[cut_dim] = rows;

@@ -20,16 +20,15 @@ static enum status append(struct exchange_ranges *ranges, struct exchange_range 
     return STATUS_OK;
 }
 
-/* The plan while it is made. */
+/* A plan under construction. */
 struct plan_builder {
     struct exchange *plan;
     int64_t rank;
     int64_t world_size;
     bool gathered;
-    struct exchange_ranges outgoing; /* owned: in the order of the tensors */
-    struct exchange_ranges
-        outgoing_peers; /* owned: `source` is the peer of the outgoing range at the same place */
-    struct exchange_ranges part_peers; /* owned: `source` is the peer of the part at the same place */
+    struct exchange_ranges outgoing;       /* owned; in the order of the tensors */
+    struct exchange_ranges outgoing_peers; /* owned; `source` is the peer of outgoing.items[i] */
+    struct exchange_ranges part_peers;     /* owned; `source` is the peer of plan->parts.items[i] */
 };
 
 static enum status plan_sent(struct plan_builder *builder, const struct exchange_tensor *tensor,
@@ -80,7 +79,7 @@ static enum status plan_parts(struct plan_builder *builder, const struct exchang
     return STATUS_OK;
 }
 
-/* Group the outgoing ranges by peer, each peer's in their order. */
+/* Group the outgoing ranges by peer. The order of the ranges of one peer is kept. */
 static enum status sort_sent(struct plan_builder *builder) {
     struct exchange_ranges *sent = &builder->plan->sent;
     size_t *next = mem_new_array((size_t)builder->world_size + 1, sizeof *next);
@@ -99,7 +98,7 @@ static enum status sort_sent(struct plan_builder *builder) {
     return failed ? STATUS_NO_MEMORY : STATUS_OK;
 }
 
-/* What each part's start is relative to: where its peer's bytes begin in the buffer. */
+/* Add to the start of each received part the position of its peer's bytes in the receive buffer. */
 static enum status place_parts(struct plan_builder *builder) {
     struct exchange *plan = builder->plan;
     int64_t *peer_starts = mem_new_array((size_t)builder->world_size, sizeof *peer_starts);

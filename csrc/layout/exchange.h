@@ -1,10 +1,13 @@
-/* What one rank sends, receives and puts together to bring many tensors from one partition to another.
+/* The plan of one rank to move many tensors from one partition to another: byte ranges to send, to receive
+ * and to join.
  *
- * All is counted in bytes. A rank sends each peer its ranges one behind the other, in the order of the
- * tensors. What arrives lies in one buffer, by peer: one behind the other, or, where all ranks gather the
- * same, in rows as long as the longest. What stays on a rank is never sent; it is taken from where it is.
+ *   source pieces --ranges by peer--> all-to-all --> receive buffer --parts, joined--> target pieces
  *
- * Invariant: the arrays are owned by the plan, which exchange_free empties. Integers only. */
+ * All sizes are in bytes. A rank sends each peer its ranges back to back, in the order of the tensors. The
+ * receive buffer holds the bytes of each peer back to back or, after an all-gather, in rows as long as the
+ * longest one. Bytes that stay on a rank are not sent: their parts refer to the rank's source piece.
+ *
+ * Invariant: the plan owns its arrays, exchange_free empties it. Integers only. */
 #ifndef FSDP_LAYOUT_EXCHANGE_H
 #define FSDP_LAYOUT_EXCHANGE_H
 
@@ -20,11 +23,11 @@ struct exchange_tensor {
     int64_t element_nbytes;
 };
 
-/* the source of a part that arrives; this rank's piece of tensor i is source i + 1 */
+/* The source of a received part. Source i + 1 is this rank's piece of tensor i. */
 enum { EXCHANGE_RECEIVED = 0 };
 
 struct exchange_range {
-    int64_t source;
+    int64_t source; /* index of a tensor in `sent`, of a source as above in `parts` */
     int64_t start;
     int64_t nbytes;
 };
@@ -36,18 +39,18 @@ struct exchange_ranges {
 };
 
 struct exchange {
-    struct exchange_ranges sent;  /* by peer; the source is the tensor */
-    struct exchange_ranges parts; /* of the new pieces, tensor by tensor */
-    int64_t *part_counts;         /* by tensor */
-    int64_t *source_nbytes;       /* by tensor: this rank's piece before */
-    int64_t *target_nbytes;       /* by tensor: its piece after */
-    int64_t *sent_nbytes;         /* by peer */
-    int64_t *received_nbytes;     /* by peer */
+    struct exchange_ranges sent;  /* ordered by peer */
+    struct exchange_ranges parts; /* parts of the target pieces, ordered by tensor */
+    int64_t *part_counts;         /* per tensor */
+    int64_t *source_nbytes;       /* per tensor: size of this rank's source piece */
+    int64_t *target_nbytes;       /* per tensor: size of this rank's target piece */
+    int64_t *sent_nbytes;         /* per peer */
+    int64_t *received_nbytes;     /* per peer */
 };
 
-/* The plan of `rank`. `gathered`: its own parts arrive as those of the others do, in rows. STATUS_INVALID for
- * partitions of different tensors, sizes beyond 64 bits, or elements behind the last rank; nothing is left to
- * free then. */
+/* Make the plan of `rank`. `gathered` plans an all-gather: the rank's own parts are in the receive buffer
+ * too, whose rows have one length. STATUS_INVALID for two partitions of different numel, sizes beyond 64
+ * bits, or elements beyond the last rank; nothing needs freeing after a failure. */
 enum status exchange_init(struct exchange *plan, const struct exchange_tensor *tensors, size_t count,
                           int64_t rank, int64_t world_size, bool gathered);
 void exchange_free(struct exchange *plan);

@@ -51,23 +51,21 @@ static bool append_padding(struct flat_layout *layout, int64_t divisor) {
 static enum status place_segments(struct flat_layout *layout, const struct layout_spec *spec) {
     const bool aligned = spec->aligned_numel > 0;
     for (int64_t param = 0; param < spec->num_params; param++) {
-        /* the pad stands before the parameter, also before an empty one: the last parameter is not followed
-         * by one */
+        /* Each pad precedes a parameter, even an empty one; no alignment pad follows the last parameter. */
         if (aligned && !append_padding(layout, spec->aligned_numel))
             return STATUS_INVALID;
         layout->param_segments[param] = layout->num_segments;
         if (!append_segment(layout, spec->param_numels[param], param))
             return STATUS_INVALID;
     }
-    /* a total divisible by the world size spares the reduce-scatter a copy; NO_SHARD is padded alike */
+    /* A total divisible by the world size saves the reduce-scatter a copy. NO_SHARD is padded alike. */
     return !aligned || append_padding(layout, spec->world_size) ? STATUS_OK : STATUS_INVALID;
 }
 
 static enum status place_shards(struct flat_layout *layout) {
     const int64_t world_size = layout->sharded ? layout->world_size : 1;
     const int64_t index = layout->sharded ? layout->rank : 0;
-    /* torch.chunk: every chunk has the size of the first, rounded up, so that the last ones may be short or
-     * empty */
+    /* torch.chunk gives each chunk numel / world_size elements, rounded up; the last may be short or empty */
     layout->shard_numel = layout->numel / world_size + (layout->numel % world_size != 0);
     if (layout->shard_numel > INT64_MAX / world_size)
         return STATUS_INVALID;
@@ -110,8 +108,8 @@ struct layout_shard_range layout_shard_range(const struct flat_layout *layout, i
     const int64_t shard_end = shard_start + layout->shard_numel;
     const int64_t param_start = layout_param_offset(layout, param);
     const int64_t param_end = param_start + layout_param_numel(layout, param);
-    /* An empty parameter is in the shard only strictly inside it, not at its first element: so upstream's
-     * inclusive intervals answer, and checkpoints compare this flag. */
+    /* An empty parameter at the shard's first element is not in the shard, only one strictly inside. FSDP1's
+     * inclusive intervals give the same flag, and checkpoints compare it. */
     if (param_end <= shard_start || param_start >= shard_end)
         return (struct layout_shard_range){0};
     const int64_t first = max_i64(param_start, shard_start);

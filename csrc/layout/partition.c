@@ -10,7 +10,8 @@ bool partition_is_valid(const struct partition *partition) {
            partition->numel + partition->offset <= INT64_MAX - partition->step;
 }
 
-/* Where `rank` begins, cut to [0, numel]; a rank far behind the last element would overflow the product. */
+/* Return the first element of `rank`, clamped to [0, numel]. The rank is clamped too: the product could
+ * overflow. */
 static int64_t rank_start(const struct partition *partition, int64_t rank) {
     const int64_t last = (partition->numel + partition->offset) / partition->step + 1;
     return clamp(clamp(rank, 0, last) * partition->step - partition->offset, 0, partition->numel);

@@ -1,14 +1,15 @@
-/* How the elements of one tensor, in memory order, are divided over the ranks of a group.
+/* The division of one tensor's elements, in memory order, over the ranks of a group.
  *
- *   elements              0 ............................. numel
- *   ranks     | 0 .... | 1 .... | 2 .... | 3 .... |          each `step` long, the first beginning at -offset
+ *   elements         0 ......................... numel
+ *   ranks     | 0 ..... | 1 ..... | 2 ..... | 3 ..... |
+ *             ^ -offset           each rank `step` long
  *
- * Rank r holds [r * step - offset, (r + 1) * step - offset), cut to [0, numel). So is a parameter divided by
- * the shards of its flat parameter (step = shard_numel, offset = where it lies there), by torch.chunk along
- * its first dimension (step = ceil(rows / world size) * row, offset 0), and when rank 0 holds all of it (step
- * = numel, offset 0).
+ * Rank r holds [r * step - offset, (r + 1) * step - offset), clamped to [0, numel). Three cases: the shards
+ * of a flat parameter divide a parameter (step = shard_numel, offset = the parameter's offset in the flat
+ * parameter); torch.chunk divides it along dimension 0 (step = ceil(rows / world size) * row numel, offset
+ * 0); rank 0 holds all of it (step = numel, offset 0).
  *
- * Invariant: numel, offset >= 0 and step >= 1; no sum of them leaves 64 bits. Integers only. */
+ * Invariant: numel, offset >= 0 and step >= 1; sums of them fit into 64 bits. Integers only. */
 #ifndef FSDP_LAYOUT_PARTITION_H
 #define FSDP_LAYOUT_PARTITION_H
 
@@ -22,18 +23,18 @@ struct partition {
 };
 
 struct partition_range {
-    int64_t rank; /* who holds it */
+    int64_t rank; /* holder of the range */
     int64_t start;
     int64_t end;
 };
 
 bool partition_is_valid(const struct partition *partition);
 
-/* What `rank` holds; empty with start 0 where it holds nothing. */
+/* Return the range that `rank` holds; [0, 0) when it holds no element. */
 struct partition_range partition_of_rank(const struct partition *partition, int64_t rank);
 
-/* The ranks that hold elements of [start, end): the part of the first one, or one with start == end when
- * there is none. Call again with `start` at the end of what it returned. */
+/* Return the part of [start, end) that the holder of `start` holds; start == end in the result when the range
+ * is empty. The next call begins at the `end` of the result. */
 struct partition_range partition_next(const struct partition *partition, int64_t start, int64_t end);
 
 #endif
