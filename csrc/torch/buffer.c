@@ -6,7 +6,7 @@
 #include "torch/tensor.h"
 
 static int64_t live_nbytes, peak_nbytes;
-static PyObject *zero; /* owned for ever: the size of a freed storage */
+static PyObject *zero; /* owned; never freed; the size of a freed storage */
 
 static void count(const struct buffer *buffer, int64_t change) {
     if (!buffer->counted)
@@ -27,13 +27,13 @@ int64_t buffer_peak_nbytes(bool reset) {
     return peak;
 }
 
-/* What `buffer` keeps of the storage of `tensor`. 0, or -1 and nothing has changed */
+/* Bind `buffer` to the storage of `tensor`: its resize_ and its guard. 0, or -1 and `buffer` is unchanged. */
 static int bind_storage(struct buffer *buffer, PyObject *tensor) {
     struct data_guard guard = {0};
     OWNED *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
     if (!storage || (buffer->counted && data_guard_init(&guard, tensor) < 0))
         return -1;
-    PyObject *resize = PyObject_GetAttrString(storage, "resize_"); /* keeps the storage */
+    PyObject *resize = PyObject_GetAttrString(storage, "resize_"); /* holds a reference to the storage */
     if (!resize)
         return -1;
     ref_set(&buffer->resize, resize);
@@ -91,7 +91,7 @@ int buffer_alloc(struct buffer *buffer) {
 int buffer_free(struct buffer *buffer) {
     if (!buffer->allocated)
         return 0;
-    data_guard_set(&buffer->guard, false); /* as it was held back, perhaps */
+    data_guard_set(&buffer->guard, false); /* set if the free was deferred */
     if (resize(buffer, zero) < 0)
         return -1;
     data_guard_set(&buffer->guard, true);
@@ -116,7 +116,7 @@ int buffer_replace_storage(struct buffer *buffer) {
 
 /* ---- deferred frees: see [Note: deferred frees] ---- */
 
-/* What the memory is taken for from now on comes after the last use. */
+/* Make the streams that allocate and write the memory wait for its last use. 0 or -1. */
 static int wait_for_last_use(struct deferred_free *deferred) {
     if (stream_wait(deferred->streams, deferred->writer, deferred->last_use) < 0)
         return -1;

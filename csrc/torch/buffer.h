@@ -1,9 +1,10 @@
-/* A tensor whose storage comes and goes while the tensor object, and every view of it, stays the same.
+/* A tensor whose storage is freed and allocated again, while the tensor object and all views of it stay the
+ * same.
  *
- * Invariant: `allocated` says whether the storage has its full size; `data` is valid only then. The data of
- * a counted buffer is guarded while it is freed, or held back by a struct deferred_free. The live and
- * peak byte counts of this process cover every counted buffer, so that a test can hold the runtime to what a
- * strategy promises. */
+ * Invariant: `allocated` is true while the storage has its full size; view.data is valid only then. The data
+ * of a counted buffer is guarded while its storage is freed or held by a struct deferred_free. The live and
+ * peak byte counts of the process cover every counted buffer: tests assert the memory bounds of each sharding
+ * strategy by them. */
 #ifndef FSDP_TORCH_BUFFER_H
 #define FSDP_TORCH_BUFFER_H
 
@@ -18,62 +19,64 @@
 
 struct buffer {
     PyObject *tensor;        /* owned; 1-D; NULL before buffer_init */
-    PyObject *resize;        /* owned; the storage's bound resize_ */
-    PyObject *full_nbytes;   /* owned; int */
-    struct data_guard guard; /* of a counted buffer */
+    PyObject *resize;        /* owned; bound method resize_ of the storage */
+    PyObject *full_nbytes;   /* owned; int, the argument of resize_ */
+    struct data_guard guard; /* used by counted buffers only */
     struct tensor_view view; /* borrowed from tensor; data is NULL while freed */
     int64_t numel;
     int64_t nbytes;
     bool allocated;
-    bool counted;
-    struct buffer *next_held; /* borrowed; in the list of a struct deferred_free */
+    bool counted;             /* true for unsharded parameters: part of the live and peak byte counts */
+    struct buffer *next_held; /* borrowed; next in the list of a struct deferred_free */
 };
 
-/* Create the tensor with its storage allocated, so that views of it can be made; buffer_free follows.
- * `counted` buffers enter the live and peak byte counts: those that hold unsharded parameters. 0 or -1. */
+/* Create the tensor with its storage allocated, as the creation of views requires. 0 or -1. */
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted);
 void buffer_fini(struct buffer *buffer);
 
-/* Whether a freed buffer's memory stays with an array or a process that shares it: numpy(), share_memory_().
- * Such a storage cannot be resized. 1, 0 or -1 */
+/* Return 1 if the storage cannot be resized because an array or a process shares its memory (numpy(),
+ * share_memory_()), else 0; -1 with an exception. */
 int buffer_is_exported(const struct buffer *buffer);
-/* The same tensor, over new memory. Tensors that share the old memory keep it. 0 or -1 */
+/* Replace the storage under the same tensor object. Other tensors keep the old storage. 0 or -1. */
 int buffer_replace_storage(struct buffer *buffer);
 
-int buffer_alloc(struct buffer *buffer); /* a no-op when allocated; contents undefined otherwise. 0 or -1 */
-int buffer_free(struct buffer *buffer);  /* a no-op when freed. 0 or -1 */
+/* Allocate the storage, with undefined contents; no effect when allocated. 0 or -1. */
+int buffer_alloc(struct buffer *buffer);
+int buffer_free(struct buffer *buffer); /* Free the storage; no effect when freed. 0 or -1. */
 
 int64_t buffer_live_nbytes(void);
 int64_t buffer_peak_nbytes(bool reset);
 
-/* [Note: deferred frees] The buffers of one unit, whose last use is enqueued on one stream and may not have
- * run yet: their memory is held back until the stream that took it, and takes it again, waits for that use.
+/* [Note: deferred frees] The last use of a unit's buffers is enqueued on one stream and may not have run when
+ * they are freed. Their memory is held until the stream that allocated it, and allocates from it again, waits
+ * for that use.
  *
- *   COMPUTE   | forward(i-1) |last use| forward(i) |last use|
- *   UNSHARD          gather(i)        |wait for i-1| gather(i+1), into the memory of i-1
+ *   COMPUTE   | forward(i-1) | last use | forward(i)     | last use |
+ *   UNSHARD       all-gather(i)         | wait for i-1 | all-gather(i+1), into the memory of i-1
  *
- * Invariant: memory goes back to the allocator only once its owner waits for its last use. In forward one
- * unit's is held: with none, gather(i+1) would wait for forward(i), the last to give memory back, and nothing
- * would overlap. In backward none stays held: each unit's post-backward flushes what it has freed. `last_use`
- * is that of all that is held. */
+ * Invariant: memory returns to the allocator only after its owner stream waits for the last use. A forward
+ * holds one unit: without one, all-gather(i+1) would wait for forward(i), whose memory was freed last, and
+ * nothing would overlap. A backward holds none: each post-backward flushes the buffers that it freed.
+ * `last_use` covers all held buffers. */
 struct deferred_free {
     struct streams *streams; /* borrowed */
-    enum stream_role owner;  /* took the memory */
-    enum stream_role writer; /* is the first to write to it, perhaps */
-    enum stream_role user;   /* uses it last */
-    struct buffer *held;     /* borrowed, the first of a list, or NULL; forgotten before it ends */
+    enum stream_role owner;  /* stream that allocates the memory */
+    enum stream_role writer; /* stream that may write to the memory first */
+    enum stream_role user;   /* stream of the last use */
+    struct buffer *held;     /* borrowed; head of the list of held buffers, or NULL */
     stream_event last_use;   /* destroyed with the streams */
 };
 
-/* Free what was held before, and hold `buffer` from now on; same_unit it, where they are one unit's. 0 or -1. */
+/* Hold `buffer` instead of freeing it. The held buffers are freed first, unless of the `same_unit`. 0 or
+ * -1. */
 int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool same_unit);
-/* Free what is held. 0 or -1. */
+/* Free all held buffers. 0 or -1. */
 int deferred_free_flush(struct deferred_free *deferred);
-/* `buffer` is wanted again: its memory is handed over as it is, if it is held. 0 or -1. */
+/* Stop holding `buffer`, which keeps its memory; no effect when it is not held. 0 or -1. */
 int deferred_free_reclaim(struct deferred_free *deferred, struct buffer *buffer);
-/* `buffer` ends, or is to be taken anew: its memory goes, if it is held. 0 or -1. */
+/* Free all held buffers if `buffer` is one of them; call before it is destroyed or reallocated. 0 or -1. */
 int deferred_free_flush_buffer(struct deferred_free *deferred, struct buffer *buffer);
-/* without one: no */
+/* Return true if `buffer` is held; false when `deferred` is NULL. */
 static inline bool deferred_free_holds(const struct deferred_free *deferred, const struct buffer *buffer) {
     const struct buffer *held = deferred ? deferred->held : NULL;
     while (held && held != buffer)

@@ -5,17 +5,17 @@
 #include "torch/py_torch.h"
 
 enum {
-    SCANNED_NBYTES = 80,   /* less than torch::StorageImpl has in any version */
-    CHECKS = 0,            /* whether any of the other flags is set */
+    SCANNED_NBYTES = 80,   /* less than the size of c10::StorageImpl in any version of torch */
+    CHECKS = 0,            /* nonzero if any of the flags below is set */
     THROWS_ON_WRITING = 1, /* set by _set_throw_on_mutable_data_ptr */
-    THROWS = 2,            /* the flag that a guard sets */
+    THROWS = 2,            /* set by a guard */
     WARNS = 3,
     NUM_FLAGS
 };
 
-static Py_ssize_t flags_offset = -1; /* -1 where nothing is guarded */
+static Py_ssize_t flags_offset = -1; /* -1 when the flags were not found: nothing is guarded */
 
-/* Borrowed: the flags of `storage`, if they lie at `offset`; NULL with an exception. */
+/* Return the bytes of `storage` at `offset`, borrowed; NULL with an exception. */
 static uint8_t *flags_of(PyObject *storage, Py_ssize_t offset) {
     OWNED *address = PyObject_GetAttrString(storage, "_cdata");
     void *memory = address ? PyLong_AsVoidPtr(address) : NULL;
@@ -30,7 +30,8 @@ static PyObject *storage_of(PyObject *tensor) {
     return PyObject_CallMethod(tensor, "untyped_storage", NULL);
 }
 
-/* The first byte that torch's own function sets, if it sets that and the next; else -1. */
+/* Return the offset of the first byte that _set_throw_on_mutable_data_ptr() sets, if it sets that byte, the
+ * next one and no other; else -1. */
 static Py_ssize_t find_flags(PyObject *tensor) {
     uint8_t before[SCANNED_NBYTES], after[SCANNED_NBYTES];
     OWNED *storage = storage_of(tensor);
@@ -54,7 +55,7 @@ static Py_ssize_t find_flags(PyObject *tensor) {
     return found ? first : -1;
 }
 
-/* Is `method` of the tensor refused? 1 or 0; -1: the error is another one. */
+/* Return 1 if `method` of the tensor raises RuntimeError, 0 if it succeeds, -1 for a different error. */
 static int is_refused(PyObject *tensor, const char *method) {
     if (ref_done(PyObject_CallMethod(tensor, method, NULL)) == 0)
         return 0;
@@ -63,7 +64,7 @@ static int is_refused(PyObject *tensor, const char *method) {
     return result;
 }
 
-/* Does the flag at `offset` refuse reads and writes, and not after it is taken back? */
+/* Return true if the guard at `offset` makes reads and writes raise, and only while it is set. */
 static bool flag_works(PyObject *tensor, Py_ssize_t offset) {
     struct data_guard guard = {0};
     OWNED *storage = storage_of(tensor);

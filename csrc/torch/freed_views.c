@@ -2,13 +2,13 @@
 
 #include "torch/py_torch.h"
 
-static PyTypeObject *freed_type; /* owned; NULL until one is bound */
+static PyTypeObject *freed_type; /* owned; NULL until freed_views_bind() */
 
 int freed_views_bind(PyObject *type) {
     if (!PyType_Check(type) ||
         !PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)torch_names.tensor_type))
         return RAISED(PyExc_TypeError, "expected a class of tensors, got %R", type);
-    freed_type = (PyTypeObject *)Py_NewRef(type); /* views may still be of the one before */
+    freed_type = (PyTypeObject *)Py_NewRef(type); /* the former class is leaked: views may still have it */
     return 0;
 }
 

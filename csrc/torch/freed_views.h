@@ -1,12 +1,11 @@
-/* Views of a storage that comes and goes. While it is freed they are of a class that refuses, by the names of
- * parameter and unit, whatever needs their values: fsdp_c/sharding/freed_views.py.
+/* The views of a storage that is freed between uses. While it is freed, the views have a class that raises on
+ * each access to their values and names parameter and unit: fsdp_c/sharding/freed_views.py.
  *
- * The tensors stay the same objects, for modules and for whoever has kept them from a forward, and are plain
- * ones while the storage is there: operators cost what they do without. A class is set as by assigning
- * `__class__` the first time, which checks that both have one layout; then by a store.
+ * The tensor objects stay the same, for modules and for user code that keeps them after a forward. They are
+ * plain tensors while the storage is allocated, so operators run at full speed. The first change of class
+ * assigns `__class__`, which checks that the layouts of both classes agree; later ones store ob_type.
  *
- * Invariant: each of the tensors counts as a reference to both classes, whichever it is of. A class that was
- * bound is never freed. */
+ * Invariant: each tensor counts as a reference to both classes at any time. A bound class is never freed. */
 #ifndef FSDP_TORCH_FREED_VIEWS_H
 #define FSDP_TORCH_FREED_VIEWS_H
 
@@ -16,19 +15,22 @@
 #include <stdint.h>
 
 struct freed_views {
-    PyObject **tensors; /* owned array of borrowed views; None for one that is no plain tensor */
-    PyTypeObject *type; /* borrowed; their class while they are freed */
+    PyObject *
+        *tensors; /* owned array of borrowed views; None in place of a view that is not a plain tensor */
+    PyTypeObject *type; /* borrowed; class of the views while they are freed */
     int64_t count;
 };
 
-/* The class of those that are made from now on. 0 or -1 */
+/* Set the class of freed views for all later freed_views_init() calls. 0 or -1. */
 int freed_views_bind(PyObject *type);
 
-/* `views`: a tuple that outlives them. They are freed. 0 or -1 */
+/* Initialise from the views in `tuple`, which outlives `views`, and set their class to the freed one. 0 or
+ * -1. */
 int freed_views_init(struct freed_views *views, PyObject *tuple);
-void freed_views_fini(struct freed_views *views); /* their classes stay as they are */
+void freed_views_fini(struct freed_views *views); /* Release the references; the classes stay. */
+/* Set the class of all views: the freed one, or torch.Tensor. */
 void freed_views_set(const struct freed_views *views, bool freed);
-/* the index of `tensor`, or -1 */
+/* Return the index of `tensor`, or -1. */
 int64_t freed_views_find(const struct freed_views *views, const PyObject *tensor);
 
 #endif

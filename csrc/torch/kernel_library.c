@@ -16,8 +16,8 @@
 static const struct kernel_table *cuda_kernels;
 static const char *cuda_unavailable_reason;
 
-/* Beside the file that holds this module, unless the environment says where: tests take kernels for another
- * device so. */
+/* Write the path of the CUDA library: the value of FSDP_C_CUDA_KERNELS, by which tests load kernels of a
+ * simulated device, or a file in the folder of this module. */
 static bool find_library(char *path, size_t size) {
     const char *override = getenv("FSDP_C_CUDA_KERNELS");
     if (override && *override)
@@ -31,12 +31,12 @@ static bool find_library(char *path, size_t size) {
     return snprintf(path, size, "%.*s_cuda%d.so", folder, module.dli_fname, torch_abi.cuda_major) < (int)size;
 }
 
-/* A library that is there and cannot be loaded lacks something: the loader says what. */
+/* Return the reason why the library at `path` was not loaded; the loader's message when the file exists. */
 static const char *why_not_loaded(const char *path) {
     static char text[512];
     const char *loader_message = dlerror();
     if (!*path)
-        return "this torch does not tell of which version its CUDA is";
+        return "the CUDA version of this torch is unknown";
     if (access(path, F_OK) != 0)
         snprintf(
             text, sizeof text,

@@ -1,8 +1,8 @@
-/* Which kernels run on a device: those of this module, or those of the CUDA library beside it, loaded when
- * first wanted; on any other device, where that library does not fit, and where FSDP_C_KERNELS=torch in the
- * environment says so, torch's operators.
+/* Selection of the kernels of a device. The CPU has the kernels of this module; CUDA those of the library in
+ * the same folder, which is loaded on first use. torch's operators serve all other devices, devices that the
+ * library has no code for, and every device with FSDP_C_KERNELS=torch in the environment.
  *
- * FSDP_C_CUDA_KERNELS=path in the environment names another library, for tests. */
+ * Tests name a different library by FSDP_C_CUDA_KERNELS=path. */
 #ifndef FSDP_TORCH_KERNEL_LIBRARY_H
 #define FSDP_TORCH_KERNEL_LIBRARY_H
 
@@ -11,18 +11,18 @@
 
 #include "kernels/table.h"
 
-/* Never NULL, never raises, and takes no lock of the interpreter. *why says why they are not ours, or is
- * NULL. */
+/* Return the kernels of a device, and in *why the reason why they are torch's operators, else NULL. Never
+ * returns NULL, never raises, never takes the GIL. */
 const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why);
 
-bool kernels_use_torch_operators(void); /* FSDP_C_KERNELS=torch */
+bool kernels_use_torch_operators(void); /* Return true for FSDP_C_KERNELS=torch. */
 
-/* operator_kernels.c: the kernels as operators of torch. fsdp_c/operator_kernels.py says which.
+/* The kernels as operators of torch, which fsdp_c/operator_kernels.py calls; in operator_kernels.c.
  *
- * They may be called with the interpreter's lock or without it, and take it. What Python raised stays set for
- * a caller that has the lock; for one that has not, device_error() says it. */
+ * Callers may hold the GIL or not; the kernels take it. An exception stays set for a caller that holds the
+ * GIL; other callers get its text from device_error(). */
 extern const struct kernel_table operator_kernels;
 
-void operator_kernels_bind(PyObject *module); /* whose functions they call, before any of them is called */
+void operator_kernels_bind(PyObject *module); /* Set the module of Python functions, before the first call. */
 
 #endif

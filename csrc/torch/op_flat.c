@@ -1,4 +1,4 @@
-/* The ops over one flat tensor: taken apart, put together, sharded, cast, accumulated. */
+/* The ops over one flat tensor: flatten, unflatten, shard, pack, cast and accumulate. */
 #include "torch/ops.h"
 #include "torch/tensor.h"
 
@@ -9,8 +9,8 @@ static int64_t align_up(int64_t value, int64_t alignment) {
     return over ? value + alignment - over : value;
 }
 
-/* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel
- * are zero. */
+/* fsdp_c::flatten: align each tensor to aligned_numel elements; zero the gaps and the end up to
+ * padded_numel. */
 void op_flatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
@@ -42,7 +42,8 @@ void op_flatten(StableIValue *stack, struct op_call *call) {
     stack[0] = op_move(&output);
 }
 
-/* `numel` elements of a flat tensor from `start` on, in a new one of `numel_padded`: zeros follow them. */
+/* Copy `numel` elements of a flat tensor, from `start` on, into a new zero-padded tensor of
+ * `numel_padded`. */
 static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand *flat, int64_t start,
                                   int64_t numel, int64_t numel_padded, int32_t dtype) {
     OP_OWNED part = op_empty(1, &numel_padded, dtype, flat);
@@ -56,12 +57,12 @@ static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand 
     return op_tensor(op_move(&part));
 }
 
-/* fsdp_c::unflatten: a copy of each segment, in one dimension. */
+/* fsdp_c::unflatten: copy each segment into a new 1-D tensor. */
 void op_unflatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED_LIST offsets = op_list_of(stack[1], false);
     OP_OWNED_LIST numels = op_list_of(stack[2], false);
-    OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
+    OP_OWNED_LIST result = {.of_tensors = true}; /* owned until it is the output */
     OP_READ_LISTS(&offsets, &numels);
     struct op_operand flat;
     op_call_read_flat(call, &flat, tensor, "flat");
@@ -80,7 +81,7 @@ void op_unflatten(StableIValue *stack, struct op_call *call) {
     result.list = NULL;
 }
 
-/* fsdp_c::shard: this rank's chunk in another dtype, zero-padded on the right to the size of rank 0's. */
+/* fsdp_c::shard: cast this rank's chunk and zero-pad it on the right to the size of rank 0's chunk. */
 void op_shard(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     int64_t rank = op_int(stack[1]);
@@ -98,7 +99,7 @@ void op_shard(StableIValue *stack, struct op_call *call) {
     stack[0] = op_move(&output);
 }
 
-/* Each gradient, and where it goes among `numel` elements: one behind the other. */
+/* Read each gradient with its offset into an output of `numel` elements. Offsets ascend without overlap. */
 static void read_gradients(struct op_call *call, const struct op_list *grads, const struct op_list *offsets,
                            int64_t numel, struct pack_source *sources) {
     int64_t end = 0;
@@ -115,7 +116,7 @@ static void read_gradients(struct op_call *call, const struct op_list *grads, co
     }
 }
 
-/* fsdp_c::pack_gradients: cast, divide and flatten in one pass; what no gradient covers is zeroed. */
+/* fsdp_c::pack_gradients: cast, divide and flatten in one pass; zero the elements without a gradient. */
 void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED_LIST grads = op_list_of(stack[1], true);
@@ -132,7 +133,7 @@ void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     op_call_pack(call, &out, sources, grads.count, divisor);
 }
 
-/* fsdp_c::cast_divide: the same shape, contiguous, in another dtype and divided. */
+/* fsdp_c::cast_divide: cast and divide into a new contiguous tensor of the same shape. */
 void op_cast_divide(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED output = NULL;
@@ -148,7 +149,7 @@ void op_cast_divide(StableIValue *stack, struct op_call *call) {
     stack[0] = op_move(&output);
 }
 
-/* fsdp_c::accumulate_shard: accumulator += shard / divisor, rounded in the shard's dtype first. */
+/* fsdp_c::accumulate_shard: accumulator += shard / divisor; the quotient is rounded to the shard's dtype. */
 void op_accumulate_shard(StableIValue *stack, struct op_call *call) {
     OP_OWNED target = op_tensor(stack[0]);
     OP_OWNED addend = op_tensor(stack[1]);

@@ -1,4 +1,4 @@
-/* The op over lists of tensors: byte ranges of some joined to others. */
+/* The op over lists of tensors: join byte ranges of sources into new tensors. */
 #include "torch/ops.h"
 
 #include "base/pages.h"
@@ -8,7 +8,7 @@
 
 /* ---- byte ranges ---- */
 
-/* Byte ranges of tensors: three numbers each, (source, start, nbytes). */
+/* Byte ranges of tensors: three numbers per range, (source, start, nbytes). */
 struct byte_ranges {
     const struct op_list *numbers;
     const struct op_operand *sources;
@@ -26,7 +26,7 @@ static void check_range(struct op_call *call, const struct byte_ranges *ranges, 
                         "its source in bytes");
 }
 
-/* Copy `count` ranges from the `first` on, one behind the other. */
+/* Copy `count` ranges, from index `first` on, back to back. */
 static void copy_bytes(char *output, const struct byte_ranges *ranges, size_t first, size_t count) {
     for (size_t i = first; i < first + count; i++) {
         const char *source = ranges->sources[op_int(ranges->numbers->items[3 * i])].view.data;
@@ -38,7 +38,8 @@ static void copy_bytes(char *output, const struct byte_ranges *ranges, size_t fi
     }
 }
 
-/* A tensor of these sizes for `count` ranges from the `first` on. */
+/* Return a new tensor of `sizes` for `count` ranges from index `first` on, whose bytes must fill the
+ * tensor. */
 static AtenTensorHandle new_joined(struct op_call *call, const struct op_list *numbers, size_t first,
                                    size_t count, const int64_t *sizes, int64_t ndim, AtenTensorHandle like) {
     struct op_operand model;
@@ -57,7 +58,7 @@ static AtenTensorHandle new_joined(struct op_call *call, const struct op_list *n
     return op_empty(ndim, sizes, model.dtype_code, &model);
 }
 
-/* What the lists of fsdp_c::join_ranges say, checked: nothing reads beyond them afterwards. */
+/* Check the lists of fsdp_c::join_ranges, so that later reads stay inside them. */
 static void check_join(struct op_call *call, const struct op_list *counts, const struct op_list *likes,
                        const struct op_list *ndims, size_t num_sizes, size_t num_ranges) {
     OP_CHECK(counts->count == likes->count && ndims->count == likes->count,
@@ -77,7 +78,7 @@ static void check_join(struct op_call *call, const struct op_list *counts, const
              "%s: ranges or sizes are left over", call->name);
 }
 
-/* fsdp_c::join_ranges: new tensors, each of byte ranges of the sources one behind the other. */
+/* fsdp_c::join_ranges: join byte ranges of the sources, back to back, into new tensors. */
 void op_join_ranges(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST sources = op_list_of(stack[0], true);
     OP_OWNED_LIST numbers = op_list_of(stack[1], false);
@@ -86,7 +87,7 @@ void op_join_ranges(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST ndims = op_list_of(stack[4], false);
     OP_OWNED_LIST sizes = op_list_of(stack[5], false);
     OP_OWNED_MEMORY struct op_operand *operands = NULL;
-    OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
+    OP_OWNED_LIST result = {.of_tensors = true}; /* owned until it is the output */
     OP_READ_LISTS(&sources, &numbers, &counts, &likes, &ndims, &sizes);
     OP_CHECK(numbers.count % 3 == 0, "%s: a range is three numbers, but there are %zu", call->name,
              numbers.count);

@@ -1,9 +1,9 @@
-/* Reading and writing the stack of a boxed op kernel, and failing inside one.
+/* The stack of a boxed op kernel: reading inputs, writing outputs, raising errors.
  *
- * Invariant: an op kernel owns its inputs. Each is read once into an OP_OWNED variable, which is released
- * when the function is left, also while an error unwinds: files that include this are compiled with
- * -fexceptions. Outputs are written last, from slot 0 on, as new owners. No PyObject may be touched: ops run
- * without the interpreter's lock. */
+ * Invariant: an op kernel owns its inputs. Each input is read once into an OP_OWNED variable, which is
+ * released when the function returns or an error unwinds it: files that include this header are compiled with
+ * -fexceptions. Outputs are written last, from slot 0 on, as new owners. Ops run without the GIL and must not
+ * touch a PyObject. */
 #ifndef FSDP_TORCH_OP_STACK_H
 #define FSDP_TORCH_OP_STACK_H
 
@@ -15,7 +15,8 @@
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
-/* Leave the op with a RuntimeError. Legal only inside an op: elsewhere nothing catches what torch throws. */
+/* Raise RuntimeError from the op. Legal only inside an op: torch's dispatcher catches the C++ exception
+ * there. */
 __attribute__((format(printf, 3, 4))) _Noreturn static inline void op_fail(const char *function, int line,
                                                                            const char *format, ...) {
     char message[512];
@@ -34,7 +35,7 @@ __attribute__((format(printf, 3, 4))) _Noreturn static inline void op_fail(const
         }                                                                                                    \
     } while (0)
 
-/* Fail with torch's own words if a call into it failed. */
+/* Raise torch's error message if `call` fails. */
 #define OP_CALL(call)                                                                                        \
     do {                                                                                                     \
         if ((call) != 0) {                                                                                   \
@@ -61,7 +62,7 @@ static inline AtenTensorHandle op_tensor(StableIValue slot) {
     return (AtenTensorHandle)(uintptr_t)slot;
 }
 
-/* Give an owned tensor to the caller of the op. */
+/* Move an owned tensor into a stack slot. */
 static inline StableIValue op_move(AtenTensorHandle *tensor) {
     StableIValue slot = (StableIValue)(uintptr_t)*tensor;
     *tensor = NULL;
@@ -78,7 +79,7 @@ static inline double op_float(StableIValue slot) {
     return value;
 }
 
-/* A list argument. The tensors of a Tensor[] are owned with it from the start, read or not. */
+/* A list argument. A Tensor[] owns its tensors from the start, read or not. */
 struct op_list {
     StableListHandle list; /* owned */
     StableIValue *items;   /* owned array */
@@ -119,7 +120,7 @@ static inline void *op_alloc(size_t count, size_t size) {
     return memory;
 }
 
-/* The items of a list that the caller declared OP_OWNED_LIST. */
+/* Read the items of a list, which the caller has declared OP_OWNED_LIST. */
 static inline void op_read_list(struct op_list *list) {
     OP_CALL(torch_abi.torch_list_size(list->list, &list->count));
     list->items = op_alloc(list->count, sizeof *list->items);
@@ -127,29 +128,30 @@ static inline void op_read_list(struct op_list *list) {
         OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
 }
 
-/* Of several, once all of them are owned. */
+/* Read several lists, after the caller owns all of them. */
 #define OP_READ_LISTS(...) op_read_lists((struct op_list *const[]){__VA_ARGS__, NULL})
 static inline void op_read_lists(struct op_list *const *lists) {
     for (; *lists; lists++)
         op_read_list(*lists);
 }
 
-/* Append an owned tensor to a list under construction, which takes it over. */
+/* Move an owned tensor to the end of a list under construction. */
 static inline void op_push(StableListHandle list, AtenTensorHandle *tensor) {
     OP_CALL(torch_abi.torch_list_push_back(list, op_move(tensor)));
 }
 
 enum { OP_MAX_NDIM = 64 };
 
-/* What a kernel and a shape check need to know of one tensor; sizes and strides are borrowed from it. */
+/* The properties of a tensor that kernels and shape checks use. Sizes and strides are borrowed from the
+ * tensor. */
 struct op_operand {
     struct tensor_view view;
     int64_t numel;
-    int32_t dtype_code; /* torch's own numbers, to make tensors alike */
+    int32_t dtype_code; /* torch's number of the dtype, for new tensors */
     int32_t device_type;
     int32_t device_index;
     bool is_contiguous;
-    int64_t traced_sizes[OP_MAX_NDIM];
+    int64_t traced_sizes[OP_MAX_NDIM]; /* view.sizes of a meta tensor */
 };
 
 static inline enum dtype op_dtype(int32_t code) {
@@ -162,19 +164,19 @@ static inline enum dtype op_dtype(int32_t code) {
     return code == torch_abi.aoti_torch_dtype_float64() ? DTYPE_FLOAT64 : DTYPE_OTHER;
 }
 
-/* A size that may be symbolic while a graph is traced: asked for through the dispatcher, where the tracer
- * specialises on it. */
+/* Return a size that may be symbolic while a graph is traced. The dispatcher call makes the tracer specialise
+ * on the size. */
 static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
     AtenTensorHandle reference = NULL;
     OP_CALL(torch_abi.aoti_torch_new_tensor_handle(tensor, &reference));
     StableIValue slots[2] = {op_move(&reference), (StableIValue)dim};
-    /* takes the reference */
+    /* steals the reference */
     OP_CALL(torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION));
     return op_int(slots[0]);
 }
 
-/* Fill `operand` but for its data, which a freed storage does not give. It must not be moved afterwards: the
- * sizes of a traced tensor lie in it. */
+/* Fill `operand` without its data, which a freed storage does not have. `operand` must not move afterwards:
+ * view.sizes may point into it. */
 static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle tensor) {
     int64_t ndim = 0;
     memset(&operand->view, 0, sizeof operand->view);
@@ -205,14 +207,14 @@ static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle te
     }
 }
 
-/* Fill `operand` with its data. */
+/* Fill `operand`, data included. */
 static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
     op_read_shape(operand, tensor);
     if (operand->device_type != torch_abi.aoti_torch_device_type_meta())
         OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
 }
 
-/* The strides of a contiguous tensor of these sizes. */
+/* Write the strides of a contiguous tensor of `sizes`. */
 static inline void op_contiguous_strides(int64_t ndim, const int64_t *sizes, int64_t *strides) {
     int64_t step = 1;
     for (int64_t d = ndim - 1; d >= 0; d--) {
@@ -221,7 +223,7 @@ static inline void op_contiguous_strides(int64_t ndim, const int64_t *sizes, int
     }
 }
 
-/* A new contiguous tensor on the device of `like`. */
+/* Return a new contiguous tensor on the device of `like`. */
 static inline AtenTensorHandle op_empty(int64_t ndim, const int64_t *sizes, int32_t dtype_code,
                                         const struct op_operand *like) {
     int64_t strides[OP_MAX_NDIM];

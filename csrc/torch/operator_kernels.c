@@ -4,7 +4,7 @@
 #include "torch/ref.h"
 #include "torch/tensor.h"
 
-static PyObject *kernel_functions; /* owned for ever: the module that has them */
+static PyObject *kernel_functions; /* owned; never freed; the module fsdp_c.operator_kernels */
 static _Thread_local char error_text[512];
 
 void operator_kernels_bind(PyObject *module) {
@@ -13,8 +13,8 @@ void operator_kernels_bind(PyObject *module) {
 
 /* ---- calls ---- */
 
-/* The function of that name, called with `arguments`, which are stolen, or NULL with an exception; the lock
- * is given back. */
+/* Call the function `name` with `arguments`, which are stolen or NULL with an exception, then release the GIL
+ * as `lock` says. */
 static enum status call_function(PyGILState_STATE lock, const char *name, PyObject *arguments) {
     PyObject *function = arguments ? PyObject_GetAttrString(kernel_functions, name) : NULL;
     int result = ref_done(function ? PyObject_CallObject(function, arguments) : NULL);
@@ -26,7 +26,7 @@ static enum status call_function(PyGILState_STATE lock, const char *name, PyObje
     return result < 0 ? STATUS_DEVICE : STATUS_OK;
 }
 
-/* ---- tensors tensor_on_stream what kernels are given ---- */
+/* ---- tensors over the memory of kernel arguments ---- */
 
 static PyObject *tensor_on_stream(const struct tensor_view *view, const struct kernel_stream *stream) {
     struct tensor_view device_view = *view;
@@ -43,11 +43,11 @@ static PyObject *flat_tensor(const void *data, enum dtype dtype, int64_t numel,
 
 /* ---- gradients into a flat tensor ---- */
 
-/* What is written, what it is is_built from, and what stays zero. */
+/* The tensor lists of one pack. */
 struct packing {
-    PyObject *targets;
-    PyObject *sources;
-    PyObject *gaps;
+    PyObject *targets; /* owned list; one view of the output per source */
+    PyObject *sources; /* owned list */
+    PyObject *gaps;    /* owned list; views of the output to zero */
 };
 
 static void *address(const struct pack *pack, int64_t offset) {

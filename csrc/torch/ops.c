@@ -1,5 +1,5 @@
-/* The ops of torch.ops.fsdp_c over plain tensors: their schemas, what is registered for each device, and what
- * their bodies share. */
+/* The ops of torch.ops.fsdp_c over plain tensors: schemas, registration per device, checks that bodies
+ * share. */
 #include "torch/ops.h"
 
 #include <inttypes.h>
@@ -50,11 +50,10 @@ int ops_init(void) {
 
 /* ---- registration ---- */
 
-/* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per
- * key. */
+/* Register one kernel. Its library is never freed: that would unregister the kernel. */
 static bool register_kernel(const struct op_kernel *kernel) {
     TorchLibraryHandle implementations = NULL;
-    /* it copies with the host's memcpy; for other devices torch says that there is none */
+    /* join_ranges uses memcpy; torch raises its own error for devices without a kernel */
     if (kernel->kernel == join_ranges_on_device)
         return true;
     return !torch_abi.aoti_torch_library_init_impl("fsdp_c", kernel->key, "fsdp_c", 0, &implementations) &&
@@ -77,7 +76,7 @@ int ops_register(struct op_library *ops) {
         return 0;
     }
     return RAISED(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
-                  op_error_text("torch refused them"));
+                  op_error_text("torch gave no reason"));
 }
 
 /* ---- one call ---- */

@@ -1,10 +1,10 @@
 /* torch.ops.fsdp_c.*: the kernels as custom ops, visible to the dispatcher, the profiler, opcheck and
- * torch.compile. How ops are registered, and what those over plain tensors share: each has one body for all
- * devices and Meta: read, check, make the output, and, but for Meta, run the kernel, on the device's current
- * stream there.
+ * torch.compile. This header has the registration of ops and the helpers of ops over plain tensors. Such an
+ * op has one body for all devices and Meta: read and check the inputs, make the output and, except on Meta,
+ * run the kernel on the device's current stream.
  *
- * Invariant: an op that writes in place does not bump the version counter: it is called on detached tensors.
- * What is refused is raised as the op's error, and does not come back. */
+ * Invariant: an in-place op does not bump the version counter; it is called on detached tensors. A failed
+ * check raises the op's error and does not return. */
 #ifndef FSDP_TORCH_OPS_H
 #define FSDP_TORCH_OPS_H
 
@@ -30,30 +30,31 @@ struct op_library {
     bool is_registered;
 };
 
-/* Register all of it, once per process. 0, or -1 with ImportError. Needs torch_abi_init. */
+/* Register a library, once per process, after torch_abi_init(). 0, or -1 with ImportError. */
 int ops_register(struct op_library *ops);
 
-/* Register the schemas with their CPU and Meta kernels, once per process. 0, or -1 with ImportError. Needs
- * torch_abi_init. */
+/* Register the ops over plain tensors, once per process, after torch_abi_init(). 0, or -1 with
+ * ImportError. */
 int ops_init(void);
 
 /* ---- one call of an op over plain tensors ---- */
 
-/* Where a body runs, and the name its messages begin with. */
+/* The state of one call of an op. */
 struct op_call {
-    const char *name;
+    const char *name; /* begins each error message */
     bool is_meta;
     bool is_cpu;
-    bool has_device;         /* an operand was read, and said which */
-    enum device_kind device; /* of an accelerator's op, from then on */
+    bool has_device;         /* true once an operand has set device and device_index */
+    enum device_kind device; /* device of all operands */
     int32_t device_index;
 };
 
 const struct kernel_table *op_call_kernels(struct op_call *call);
-void op_call_check(struct op_call *call, enum status status); /* what a kernel returned */
+void op_call_check(struct op_call *call, enum status status); /* Raise the error of a kernel's status. */
 
-/* Memory a kernel can read: on the op's one device (or Meta), not freed and of a known dtype; contiguous; of
- * one dimension. */
+/* Read an operand and check that a kernel can use its memory: on the device of the other operands (or Meta),
+ * not freed, of a known dtype. `_contiguous` also requires a contiguous tensor, `_flat` one of one dimension
+ * as well. */
 void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                   const char *argument);
 void op_call_read_contiguous(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
@@ -66,11 +67,11 @@ double op_call_read_divisor(struct op_call *call, StableIValue slot);
 void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total,
                          const char *what);
 
-/* Pack sources into the output, one pass; nothing to do on Meta. */
+/* Pack the sources into the output in one pass; no effect on Meta. */
 void op_call_pack(struct op_call *call, const struct op_operand *output, const struct pack_source *sources,
                   size_t count, double divisor);
 
-/* ---- the bodies; their schemas are in ops.c ---- */
+/* ---- the bodies of the schemas in ops.c ---- */
 
 /* op_flat.c */
 void op_flatten(StableIValue *stack, struct op_call *call);

@@ -5,8 +5,8 @@
 #include "torch/py_torch.h"
 #include "torch/ref.h"
 
-/* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for
- * ever. 1; 0 for a torch whose functions have other names; or -1. */
+/* Find the functions that torch.cuda.use_mem_pool() calls. That function itself is Python: an interrupt in
+ * its exit would leave the pool in use. Return 1, 0 for a torch without functions of these names, or -1. */
 static int find_functions(struct pool *pool) {
     if ((pool->enter = ref_find("torch._C", "_cuda_beginAllocateCurrentThreadToPool")) &&
         (pool->leave = ref_find("torch._C", "_cuda_endAllocateToPool")) &&
@@ -18,18 +18,20 @@ static int find_functions(struct pool *pool) {
     return 0;
 }
 
-/* torch's allocator ends the process where a pool ends while another is entered on its device, as one is while
- * a graph is captured. What is collected then waits here, until a pool is left, made or ends elsewhere. What
- * other threads capture, and pools that a script enters itself, are not seen. */
-static PyObject *deferred_pools;
+/* [Note: deferred pools] torch's allocator aborts the process when a pool is destroyed while another pool is
+ * in use on the device, as during a graph capture. A pool that is collected then is kept in `deferred_pools`,
+ * which is cleared when a later pool is left, created or destroyed. Captures by other threads and pools that
+ * the script enters are not detected. */
+static PyObject *deferred_pools; /* owned list, or NULL */
 static int num_entered;
 
 static bool release_is_unsafe(void) {
-    OWNED *ask = ref_find("torch.cuda", "is_current_stream_capturing");
-    OWNED *answer = ask ? PyObject_CallNoArgs(ask) : NULL;
-    if (!answer)
+    OWNED *function = ref_find("torch.cuda", "is_current_stream_capturing");
+    OWNED *is_capturing = function ? PyObject_CallNoArgs(function) : NULL;
+    if (!is_capturing)
         PyErr_Clear();
-    return num_entered || answer == Py_True; /* last: other threads may have run meanwhile */
+    return num_entered ||
+           is_capturing == Py_True; /* num_entered is read last: the call may run other threads */
 }
 
 static void release_deferred(void) {
@@ -37,7 +39,7 @@ static void release_deferred(void) {
         Py_CLEAR(deferred_pools);
 }
 
-/* Before the last reference goes. */
+/* Defer the release of `pool` if unsafe; called before the last reference is dropped. */
 static void defer_release(PyObject *pool) {
     PyObject *error = PyErr_GetRaisedException();
     release_deferred();
@@ -47,15 +49,16 @@ static void defer_release(PyObject *pool) {
     PyErr_SetRaisedException(error);
 }
 
-/* A pool is of the device that is current when it is made. -1 and the one before stays. */
+/* Replace the MemPool by a new one on the pool's device, which is current meanwhile. 0, or -1 and it is
+ * unchanged. */
 static int new_pool(struct pool *pool, PyObject *module) {
     PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", pool->device));
-    OWNED *made = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
-    OWNED *id = made ? PyObject_GetAttrString(made, "id") : NULL;
+    OWNED *mem_pool = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
+    OWNED *id = mem_pool ? PyObject_GetAttrString(mem_pool, "id") : NULL;
     if ((current && context_leave(current) < 0) || !id)
         return -1;
     defer_release(pool->pool);
-    ref_set(&pool->pool, Py_NewRef(made));
+    ref_set(&pool->pool, Py_NewRef(mem_pool));
     ref_set(&pool->id, Py_NewRef(id));
     return 0;
 }
@@ -65,7 +68,7 @@ int pool_init(struct pool *pool, PyObject *device) {
     OWNED *type = PyObject_GetAttrString(device, "type");
     if (!type || PyUnicode_CompareWithASCIIString(type, "cuda") != 0)
         return type ? 0 : -1;
-    /* the other allocator of torch is_supported pools for the capture of graphs alone */
+    /* torch's cudaMallocAsync allocator has pools for graph captures only */
     OWNED *module = PyImport_ImportModule("torch.cuda");
     OWNED *backend = module ? PyObject_CallMethod(module, "get_allocator_backend", NULL) : NULL;
     pool->device = Py_NewRef(device);
@@ -110,7 +113,7 @@ static int call(PyObject *function, const struct pool *pool) {
 int pool_enter(struct pool *pool) {
     if (!pool->pool)
         return 0;
-    num_entered++; /* first: the call may collect garbage */
+    num_entered++; /* before the call, which may collect garbage */
     pool->entered = call(pool->enter, pool) == 0;
     num_entered -= !pool->entered;
     return pool->entered ? 0 : -1;
@@ -130,7 +133,7 @@ int pool_leave(struct pool *pool) {
     return result;
 }
 
-/* ---- one arena_nbytes ---- */
+/* ---- the arena ---- */
 
 int64_t pool_block_nbytes(int64_t nbytes) {
     int64_t rounded = (nbytes + POOL_UNIT - 1) / POOL_UNIT * POOL_UNIT;
@@ -141,8 +144,8 @@ int64_t pool_arena_nbytes(int64_t nbytes_of_blocks) {
     return nbytes_of_blocks ? nbytes_of_blocks + POOL_LARGEST_REST + POOL_UNIT : 0;
 }
 
-/* A tensor without elements, whose storage grows: in deterministic mode torch fills those with elements, on
- * the stream that is current now, while other streams may be first to write here. */
+/* Allocate the arena by growing an empty storage. In deterministic mode torch would fill a tensor with
+ * elements on the current stream, while other streams may write to the memory first. */
 static int alloc_arena_block(struct pool *pool, int64_t nbytes) {
     OWNED *tensor = torch_empty(0, torch_names.uint8, pool->device);
     OWNED *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
@@ -153,14 +156,14 @@ static int alloc_arena_block(struct pool *pool, int64_t nbytes) {
     return arena_start ? 0 : -1;
 }
 
-/* It is free again at once, and stays in the pool. */
+/* Allocate the arena in the pool and free it at once: the pool keeps the memory. 0 or -1. */
 static int try_alloc_arena(struct pool *pool, int64_t nbytes) {
     int result = pool_enter(pool) < 0 ? -1 : alloc_arena_block(pool, nbytes);
     return pool_leave(pool) < 0 ? -1 : result;
 }
 
-/* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of
- * memory. */
+/* Allocate the arena, after empty_cache() if the device is out of memory: before torch 2.13, the allocator
+ * does not release cached memory of other pools for an allocation inside a pool. */
 static int alloc_arena_or_empty_cache(struct pool *pool, int64_t nbytes) {
     if (try_alloc_arena(pool, nbytes) == 0)
         return 0;
@@ -173,7 +176,6 @@ static int alloc_arena_or_empty_cache(struct pool *pool, int64_t nbytes) {
     return try_alloc_arena(pool, nbytes);
 }
 
-/* Blocks that do not find one are taken each by itself. */
 int pool_alloc_arena(struct pool *pool, int64_t nbytes) {
     if (!pool->pool || !nbytes)
         return 0;

@@ -6,8 +6,8 @@
 
 struct torch_names torch_names;
 
-static PyObject *profiler_dict; /* borrowed; of torch.autograd.profiler */
-static bool profiler_is_on;     /* when an outer range was last opened, or would have been */
+static PyObject *profiler_dict; /* borrowed; dict of torch.autograd.profiler */
+static bool profiler_is_on;     /* value at the last call of profile_begin() */
 
 static int find_torch_objects(void) {
 #define TORCH_NAME_INTERN(name)                                                                              \
@@ -23,11 +23,11 @@ static int find_torch_objects(void) {
     return 0;
 }
 
-/* What is used most often of a Parameter, past the search for it, which takes longer than its use. */
+/* A frequently used attribute of Parameter. A call of its descriptor saves the slower attribute lookup. */
 struct attribute {
-    PyObject *descriptor; /* owned for ever */
-    descrgetfunc get;     /* its type's; or NULL, as `set` */
-    descrsetfunc set;
+    PyObject *descriptor; /* owned; never freed */
+    descrgetfunc get;     /* slot of the descriptor's type, or NULL */
+    descrsetfunc set;     /* slot of the descriptor's type, or NULL */
 };
 
 static struct attribute grad_attribute, data_attribute, requires_grad_attribute, version_attribute;
@@ -47,7 +47,7 @@ static bool is_parameter(PyObject *tensor) {
 
 static PyObject *read_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name) {
     bool is_plain = is_parameter(tensor) || (PyObject *)Py_TYPE(tensor) == torch_names.tensor_type;
-    if (is_plain && attribute->get) /* neither type changes what it inherits */
+    if (is_plain && attribute->get) /* Tensor and Parameter share the descriptors that they inherit */
         return attribute->get(attribute->descriptor, tensor, torch_names.parameter_type);
     return PyObject_GetAttr(tensor, name);
 }
@@ -59,7 +59,7 @@ static int write_attribute(PyObject *tensor, const struct attribute *attribute, 
     return PyObject_SetAttr(tensor, name, value);
 }
 
-/* Of torch's kernels for aarch64 the default ones round once. 0 or -1. */
+/* Set rounds_once_to_float16, which is true for torch's default kernels for aarch64. 0 or -1. */
 static int init_float16_rounding(void) {
     int result = 0;
 #ifdef __aarch64__
@@ -76,12 +76,12 @@ static int init_float16_rounding(void) {
 struct hook {
     PyObject_HEAD
     hook_function function;
-    hook_drop_function on_drop; /* or NULL; cleared by the first call */
-    void *target;               /* borrowed */
-    PyObject *owner;            /* owned; or NULL */
+    hook_drop_function on_drop; /* NULL without one, and after the first call */
+    void *target;               /* borrowed; NULL once disarmed */
+    PyObject *owner;            /* owned, or NULL */
 };
 
-static PyTypeObject *hook_type; /* owned for ever */
+static PyTypeObject *hook_type; /* owned; never freed */
 
 static PyObject *hook_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct hook *hook = (struct hook *)self;
@@ -141,7 +141,7 @@ static int make_hook_type(void) {
     hook_type = (PyTypeObject *)PyType_FromSpec(&spec);
     if (!hook_type)
         return -1;
-    /* torch looks for this mark before it warns that a hook is not saved with its tensor */
+    /* torch warns that hooks are not serialised with their tensor, except for types with this attribute */
     return PyObject_SetAttrString((PyObject *)hook_type, "__torch_unserializable__", Py_True);
 }
 
@@ -171,7 +171,7 @@ PyObject *torch_empty_like(PyObject *tensor) {
     long count = modes ? PyLong_AsLong(modes) : -1;
     if (!count)
         return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
-    /* a TorchDispatchMode may read what it sees, and `tensor` may have no memory */
+    /* `tensor` may have no memory: keep it from a TorchDispatchMode, which may read its arguments */
     OWNED *numel = count > 0 ? PyObject_CallMethod(tensor, "numel", NULL) : NULL;
     OWNED *dtype = numel ? PyObject_GetAttr(tensor, torch_names.dtype) : NULL;
     OWNED *device = dtype ? PyObject_GetAttr(tensor, torch_names.device) : NULL;
@@ -215,8 +215,7 @@ int torch_set_grad(PyObject *tensor, PyObject *grad) {
     return write_attribute(tensor, &grad_attribute, torch_names.grad, grad);
 }
 
-/* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not
- * the end. The exception stays set. */
+/* A tensor with the data of a gradient would look edited by the user, so a failure is retried. */
 void torch_restore_data(PyObject *tensor, PyObject *data) {
     PyObject *error = PyErr_GetRaisedException();
     if (torch_set_data(tensor, data) < 0)
@@ -224,7 +223,8 @@ void torch_restore_data(PyObject *tensor, PyObject *data) {
     PyErr_SetRaisedException(error);
 }
 
-/* `.grad` accepts what fits the tensor: so let other data fit for a moment. */
+/* torch checks that a `.grad` fits the tensor's data: `.data` is the gradient itself during the
+ * assignment. */
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
     OWNED *data = torch_data(tensor);
     int result = data ? torch_set_data(tensor, grad) : -1;
@@ -258,7 +258,7 @@ PyObject *torch_active_ddp(void) {
     PyObject *module = PyObject_GetAttr(torch_names.data_parallel, torch_names._active_ddp_module);
     if (module)
         return module;
-    PyErr_Clear(); /* a torch that does not say so */
+    PyErr_Clear(); /* this torch has no such attribute */
     return Py_NewRef(Py_None);
 }
 
@@ -275,11 +275,11 @@ int torch_keeps_graph(void) {
 int torch_requires_grad(PyObject *tensor) {
     PyObject *value = read_attribute(tensor, &requires_grad_attribute, torch_names.requires_grad);
     int result = value ? value == Py_True : -1;
-    Py_XDECREF(value); /* a leaf that is inlined everywhere, which OWNED would not be */
+    Py_XDECREF(value); /* no OWNED, whose cleanup would keep the compiler from inlining this function */
     return result;
 }
 
-/* Inference tensors count nothing. */
+/* Inference tensors have no version counter: return 0. */
 int64_t torch_version(PyObject *tensor) {
     OWNED *value = read_attribute(tensor, &version_attribute, torch_names._version);
     if (!value && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
@@ -309,8 +309,8 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
     return view ? torch_data(view) : NULL;
 }
 
-/* Every handle takes the next number of all, so that the number is another object as soon as there was one
- * more. */
+/* Every RemovableHandle takes its id from the class attribute `next_id`: a different object there means a new
+ * registration. */
 int torch_hooks_registered_since(PyObject **seen) {
     PyObject *next = PyObject_GetAttr(torch_names.removable_handle, torch_names.next_id);
     if (!next)

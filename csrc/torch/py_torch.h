@@ -1,6 +1,9 @@
-/* The Python side of torch: what the runtime calls of it, by interned attribute names and bound functions,
- * found once per process, and, as hooks, what it calls of the runtime. Each call has a function here, so that
- * the layers above read as verbs. */
+/* Calls into torch's Python side, by interned attribute names and objects that are found once per process,
+ * and hooks: Python callables through which torch calls the runtime. Each call is a function here, so that
+ * the layers above do not handle Python attributes.
+ *
+ * Unless stated otherwise, functions return 0, or -1 with an exception, and objects as new references, or
+ * NULL. */
 #ifndef FSDP_TORCH_PY_TORCH_H
 #define FSDP_TORCH_PY_TORCH_H
 
@@ -11,7 +14,7 @@
 
 #include "torch/ref.h"
 
-/* attribute name -> field of the same name holding the interned string */
+/* Attribute names. Each field of this name has the interned string. */
 #define TORCH_ATTRIBUTES(X)                                                                                  \
     X(data)                                                                                                  \
     X(grad)                                                                                                  \
@@ -37,7 +40,7 @@
     X(_is_profiler_enabled)                                                                                  \
     X(training)
 
-/* field, and what it holds: a module, and the path in it */
+/* Objects of torch: field, module, path in the module. */
 #define TORCH_OBJECTS(X)                                                                                     \
     X(tensor_type, "torch", "Tensor")                                                                        \
     X(empty, "torch", "empty")                                                                               \
@@ -59,7 +62,7 @@
     X(keeps_graph, "torch._C", "_autograd._get_current_graph_task_keep_graph")                               \
     X(queue_callback, "torch.autograd.variable", "Variable._execution_engine.queue_callback")
 
-struct torch_names { /* owned for ever, all of them */
+struct torch_names { /* all owned; never freed */
 #define TORCH_NAME_FIELD(name)                 PyObject *name;
 #define TORCH_OBJECT_FIELD(name, module, path) PyObject *name;
     TORCH_ATTRIBUTES(TORCH_NAME_FIELD)
@@ -70,84 +73,84 @@ struct torch_names { /* owned for ever, all of them */
 
 extern struct torch_names torch_names;
 
-/* Fill torch_names. 0, or -1 with an exception. Idempotent. */
+/* Fill torch_names. Idempotent. */
 int torch_names_init(void);
 
-/* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
+/* Return a new 1-D tensor of `numel` elements, not initialised. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_zeros_like(PyObject *tensor);
-int torch_zero(PyObject *tensor);             /* tensor.zero_(). 0 or -1 */
-int torch_copy(PyObject *to, PyObject *from); /* to.copy_(from). 0 or -1 */
-/* the same; nobody waits where the host's memory is pinned */
+int torch_zero(PyObject *tensor);             /* tensor.zero_() */
+int torch_copy(PyObject *to, PyObject *from); /* to.copy_(from) */
+/* to.copy_(from, non_blocking=True): the host does not wait when its memory is pinned */
 int torch_enqueue_copy(PyObject *to, PyObject *from);
-PyObject *torch_empty_like(PyObject *tensor); /* of one dimension */
-/* in CPU memory, pinned where there is a GPU to copy from */
+PyObject *torch_empty_like(PyObject *tensor); /* torch.empty_like(tensor), for a 1-D tensor */
+/* Return an empty CPU tensor like `tensor`, pinned when `tensor` is on an accelerator. */
 PyObject *torch_empty_pinned_like(PyObject *tensor);
 
 int torch_set_data(PyObject *tensor, PyObject *data); /* tensor.data = data */
-/* where it must succeed; an exception stays set */
+/* Set tensor.data where it must succeed: keep a set exception, report a failure as unraisable. */
 void torch_restore_data(PyObject *tensor, PyObject *data);
 int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = grad; Py_None clears */
-int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* of any shape and dtype */
-PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, Py_None when absent */
-int64_t torch_graph_task(void); /* of the backward that runs in this thread; -1: none. -2 */
-/* new reference to the DistributedDataParallel amid its forward, or None */
-PyObject *torch_active_ddp(void);
-int torch_will_execute(PyObject *node);    /* in that backward? 1, 0 or -1 */
-int torch_keeps_graph(void);               /* retain_graph of that backward: 1, 0 or -1 */
-int torch_requires_grad(PyObject *tensor); /* 1, 0, or -1 */
-/* counts what was written in place, but not through `.data`; or -1 */
+int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* tensor.grad = grad of any shape and dtype */
+PyObject *torch_get_grad(PyObject *tensor);                   /* tensor.grad, Py_None when absent */
+/* Return the id of the backward that runs in this thread, -1 outside of a backward; -2 with an exception. */
+int64_t torch_graph_task(void);
+PyObject *torch_active_ddp(void);       /* Return the DistributedDataParallel whose forward runs, or None. */
+int torch_will_execute(PyObject *node); /* Return 1 if the running backward executes `node`, else 0; or -1. */
+int torch_keeps_graph(void);            /* Return retain_graph of the running backward: 1, 0 or -1. */
+int torch_requires_grad(PyObject *tensor); /* 1, 0 or -1 */
+/* Return the version counter: in-place writes, except those through `.data`; or -1. */
 int64_t torch_version(PyObject *tensor);
 bool torch_is_tensor(PyObject *object);
-PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no history */
-/* that of tensor[offset:offset + numel] */
+PyObject *torch_data(PyObject *tensor); /* tensor.data: no history, own version counter */
+/* tensor[offset : offset + numel].data */
 PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel);
 
-/* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of
+/* Return tensor[offset : offset + numel] as a view of `shape`, with `strides` unless Py_None; not recorded by
  * autograd. */
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides);
 
-/* Has anybody in this process registered a hook with torch since the call before with the same `*seen`, which
- * is NULL at first? Looking at a tensor's hooks is 20 times slower. 1, 0, or -1 and `*seen` is as it was. */
+/* Return 1 if any hook was registered with torch in this process since the last call with the same `*seen`,
+ * which starts as NULL, else 0; -1 and `*seen` is unchanged. A look at a tensor's hooks takes 20 times as
+ * long. */
 int torch_hooks_registered_since(PyObject **seen /* owned by the caller */);
 
 bool torch_inference_mode(void);
-/* In inference mode no history is let go of, and nothing that is made may be written outside of it: so it is
- * left, without grad mode, for what outlives it. `*guard`: what to return to it with, which comes in any case;
- * NULL where it was not on. 0 or -1 */
+/* Leave inference mode, with grad mode off, for work that outlives it: inference mode keeps the history of
+ * detached views, and its tensors cannot be written outside of it. The caller must pass `*guard`, NULL when
+ * inference mode was off, to torch_return_to_inference_mode(). */
 int torch_leave_inference_mode(PyObject **guard);
-/* Steals `left`. An exception that is set stays. 0 or -1 */
+/* Return to inference mode. Steals `guard`; keeps a set exception. */
 int torch_return_to_inference_mode(PyObject *guard);
 
-/* Grad mode around code that must or must not record. */
 bool torch_grad_enabled(void);
 void torch_set_grad_enabled(bool enabled);
 
-/* ---- ranges in torch's profiler, under the names that users grep traces for (D-130). One dict lookup while
- * no profiler is on. ---- */
+/* ---- ranges in torch's profiler, by FSDP1's names, which users search traces for ---- */
 
-/* Open a range. NULL, without an exception, when no profiler is on or the range cannot be opened. */
+/* Open a range. Return NULL without an exception while no profiler is on, after one dict lookup, and when the
+ * range cannot be opened. */
 PyObject *profile_begin(const char *name);
 
-/* The same for a range directly inside one: whether a profiler is on is not asked anew. */
+/* Open a range directly inside another one, without a second check for a profiler. */
 PyObject *profile_begin_inner(const char *name);
 
-/* Close it; NULL is legal. A pending exception stays as it is. */
+/* Close the range; NULL is legal. Keeps a set exception. */
 void profile_end(PyObject *range);
 
 /* ---- Python callables over C functions, for torch's hook registrations ---- */
 
-/* 0 or -1 with an exception. A hook answers Python with None: it changes no gradient. */
+/* Returns 0, or -1 with an exception. The Python call returns None, so a hook changes no gradient. */
 typedef int (*hook_function)(void *target);
 
-/* A hook on `target`. `owner`, when not NULL, is kept alive by the hook; without one the target must call
- * hook_disarm before it goes. New reference or NULL. */
+/* Return a hook that calls `function` with `target`. The hook owns a reference to `owner`; with a NULL owner,
+ * `target` must call hook_disarm() before it is destroyed. */
 PyObject *hook_new(hook_function function, void *target, PyObject *owner);
-/* `function` is called when the hook goes without ever having been called, with the hook to know it by. */
+/* Called with the hook's identity when the hook is destroyed without ever having been called. */
 typedef int (*hook_drop_function)(void *target, const void *hook);
 void hook_set_on_drop(PyObject *hook, hook_drop_function function);
 
 void hook_disarm(PyObject *hook);
-void *hook_target(PyObject *hook); /* NULL once disarmed */
+void *hook_target(PyObject *hook); /* Return the target; NULL once disarmed. */
 
 #endif

@@ -1,4 +1,5 @@
-/* What the limited API leaves out: of reference handling, and `with` as C has it. */
+/* Helpers that Python's limited API lacks: owned references, `with` statements, functions of later
+ * versions. */
 #ifndef FSDP_TORCH_REF_H
 #define FSDP_TORCH_REF_H
 
@@ -39,33 +40,32 @@ static inline void ref_release(PyObject **reference) {
     Py_XDECREF(*reference);
 }
 
-/* An owned local, or NULL: released where its block is left. What is handed on is a new reference to it. */
+/* An owned local, or NULL, released at the end of its block. Return Py_NewRef() of it to pass it on. */
 #define OWNED __attribute__((cleanup(ref_release))) PyObject
 
-/* -1 with an exception: its type, and a format with what it takes. */
+/* Set an exception (type, format, arguments) and evaluate to -1. */
 #define RAISED(...) (PyErr_Format(__VA_ARGS__), -1)
 
-/* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be
- * NULL. */
+/* Set *field to `value`, which is stolen and may be NULL. The old value is released after the store. */
 static inline void ref_set(PyObject **field, PyObject *value) {
     PyObject *old = *field;
     *field = value;
     Py_XDECREF(old);
 }
 
-/* Steals the result of a call that nobody wants, or NULL with an exception. 0 or -1 */
+/* Discard the result of a call. Steals `result`, which is NULL with an exception. 0 or -1. */
 static inline int ref_done(PyObject *result) {
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
 
-/* `item` is stolen, or NULL with an exception. 0 or -1 */
+/* Append `item`, which is stolen or NULL with an exception. 0 or -1. */
 static inline int ref_append(PyObject *list, PyObject *item) {
     OWNED *owned = item;
     return item ? PyList_Append(list, owned) : -1;
 }
 
-/* What a module has under `path`, names with dots between them. New reference, or NULL with an exception. */
+/* Return the attribute of a module under a dotted path. New reference, or NULL with an exception. */
 static inline PyObject *ref_find(const char *module, const char *path) {
     PyObject *found = PyImport_ImportModule(module);
     while (found && *path) {
@@ -77,15 +77,15 @@ static inline PyObject *ref_find(const char *module, const char *path) {
     return found;
 }
 
-/* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an
- * exception. */
+/* Enter a context manager, which is stolen or NULL with an exception. Return it as a new reference, or NULL
+ * with an exception. */
 static inline PyObject *context_enter(PyObject *context) {
     if (ref_done(context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL) < 0)
         Py_CLEAR(context);
     return context;
 }
 
-/* Steals what context_enter gave. 0 or -1; an exception that is set stays. */
+/* Exit the context manager that context_enter() returned, which is stolen. Keeps a set exception. 0 or -1. */
 static inline int context_leave(PyObject *context) {
     PyObject *error = PyErr_GetRaisedException();
     int result = ref_done(PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None));
@@ -95,7 +95,7 @@ static inline int context_leave(PyObject *context) {
     return result;
 }
 
-/* The current exception's text into `message`; the exception is cleared. */
+/* Move the text of the current exception into `message`, and clear the exception. */
 static inline void ref_take_exception(char *message, size_t nbytes) {
     OWNED *error = PyErr_GetRaisedException();
     OWNED *text = error ? PyObject_Str(error) : NULL;

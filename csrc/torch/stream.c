@@ -6,7 +6,7 @@
 #include "torch/ref.h"
 #include "torch/stream_backend.h"
 
-/* ---- which stream is the compute stream ---- */
+/* ---- the compute stream ---- */
 
 static int set_current(struct streams *streams, PyObject *stream) {
     return ref_done(PyObject_CallFunctionObjArgs(streams->set_stream, stream, NULL));
@@ -26,7 +26,8 @@ static int adopt_stream(struct streams *streams, enum stream_role role, PyObject
     return stream ? stream_number(stream, streams->backend->id_attribute, &streams->roles[role].raw) : -1;
 }
 
-/* torch numbers its own streams; the number of one that it has only been told of is the handle of that. */
+/* Set is_external. The stream_id of an external stream is its cudaStream_t, that of torch's streams is
+ * not. */
 static int detect_external(struct streams *streams) {
     PyObject *stream = streams->roles[STREAM_COMPUTE].object;
     void *number = NULL, *handle = NULL;
@@ -70,7 +71,9 @@ static void add_former(struct streams *streams, struct stream_handle former) {
     streams->num_former = count + 1;
 }
 
-/* A capture takes no wait for what is outside of it; whoever begins one has synchronised the device. */
+/* Make the current stream the compute stream, after the work of the former one. The first switch inside a
+ * graph capture does not wait: a capture cannot wait for an event outside of it, and its start requires a
+ * device synchronisation. */
 static int switch_compute_stream(struct streams *streams) {
     bool is_idle = streams->is_idle;
     bool was_capturing = !is_idle && is_capturing(streams);
@@ -94,8 +97,8 @@ static int switch_compute_stream(struct streams *streams) {
     return wait_on(streams, STREAM_COMPUTE, streams->compute_event);
 }
 
-/* A script may run its steps, parts of a model, or a backward under other streams than the rest; and the
- * engine runs a unit's hook under the stream that was current when its anchor was made. */
+/* The current stream may change at any call: scripts run steps, parts of a model or a backward on different
+ * streams, and the engine runs a unit's hook on the stream that was current when its anchor was created. */
 int stream_follow(struct streams *streams) {
     if (!streams_are_real(streams) || streams->entered)
         return 0;
@@ -112,7 +115,7 @@ int stream_join_former(struct streams *streams) {
         return 0;
     if (stream_follow(streams) < 0)
         return -1;
-    if (is_capturing(streams)) /* a graph has memory of its own */
+    if (is_capturing(streams)) /* a graph allocates from its own memory pool */
         return 0;
     int result = record_on(streams, STREAM_COMPUTE, &streams->compute_event);
     for (int i = 0; !result && i < streams->num_former && i < MAX_FORMER; i++)
@@ -142,9 +145,9 @@ void stream_record_external_end(struct streams *streams) {
     PyErr_Clear();
 }
 
-/* ---- the verbs ---- */
+/* ---- enter, record, wait ---- */
 
-/* To set a stream makes its device the current one. */
+/* Set the current stream. torch also makes the stream's device current, so remember the former device. */
 static int enter(struct streams *streams, PyObject *stream) {
     if (streams->entered)
         return set_current(streams, stream);
@@ -176,7 +179,7 @@ int stream_enter_persistent(struct streams *streams) {
     return stream ? enter(streams, stream) : -1;
 }
 
-/* What was done in between may have failed: its exception stays. */
+/* Work between enter and leave may have raised: keep its exception. */
 int stream_leave(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
@@ -217,9 +220,9 @@ void stream_event_destroy(struct streams *streams, stream_event *event) {
 
 /* ---- life ---- */
 
-/* The side streams first: by one of them the driver tells the context. What computation waits for soonest has
- * priority: gathers and reduce-scatters before computation, beside which the all-reduce of a hybrid reduction
- * runs, as nobody waits for that until the end. */
+/* Create the side streams, then initialise the backend, which takes the context of one of them. All-gathers
+ * and reduce-scatters have priority over computation, which waits for them soon. The all-reduce of a hybrid
+ * reduction has none: the wait for it is at the end of the backward. */
 static int init(struct streams *streams, PyObject *device) {
     OWNED *get_module = ref_find("torch", "get_device_module");
     OWNED *index = PyObject_GetAttrString(device, "index");

@@ -1,7 +1,10 @@
-/* Streams and events behind one interface: real on a GPU, nothing on the CPU.
+/* Streams and events of a device, without effect on the CPU.
  *
- * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a
- * point of a stream, and another stream waits for it. */
+ * A root has one stream per role. Work is enqueued between stream_enter and stream_leave. An event marks a
+ * point of one stream, and another stream waits for it.
+ *
+ * Invariant: the compute stream is the one that was current at the last stream_follow, and its work comes
+ * after the work of every former compute stream. */
 #ifndef FSDP_TORCH_STREAM_H
 #define FSDP_TORCH_STREAM_H
 
@@ -11,42 +14,40 @@
 #include <stdint.h>
 
 enum stream_role {
-    /* the stream that is current outside of stream_enter and stream_leave: of the script, or of a hook */
-    STREAM_COMPUTE,
-    STREAM_PRE_UNSHARD, /* what a gather reads: the shard brought to the device, or cast */
-    STREAM_UNSHARD,
-    STREAM_POST_BACKWARD,
-    STREAM_ALL_REDUCE, /* the second half of a hybrid reduction */
+    STREAM_COMPUTE,       /* current stream of the script or hook, outside of stream_enter and stream_leave */
+    STREAM_PRE_UNSHARD,   /* copy of the shard to the device, or its cast, before the all-gather */
+    STREAM_UNSHARD,       /* all-gathers */
+    STREAM_POST_BACKWARD, /* reduce-scatters */
+    STREAM_ALL_REDUCE,    /* all-reduces of hybrid sharding */
     STREAM_ROLES,
 };
 
-typedef void *stream_event; /* NULL: nothing to wait for */
+typedef void *stream_event; /* NULL for a point that needs no wait */
 
 enum { MAX_FORMER = 4 };
 
 struct stream_handle {
-    PyObject *object; /* owned; torch's, NULL on the CPU */
-    void *raw;        /* what the backend knows it by */
+    PyObject *object; /* owned; torch's stream, NULL on the CPU */
+    void *raw;        /* the backend's id: cudaStream_t or stream_id */
 };
 
 struct streams {
     const struct stream_backend *backend; /* NULL on the CPU */
     struct stream_handle roles[STREAM_ROLES];
-    PyObject *module;     /* owned; torch.cuda, or that of the device's type */
-    PyObject *set_stream; /* owned; of the module */
+    PyObject *module;     /* owned; torch.cuda, or torch's module of the device type */
+    PyObject *set_stream; /* owned; function of the module */
     PyObject *device;     /* owned; torch.device, NULL on the CPU */
     int32_t device_index;
-    bool entered;  /* a side stream is current */
-    void *context; /* the driver's, of the device */
-    /* owned; index of the current device that stream_enter left for this one, or NULL */
-    PyObject *previous_device;
-    stream_event compute_event; /* owned; where the compute stream was another one */
-    /* What was the compute stream before, the last ones, since the last backward ended. */
-    struct stream_handle former[MAX_FORMER];
-    int num_former;
-    bool is_external; /* the compute stream is none of torch's: the script may destroy it between steps */
-    bool is_idle;     /* such a one was given nothing since `compute_event` was recorded there */
-    bool former_may_be_gone; /* such a one was the compute stream before, since the last backward ended */
+    bool entered;               /* true while a side stream is current */
+    void *context;              /* the driver's context of the device */
+    PyObject *previous_device;  /* owned; current device before stream_enter if a different one, or NULL */
+    stream_event compute_event; /* owned; last recorded event of a compute stream */
+    struct stream_handle
+        former[MAX_FORMER]; /* latest compute streams before, since the last backward ended */
+    int num_former;         /* compute streams before, may exceed MAX_FORMER */
+    bool is_external; /* true if the compute stream is not torch's: the script may destroy it between steps */
+    bool is_idle;     /* true if an external compute stream has had no work since compute_event */
+    bool former_may_be_gone; /* true if a former compute stream was external and idle */
 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */
@@ -57,30 +58,30 @@ static inline bool streams_are_real(const struct streams *streams) {
     return streams->backend != NULL;
 }
 
-/* Each does nothing on the CPU, and with a NULL event. 0 or -1. */
+/* The functions below return 0 or -1, and have no effect on the CPU or with a NULL event. */
 
-/* The compute stream is the one that is current now, and comes after what the one before it was given. Every
- * other verb begins with it. */
+/* Make the current stream the compute stream, and let it wait for the former one. All functions that enter,
+ * record or wait begin with this. */
 int stream_follow(struct streams *streams);
-/* What was the compute stream before waits for what is now: memory that was taken there has been used and
- * given back here. */
+/* Make the former compute streams wait for the present one, which used and freed memory that was allocated on
+ * them. */
 int stream_join_former(struct streams *streams);
-/* What was the compute stream before is forgotten; the host waits in the place of one that the script may
- * have destroyed. */
+/* Drop the former compute streams. The host waits for the present one if a former stream may have been
+ * destroyed and could not join. */
 int stream_end_backward(struct streams *streams);
-/* The root's forward, or a backward, is over: an external compute stream is asked nothing from now on.
- * Nothing where an exception is set; never sets one. */
+/* Record an event on an external compute stream at the end of a root's forward or of a backward: the script
+ * may destroy the stream afterwards. No effect with a set exception; never sets one. */
 void stream_record_external_end(struct streams *streams);
-/* Work is enqueued there from now on; from there, another role's stream may be entered. */
+/* Make the stream of a role current. Another role may be entered from there. */
 int stream_enter(struct streams *streams, enum stream_role role);
-/* The compute stream is current until stream_leave, or torch's default stream where the script may destroy
- * that one: autograd's nodes remember which it was when they were made. */
+/* Make the compute stream current or, in place of an external one, torch's default stream: autograd nodes
+ * that are created meanwhile keep their stream, and the script may destroy an external one. */
 int stream_enter_persistent(struct streams *streams);
-int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
-/* reuses *event when not NULL */
+int stream_leave(struct streams *streams); /* Make the compute stream current; keeps a set exception. */
+/* Record an event on the stream of a role; *event is reused unless NULL. */
 int stream_record(struct streams *streams, enum stream_role role, stream_event *event);
 int stream_wait(struct streams *streams, enum stream_role role, stream_event event);
-int stream_synchronize(struct streams *streams, stream_event event); /* the host waits */
+int stream_synchronize(struct streams *streams, stream_event event); /* Make the host wait. */
 void stream_event_destroy(struct streams *streams, stream_event *event);
 
 #endif

@@ -5,7 +5,7 @@
 
 #include "torch/torch_abi.h"
 
-/* ---- CUDA, by the driver's functions: a call of one is a hundredth of a call of torch's ---- */
+/* ---- CUDA, by the driver's functions, whose calls are a hundred times cheaper than torch's ---- */
 
 enum { CUDA_EVENT_DISABLE_TIMING = 2 };
 
@@ -44,15 +44,15 @@ bool driver_is_available(void) {
            find_symbol(library, "cuCtxPopCurrent_v2", &driver.pop_context);
 }
 
-static int check(int code, const char *what) {
+static int check(int code, const char *function) {
     if (code == 0)
         return 0;
-    return RAISED(PyExc_RuntimeError, "%s failed with CUDA driver error %d", what, code);
+    return RAISED(PyExc_RuntimeError, "%s failed with CUDA driver error %d", function, code);
 }
 
-/* [Note: contexts] Events are made in the current context, and the default stream, whose handle is NULL, is
- * that of the current context. A thread may have another device's, or none: so the device's is current while
- * the driver is asked. */
+/* [Note: contexts] The driver creates events in the current context, and a NULL stream is the default stream
+ * of the current context. A thread may have the context of a different device, or none. The functions below
+ * therefore make the context of the device current for their calls. */
 static void *current_context(void) {
     void *context = NULL;
     return driver.current_context(&context) == 0 ? context : NULL;
@@ -146,8 +146,8 @@ const struct stream_backend driver_backend = {
     .is_other_device_current = driver_is_other_device_current,
 };
 
-/* ---- any other device, by the functions of torch's module of it, as torch.xpu has them. An event is a Python
- * object here, and a stream is told by its number. ---- */
+/* ---- other devices, by the functions of torch's module for the device, such as torch.xpu. Events are Python
+ * objects, and streams are compared by stream_id. ---- */
 
 static int module_record(const struct streams *streams, const struct stream_handle *stream,
                          stream_event *event) {

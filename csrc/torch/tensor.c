@@ -1,4 +1,4 @@
-/* Views of tensors from their Python objects, through the C functions that torch.Tensor publishes for
+/* Views of Python tensors, and tensors over memory, by the C functions that torch.Tensor publishes for
  * DLPack. */
 #include "torch/tensor.h"
 
@@ -10,8 +10,7 @@
 #include "torch/ref.h"
 #include "torch/torch_abi.h"
 
-/* DLPack's types, version 1, as far as they are read here. */
-/* other devices: enum device_kind */
+/* The parts of DLPack 1 that are used here. enum device_kind has the other devices. */
 enum { DLPACK_MAJOR = 1, DL_CPU = 1, DL_CUDA_HOST = 3, DL_ROCM_HOST = 11 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
 
@@ -32,7 +31,7 @@ struct dl_tensor {
     uint64_t byte_offset;
 };
 
-/* A tensor with somebody who owns its memory. */
+/* A tensor with a deleter for its memory. */
 struct dl_managed {
     uint32_t major;
     uint32_t minor;
@@ -54,14 +53,14 @@ struct dl_exchange {
 };
 
 static struct {
-    PyTypeObject *tensor_type; /* owned for ever */
+    PyTypeObject *tensor_type; /* owned; never freed; NULL before tensor_init */
     int (*from_py_object)(void *tensor, struct dl_tensor *view);
     int (*to_py_object)(struct dl_managed *managed, void **tensor);
     bool is_rocm;
     struct kernel_stream cpu_stream;
 } exchange;
 
-/* The table's version is checked, and older versions of it are chained. NULL where there is none. */
+/* Return the exchange table of version DLPACK_MAJOR from the chain of versions; NULL when there is none. */
 static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
     OWNED *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
     const struct dl_exchange *table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
@@ -71,7 +70,7 @@ static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
     return table;
 }
 
-/* torch's threads; its own function starts none for less than a grain. */
+/* Split over torch's threads. torch's C++ parallel_for starts no thread for less than a grain either. */
 static void cpu_parallel_for(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context) {
     if (end - begin <= grain || torch_abi.torch_parallel_for(begin, end, grain, body, context) != 0)
         body(begin, end, context);
@@ -105,7 +104,7 @@ static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
     return dtype_other(bits * lanes / 8);
 }
 
-/* torch's numbers and names; what has none is a backend outside of torch. */
+/* Device types by torch's numbers and names. Any other one is a backend outside of torch. */
 static const struct {
     int32_t type;
     const char *name;
@@ -146,7 +145,7 @@ static int raise_not_a_tensor(PyObject *object) {
     return -1;
 }
 
-/* torch's own message carries a C++ stack trace. */
+/* Replace torch's message, which contains a C++ stack trace. */
 static int raise_no_dense_memory(PyObject *tensor) {
     PyErr_Clear();
     OWNED *device = attribute_text(tensor, "device");
@@ -181,14 +180,14 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
 
 /* ---- tensors over memory ---- */
 
-/* With the sizes and strides that its tensor points to. */
+/* A managed tensor together with its sizes and strides. */
 struct tensor_memory {
     struct dl_managed managed;
     int64_t numbers[];
 };
 
 static void tensor_memory_delete(struct dl_managed *managed) {
-    free(managed); /* the first member of its `over` */
+    free(managed); /* first member of its struct tensor_memory */
 }
 
 static void set_dtype(struct dl_tensor *tensor, enum dtype dtype) {
@@ -229,7 +228,7 @@ PyObject *tensor_from_view(const struct tensor_view *view) {
     return NULL;
 }
 
-/* ---- what a view says ---- */
+/* ---- properties of a view ---- */
 
 int64_t tensor_view_numel(const struct tensor_view *view) {
     int64_t numel = 1;
@@ -275,7 +274,7 @@ int tensor_check(enum status status, const char *what) {
         return -1;
     case STATUS_DEVICE: {
         const char *why = NULL;
-        if (!PyErr_Occurred()) /* of an operator of torch */
+        if (!PyErr_Occurred()) /* set by torch's operators */
             PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", what,
                          kernels_of(DEVICE_CUDA, 0, &why)->device_error());
         return -1;

@@ -1,4 +1,5 @@
-/* Finds libtorch's symbols at import. torch loads its libraries RTLD_LOCAL, so they are asked for by name. */
+/* Lookup of libtorch's symbols at import. torch loads its libraries RTLD_LOCAL, so they are opened by
+ * name. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -14,7 +15,7 @@ struct torch_abi torch_abi;
 
 enum { OLDEST_MAJOR = 2, OLDEST_MINOR = 10 };
 
-/* What dlsym finds is an object pointer; POSIX says that it may be read back as a function. */
+/* dlsym() returns an object pointer, whose bytes POSIX allows to be read as a function pointer. */
 static bool find_symbol(void *library, const char *name, void *field) {
     void *symbol = library ? dlsym(library, name) : NULL;
     if (symbol)
@@ -48,7 +49,7 @@ static int check_version(void) {
                   OLDEST_MINOR, text);
 }
 
-/* 0, or -1 with an ImportError naming the first required symbol that is not there. */
+/* Find all symbols. 0, or -1 with an ImportError that names the first missing one. */
 static int find_all(struct torch_abi *found, void *library, void *cuda_library) {
     const char *missing = NULL;
 #define FIND_REQUIRED(result, name, arguments)                                                               \
@@ -67,7 +68,7 @@ static int find_all(struct torch_abi *found, void *library, void *cuda_library) 
     return 0;
 }
 
-/* By the runtime that torch's library is linked with, which is searched as well. */
+/* Return the CUDA version of the runtime that torch's library is linked with; dlsym() searches it as well. */
 static int find_cuda_major(void *cuda_library) {
     int (*get_version)(int *version) = NULL;
     int version = 0;

@@ -1,10 +1,9 @@
-/* libtorch's stable C ABI, as far as this project uses it: prototypes by hand, because torch's headers are
- * C++.
+/* The part of libtorch's stable C ABI that this project uses. The prototypes are written by hand, because
+ * torch's headers are C++; tests/native/abi_check.cpp compares them with those headers.
  *
- * Invariant: after torch_abi_init every required function is set; an optional one may be NULL (a symbol of a
- * newer torch, or of one with CUDA) and is tested before use. tests/native/abi_check.cpp compares each
- * prototype with torch's own header. Every function that returns AOTITorchError returns 0 on success, and
- * never throws. */
+ * Invariant: after torch_abi_init every required function is set. An optional one is NULL when torch is older
+ * or has no CUDA, and is checked before use. Functions that return AOTITorchError return 0 on success and
+ * never throw. */
 #ifndef FSDP_TORCH_TORCH_ABI_H
 #define FSDP_TORCH_TORCH_ABI_H
 
@@ -22,7 +21,7 @@ typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 typedef void (*ParallelFunc)(int64_t begin, int64_t end, void *context);
 typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
 
-/* The version of the ABI that this file was written against: 2.10, encoded as torch does. */
+/* The version of the ABI that these prototypes are from, 2.10, in torch's encoding. */
 #define TORCH_BUILD_VERSION (((uint64_t)2 << 56) | ((uint64_t)10 << 48))
 
 /* clang-format off */
@@ -81,14 +80,13 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
 struct torch_abi {
     TORCH_ABI_REQUIRED(TORCH_ABI_FIELD)
     TORCH_ABI_OPTIONAL(TORCH_ABI_FIELD)
-    int cuda_major; /* 13 for CUDA 13.0; 0 where torch has none, or no library of its own for the runtime */
+    int cuda_major; /* 13 for CUDA 13.0; 0 when torch has no CUDA, or its runtime library is not found */
 };
 #undef TORCH_ABI_FIELD
 
 extern struct torch_abi torch_abi;
 
-/* Fill `torch_abi` from the libtorch that Python has loaded. 0, or -1 with an ImportError that says what is
- * wrong. Idempotent. */
+/* Fill `torch_abi` from the libtorch that Python has loaded. 0, or -1 with an ImportError. Idempotent. */
 int torch_abi_init(void);
 
 #endif

@@ -51,7 +51,7 @@ static void put_library(void) {
 TEST(test_a_missing_library_is_told_from_one_that_cannot_be_loaded) {
     check_told("this torch has no CUDA");
     torch_abi.aoti_torch_get_current_cuda_stream = some_stream;
-    check_told("does not tell of which version");
+    check_told("CUDA version of this torch is unknown");
     torch_abi.cuda_major = 13;
     check_told("built without its CUDA kernels for CUDA 13");
     put_library();
