@@ -5,11 +5,11 @@
 
 #include "torch/py_torch.h"
 
-/* One collective of torch.distributed under one of its public names, newest name first. */
+/* A public name of a collective of torch.distributed. Arrays of names have the newest name first. */
 struct public_name {
     const char *name;
     PyObject *interned; /* owned */
-    /* owned; NULL where this torch does not have the name, or it was replaced before fsdp_c came */
+    /* owned; NULL when torch lacks the name, or a replacement was there before the import of fsdp_c */
     PyObject *original;
 };
 
@@ -18,13 +18,12 @@ static struct public_name gather_names[] = {{"all_gather_single", NULL, NULL},
 static struct public_name scatter_names[] = {{"reduce_scatter_single", NULL, NULL},
                                              {"reduce_scatter_tensor", NULL, NULL}};
 static struct public_name reduce_names[] = {{"all_reduce", NULL, NULL}};
-static PyObject *public_functions; /* owned; the dict of torch.distributed */
+static PyObject *public_functions; /* owned; dict of torch.distributed */
 
-/* Owned for ever. Nobody asks for a handle to wait for later: so NCCL runs on the stream that is current, and
- * keeps no tensor. */
+/* Owned; never freed. asyncOp is false: NCCL then runs on the current stream and holds no tensors. */
 static PyObject *gather_options, *scatter_options, *reduce_options;
 
-/* Was the function defined where torch defines its collectives, or where it decorates them? */
+/* Return true if the function is defined in the modules where torch defines or decorates its collectives. */
 static bool is_defined_by_torch(PyObject *function) {
     static const char *const modules[] = {"torch.distributed.distributed_c10d",
                                           "torch.distributed.c10d_logger"};
@@ -33,7 +32,7 @@ static bool is_defined_by_torch(PyObject *function) {
     bool result = false;
     for (size_t i = 0; module && PyUnicode_Check(module) && i < sizeof modules / sizeof *modules; i++)
         result = result || PyUnicode_CompareWithASCIIString(module, modules[i]) == 0;
-    PyErr_Clear(); /* anything callable may stand there */
+    PyErr_Clear(); /* a replacement may be any callable, without __globals__ */
     return result;
 }
 
@@ -49,7 +48,7 @@ static int names_find(struct public_name *names, size_t count) {
     return 0;
 }
 
-/* New reference. Sums are the default. */
+/* Return the options of a collective, new reference. The default reduction is the sum. */
 static PyObject *make_options(PyObject *module, const char *name) {
     PyObject *options = PyObject_CallMethod(module, name, NULL);
     if (options && PyObject_SetAttrString(options, "asyncOp", Py_False) < 0)
@@ -79,8 +78,7 @@ int collective_init(void) {
     return names_find(reduce_names, 1);
 }
 
-/* The function that stands under a public name and is not the one torch put there, borrowed; NULL when
- * nothing was replaced. */
+/* Return the replacement of a public function, borrowed; NULL when none is replaced. */
 static PyObject *find_replacement(const struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
         PyObject *current = PyDict_GetItemWithError(public_functions, names[i].interned);
@@ -90,11 +88,11 @@ static PyObject *find_replacement(const struct public_name *names, size_t count)
     return NULL;
 }
 
-/* What stands for a method that the group does not have: `context` is (rank, group, name). */
+/* Raise TypeError in place of a method that the group lacks. `context` is (rank, group, name). */
 static PyObject *raise_missing_method(PyObject *context, PyObject *args) {
     (void)args;
     PyErr_Format(PyExc_TypeError,
-                 "rank %S: its process group %R has no %U(), which this collective calls. Pass a "
+                 "rank %S: the process group %R has no method %U(), which this collective calls. Pass a "
                  "torch.distributed.ProcessGroup, or one of its backends.",
                  PyTuple_GetItem(context, 0), PyTuple_GetItem(context, 1), PyTuple_GetItem(context, 2));
     return NULL;
@@ -103,8 +101,7 @@ static PyObject *raise_missing_method(PyObject *context, PyObject *args) {
 static PyMethodDef raise_missing_method_def = {"raise_missing_method", raise_missing_method, METH_VARARGS,
                                                NULL};
 
-/* A bound method, new reference. An object that says its rank and size is a group until it is asked to send
- * something. */
+/* Return a bound method of the group, new reference. An object without the method raises at the first call. */
 static PyObject *bind_method(PyObject *group, PyObject *rank, const char *name) {
     PyObject *method = PyObject_GetAttrString(group, name);
     if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
@@ -114,9 +111,9 @@ static PyObject *bind_method(PyObject *group, PyObject *rank, const char *name) 
     return context ? PyCFunction_New(&raise_missing_method_def, context) : NULL;
 }
 
-static struct collective_group group_list = {.previous = &group_list,
-                                             .next = &group_list}; /* initialised groups, in a ring */
-static int64_t num_unfinished;
+/* Head of the ring of initialised groups. */
+static struct collective_group group_list = {.previous = &group_list, .next = &group_list};
+static int64_t num_unfinished; /* enqueued collectives without a successful wait */
 
 int collective_group_init(struct collective_group *group, PyObject *process_group) {
     *group =
@@ -154,42 +151,43 @@ void collective_group_fini(struct collective_group *group) {
     Py_CLEAR(group->all_reduce);
 }
 
-/* What `group` refers to moves into `list`. 0, or -1 and some of it stays. */
+/* Move the references of `group` into `list`. 0, or -1 after some of them. */
 static int move_references(struct collective_group *group, PyObject *list) {
     PyObject **references[] = {&group->group,      &group->gather_group,   &group->scatter_group,
                                &group->all_gather, &group->reduce_scatter, &group->all_reduce};
     for (size_t i = 0; i < sizeof references / sizeof *references; i++) {
         if (*references[i] && PyList_Append(list, *references[i]) < 0)
             return -1;
-        Py_CLEAR(*references[i]); /* the list holds it: nothing of Python's runs */
+        Py_CLEAR(*references[i]); /* not the last reference: no destructor runs */
     }
     return 0;
 }
 
 int collective_release_groups(void) {
-    PyObject *released_references = PyList_New(0), *leaked_references = PyList_New(0);
-    int result = released_references && leaked_references ? 0 : -1;
+    PyObject *released_refs = PyList_New(0), *leaked_refs = PyList_New(0);
+    int result = released_refs && leaked_refs ? 0 : -1;
     for (struct collective_group *group = group_list.next; !result && group != &group_list;
          group = group->next)
-        result = move_references(group, num_unfinished || group->process != getpid() ? leaked_references
-                                                                                     : released_references);
-    if (leaked_references && PyList_Size(leaked_references) == 0)
-        Py_CLEAR(leaked_references); /* else it is owned for ever */
-    Py_XDECREF(
-        released_references); /* destructors of groups wait for their threads, and let others run meanwhile */
+        result = move_references(group,
+                                 num_unfinished || group->process != getpid() ? leaked_refs : released_refs);
+    if (leaked_refs && PyList_Size(leaked_refs) == 0)
+        Py_CLEAR(leaked_refs); /* a list with references is leaked */
+    /* last, when all groups are empty: destructors of groups join threads and let other Python threads run */
+    Py_XDECREF(released_refs);
     return result;
 }
 
-/* The answer of a group that was let go of, NULL. */
+/* Raise the error of a released group. Return NULL. */
 static PyObject *raise_groups_released(const struct collective_group *group) {
     PyErr_Format(
         PyExc_RuntimeError,
         "rank %lld: the process is ending and its process groups were destroyed, so FullyShardedDataParallel "
-        "can communicate no more: do it before destroy_process_group()",
+        "cannot communicate. Call this before destroy_process_group().",
         (long long)group->rank);
     return NULL;
 }
 
+/* Count a collective that was enqueued, and return its work. */
 static PyObject *count_unfinished(PyObject *work) {
     num_unfinished += work && work != Py_None;
     return work;
@@ -223,7 +221,6 @@ PyObject *collective_all_gather(const struct collective_group *group, PyObject *
         PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL));
 }
 
-/* Nobody who has replaced an group_list-gather would see it. */
 bool collective_can_coalesce(const struct collective_group *group) {
     return group->all_gather && !find_replacement(gather_names, 2) &&
            PyObject_HasAttrString(group->gather_group, "allgather_into_tensor_coalesced");

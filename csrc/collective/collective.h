@@ -1,8 +1,9 @@
-/* The one adapter to torch.distributed. Collectives are enqueued and waited for by separate verbs.
+/* The adapter to torch.distributed: the only caller of process groups in a step. Collectives are enqueued and
+ * waited for by separate functions.
  *
- * The fast way calls the ProcessGroup object's own methods with the options torch.distributed would pass.
- * Where somebody has replaced a collective of torch.distributed (a mock, a logger, a wrapper), the
- * replacement is called instead. */
+ * A collective calls the method of the ProcessGroup directly, with the options that torch.distributed would
+ * pass. If a function of torch.distributed was replaced (by a mock, a logger, a wrapper), the replacement is
+ * called instead. */
 #ifndef FSDP_COLLECTIVE_COLLECTIVE_H
 #define FSDP_COLLECTIVE_COLLECTIVE_H
 
@@ -13,48 +14,46 @@
 #include <sys/types.h>
 
 struct collective_group {
-    /* owned; a ProcessGroup, or NULL when there is none, or it was let go */
-    PyObject *group;
+    PyObject *group;                        /* owned ProcessGroup; NULL without one, or once released */
     PyObject *gather_group, *scatter_group; /* owned; the group, or a fake one of the same rank and size */
     PyObject *all_gather, *reduce_scatter, *all_reduce; /* owned; bound methods of the three groups */
     int64_t world_size;
     int64_t rank;
-    /* borrowed; all that are initialised, NULL when this one is not */
-    struct collective_group *previous, *next;
-    pid_t process; /* which initialised it; threads of the group run there alone */
+    struct collective_group *previous, *next; /* borrowed; ring of initialised groups; NULL outside of it */
+    pid_t process; /* process that initialised the group; its threads exist only there */
 };
 
-/* Find torch.distributed's functions, to know later whether they were replaced. 0 or -1. */
+/* Find the functions of torch.distributed, so that replacements are recognised later. 0 or -1. */
 int collective_init(void);
 
 int collective_group_init(struct collective_group *group, PyObject *process_group); /* 0 or -1 */
-/* Send all-gathers or reduce-scatters of the group to `fake`, which sends nothing. 0 or -1. */
+/* Route all-gathers or reduce-scatters to the group `fake`, which does not communicate. 0 or -1. */
 int collective_fake_all_gather(struct collective_group *group, PyObject *fake);
 int collective_fake_reduce_scatter(struct collective_group *group, PyObject *fake);
 void collective_group_fini(struct collective_group *group);
 
-/* [Note: the end of a process] A thread of gloo that drops the last reference to a tensor while the
- * interpreter ends is ended itself, and the process with it ("terminate called without an active exception").
- * A group that is gone before has no threads any more; so where the script has destroyed its groups, ours may
- * not be the references that keep them until then. Threads of groups that are kept get a moment to drop what
- * they hold.
+/* [Note: the end of a process] A gloo thread that drops the last reference to a tensor during interpreter
+ * shutdown is terminated, and the process aborts ("terminate called without an active exception"). A
+ * destroyed group has no threads. So if the script has destroyed its groups, our references must not keep
+ * them alive until shutdown. Threads of groups that stay alive get a moment to release their tensors.
  *
- * Let go of all groups: collectives raise RuntimeError from now on. What was enqueued and has not ended well
- * may wait for ranks that are dead, and the threads of a group do not come along when a process forks: such a
- * group is kept for ever, because its destructor would wait. 0 or -1. */
+ * Release all groups; later collectives raise RuntimeError. A group is leaked instead when its destructor
+ * would block: an enqueued collective has not completed and may wait for dead ranks, or the group is from
+ * before a fork, which does not copy its threads. 0 or -1. */
 int collective_release_groups(void);
 
-/* Each enqueues and returns what must be waited for (a Work object, or Py_None), NULL with an exception on
- * failure. The tensors must stay alive and untouched until collective_wait. Collective over the group. */
+/* Enqueue a collective. Return its work for collective_wait() (a Work object, or Py_None); NULL with an
+ * exception. The tensors must stay alive and unchanged until collective_wait(). Collective over the group. */
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input);
-/* Of tensors in two lists, in one launch where the group can, which is asked first. */
+/* Return true if the group can coalesce the all-gathers of several tensors into one launch. Always false for
+ * a replaced all-gather, which must see each call. */
 bool collective_can_coalesce(const struct collective_group *group);
 PyObject *collective_all_gather_coalesced(const struct collective_group *group, PyObject *outputs,
                                           PyObject *inputs);
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input);
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor);
 
-/* Wait for `work` and release it: the reference is stolen, also on failure. 0 or -1. */
+/* Wait for `work`, which is stolen even on failure. 0 or -1. */
 int collective_wait(PyObject *work);
 
 #endif

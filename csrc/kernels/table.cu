@@ -141,7 +141,7 @@ fsdp_c_cuda_kernels(const char **why) {
         return nullptr;
     }
     if (driver / 1000 < toolkit / 1000) {
-        *why = "the NVIDIA driver is older than the CUDA toolkit that the kernels were compiled with";
+        *why = "the NVIDIA driver is older than the CUDA toolkit of the kernels: update the driver";
         return nullptr;
     }
     return &cuda_kernels;

@@ -46,15 +46,16 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
 
 OBJECT_LIFE(handle_from_object, handle_visit, handle_fini)
 
-/* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
+/* Disarm the gradient hooks before the collector clears any object of the cycle, such as the flat
+ * parameter. */
 static void object_finalize(PyObject *self) {
     grads_unwatch(&handle_from_object(self)->grads);
 }
 
 /* ---- methods ---- */
 
-/* `Handle.__new__(Handle)` gives an object without anything that a method could use. NULL with an exception
- * then. */
+/* Return the handle; NULL with an exception for an object of `Handle.__new__(Handle)`, which has no
+ * fields. */
 static struct handle *initialized_handle(PyObject *self) {
     if (handle_from_object(self)->param.tensor)
         return handle_from_object(self);
@@ -62,8 +63,7 @@ static struct handle *initialized_handle(PyObject *self) {
     return NULL;
 }
 
-/* Lazy attributes may be needed before the first forward: they follow the flat parameter's dtype and data of
- * now. */
+/* Return the handle after lazy init, which takes the dtype and data of the flat parameter as they are now. */
 static struct handle *lazily_initialized_handle(PyObject *self) {
     struct handle *handle = initialized_handle(self);
     return handle && (handle->initialized || handle_lazy_init(handle) == 0) ? handle : NULL;
@@ -118,15 +118,14 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
     return none_or_error(storage_wait_unshard(&handle->storage));
 }
 
-/* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for
- * others. */
+/* Return the only argument of a method, by position or keyword, borrowed; NULL with an exception. */
 static PyObject *only_argument(PyObject *args, PyObject *kwargs, const char *name) {
     char *names[] = {(char *)name, NULL};
     PyObject *value = NULL;
     return PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &value) ? value : NULL;
 }
 
-/* The steps of unshard, under upstream's names: for code that takes its place (H-017). */
+/* The steps of unshard by FSDP1's names, for code that replaces FlatParamHandle.unshard(). */
 
 static PyObject *padded_unsharded(const struct handle *handle) {
     const struct storage *storage = &handle->storage;
@@ -147,13 +146,14 @@ static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *full = handle && handle_unshard(handle) == 0 ? padded_unsharded(handle) : NULL;
     if (full && full != tensor) {
         flat_param_error(&handle->param, PyExc_ValueError,
-                         "parameters are gathered into what _alloc_padded_unsharded_flat_param returned");
+                         "_all_gather_flat_param takes the tensor that _alloc_padded_unsharded_flat_param "
+                         "returned, and got a different one");
         Py_CLEAR(full);
     }
     return full;
 }
 
-/* Without sharding there is nothing to gather, and this is the only step. */
+/* Without sharding there is no all-gather: unshard the handle here. */
 static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle =
         only_argument(args, kwargs, "padded_unsharded_flat_param") ? lazily_initialized_handle(self) : NULL;
@@ -255,12 +255,12 @@ static PyObject *get_name(PyObject *self, void *unused) {
 
 static int set_name(PyObject *self, PyObject *name, void *unused) {
     if (!name || !PyUnicode_Check(name))
-        return RAISED(PyExc_TypeError, "the name of a unit is a str");
+        return RAISED(PyExc_TypeError, "the name of a unit must be a str");
     flat_param_rename(&handle_from_object(self)->param, name);
     return 0;
 }
 
-/* An enum is an int, and NULL is None. */
+/* T_INT members are enums. T_OBJECT returns None for NULL. */
 static PyMemberDef members[] = {
     READ_ONLY("flat_param", T_OBJECT, struct handle_object, handle.param.tensor),
     READ_ONLY("layout", T_OBJECT, struct handle_object, handle.param.layout_owner),

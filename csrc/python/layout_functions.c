@@ -9,14 +9,14 @@
 #include "layout/partition.h"
 #include "torch/ref.h"
 
-/* Hand over `list`, which may be NULL, as a tuple; NULL when `failed`. */
+/* Return `list`, which is stolen, as a tuple; NULL when `list` is NULL or `failed`. */
 static PyObject *tuple_or_null(PyObject *list, bool failed) {
     PyObject *tuple = failed || !list ? NULL : PyList_AsTuple(list);
     Py_XDECREF(list);
     return tuple;
 }
 
-/* Partitions */
+/* ---- partitions ---- */
 
 static int read_partition(PyObject *object, void *output) {
     struct partition *partition = output;
@@ -28,8 +28,11 @@ static int read_partition(PyObject *object, void *output) {
     *partition = (struct partition){numel, step, offset};
     if (partition_is_valid(partition))
         return 1;
-    PyErr_Format(PyExc_ValueError, "not a partition: numel %lld, step %lld, offset %lld", numel, step,
-                 offset);
+    PyErr_Format(
+        PyExc_ValueError,
+        "not a partition: numel %lld, step %lld, offset %lld. numel and offset must be >= 0, step >= 1, "
+        "and their sum must fit into 64 bits.",
+        numel, step, offset);
     return 0;
 }
 
@@ -49,7 +52,8 @@ static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
                           &rank))
         return NULL;
     if (mine.numel != theirs.numel)
-        return PyErr_Format(PyExc_ValueError, "partitions of %lld and of %lld elements",
+        return PyErr_Format(PyExc_ValueError,
+                            "the partitions must have the same numel, but have %lld and %lld elements",
                             (long long)mine.numel, (long long)theirs.numel);
     const struct partition_range own = partition_of_rank(&mine, rank);
     PyObject *overlaps = PyList_New(0);
@@ -64,7 +68,7 @@ static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
     return tuple_or_null(overlaps, failed);
 }
 
-/* Exchange plans */
+/* ---- exchange plans ---- */
 
 static PyObject *int_list(const int64_t *values, size_t count) {
     PyObject *list = PyList_New(0);
@@ -76,7 +80,7 @@ static PyObject *int_list(const int64_t *values, size_t count) {
     return list;
 }
 
-/* (source, start, nbytes) of each range, one behind the other: what an op takes as int[]. */
+/* Return (source, start, nbytes) of each range as one flat list, for an int[] argument of an op. */
 static PyObject *range_list(const struct exchange_ranges *ranges) {
     _Static_assert(sizeof *ranges->items == 3 * sizeof(int64_t), "a range is three numbers");
     return int_list((const int64_t *)ranges->items, 3 * ranges->count);
@@ -98,10 +102,11 @@ static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, lo
     if (status == STATUS_NO_MEMORY)
         return PyErr_NoMemory();
     if (status)
-        return PyErr_Format(PyExc_ValueError,
-                            "no plan for rank %lld of %lld: partitions of different numels, sizes out "
-                            "of range, or elements behind the last rank",
-                            rank, world_size);
+        return PyErr_Format(
+            PyExc_ValueError,
+            "no exchange plan for rank %lld of %lld: source and target have different numels, a "
+            "size is out of range, or some elements are beyond the last rank",
+            rank, world_size);
     PyObject *result =
         Py_BuildValue("(NNNNNNN)", int_list(plan.source_nbytes, count), int_list(plan.target_nbytes, count),
                       range_list(&plan.sent), int_list(plan.sent_nbytes, (size_t)world_size),
@@ -131,9 +136,9 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* Boxes */
+/* ---- boxes ---- */
 
-/* The sizes, each >= 0, and their product. The number of dimensions, or -1. */
+/* Read sizes, each >= 0, and their product. Return the number of dimensions, or -1. */
 static int read_shape(PyObject *sequence, int64_t *shape, int64_t *numel) {
     OWNED *sizes = PySequence_Tuple(sequence);
     if (!sizes)
@@ -142,7 +147,7 @@ static int read_shape(PyObject *sequence, int64_t *shape, int64_t *numel) {
     bool failed = ndim > BOXES_MAX_DIM;
     *numel = 1;
     if (failed)
-        PyErr_Format(PyExc_ValueError, "a shape of %zd dimensions; at most %d are supported", ndim,
+        PyErr_Format(PyExc_ValueError, "the shape has %zd dimensions, but at most %d are supported", ndim,
                      BOXES_MAX_DIM);
     for (Py_ssize_t dim = 0; !failed && dim < ndim; dim++) {
         shape[dim] = PyLong_AsLongLong(PyTuple_GetItem(sizes, dim));
@@ -183,17 +188,19 @@ static PyObject *flat_range_boxes(PyObject *self, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"partition_bounds", partition_bounds, METH_VARARGS,
-     "partition_bounds(partition, rank, /)\n--\n\nThe (start, end) that a rank holds, (0, 0) for nothing."},
+     "partition_bounds(partition, rank, /)\n--\n\nReturn the range (start, end) of a rank, (0, 0) if empty."},
     {"partition_overlaps", partition_overlaps, METH_VARARGS,
      "partition_overlaps(mine, theirs, rank, /)\n--\n\n"
-     "For what `rank` holds under `mine`: (rank under `theirs`, offset in what is held, numel) in order."},
+     "Return (rank under `theirs`, offset in the piece, numel) for each part of `rank`'s piece under "
+     "`mine`."},
     {"exchange_plan", exchange_plan, METH_VARARGS,
      "exchange_plan(tensors, rank, world_size, gathered, /)\n--\n\n"
-     "What a rank sends, receives and joins to bring tensors, each (source, target, element_nbytes), to "
-     "other partitions."},
+     "Return the plan of a rank that moves tensors, each (source, target, element_nbytes), from the source "
+     "to "
+     "the target partition."},
     {"flat_range_boxes", flat_range_boxes, METH_VARARGS,
      "flat_range_boxes(shape, start, end, /)\n--\n\n"
-     "The boxes (offsets, sizes) of a contiguous tensor that hold its elements [start, end), in that order."},
+     "Return the boxes (offsets, sizes) of the elements [start, end) of a contiguous tensor, in that order."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -5,35 +5,34 @@
 
 #include "base/memory.h"
 
-/* The tuples that are cached_tuple once somebody has asked, as a layout never changes: loops over parameters ask for
- * each. */
-enum cached_tuple { PARAM_NUMELS, PARAM_OFFSETS, SEGMENT_NUMELS, PADDING_MASK, OWN_RANGES, NUM_CACHED };
+/* The tuples that a layout caches on first access: loops over parameters read them for each parameter. */
+enum tuple_kind { PARAM_NUMELS, PARAM_OFFSETS, SEGMENT_NUMELS, PADDING_MASK, OWN_RANGES, NUM_CACHED };
 
 struct layout_object {
     PyObject_HEAD
-    struct flat_layout layout;          /* owned */
-    PyObject *cached_tuple[NUM_CACHED]; /* owned, or NULL; of numbers, so that no cycle goes through them */
+    struct flat_layout layout; /* owned */
+    PyObject
+        *cached_tuples[NUM_CACHED]; /* owned, or NULL until read; tuples of numbers, so no reference cycle */
 };
 
 static void layout_object_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (int kind = 0; kind < NUM_CACHED; kind++)
-        Py_CLEAR(((struct layout_object *)self)->cached_tuple[kind]);
+        Py_CLEAR(((struct layout_object *)self)->cached_tuples[kind]);
     layout_fini(&((struct layout_object *)self)->layout);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
 const struct flat_layout *layout_of(PyObject *object) {
-    /* The type is final, so its own dealloc tells its instances apart: no global, and it holds across reloads
-     * of the module. */
+    /* The type is final, so its tp_dealloc identifies its instances, even across reloads of the module. */
     if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)layout_object_dealloc)
         return &((struct layout_object *)object)->layout;
     PyErr_Format(PyExc_TypeError, "expected a FlatLayout, got %R", (PyObject *)Py_TYPE(object));
     return NULL;
 }
 
-/* Construction */
+/* ---- construction ---- */
 
 static int check_arguments(const struct layout_spec *spec) {
     if (spec->num_params == 0)
@@ -77,7 +76,7 @@ static int layout_object_init(struct layout_object *self, PyObject *numels, stru
     mem_free(buffer);
     if (status == STATUS_NO_MEMORY)
         PyErr_NoMemory();
-    else if (status) /* the arguments were checked one by one: only their sum is left to be wrong */
+    else if (status) /* each argument is valid here, so their sum overflowed */
         PyErr_SetString(PyExc_OverflowError,
                         "the flat parameter has more elements than a 64-bit integer counts");
     return status ? -1 : 0;
@@ -103,9 +102,9 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
     return self;
 }
 
-/* Attributes */
+/* ---- attributes ---- */
 
-static PyObject *item_of(const struct flat_layout *layout, enum cached_tuple kind, int64_t index,
+static PyObject *item_of(const struct flat_layout *layout, enum tuple_kind kind, int64_t index,
                          int64_t rank) {
     switch (kind) {
     case PARAM_NUMELS:
@@ -126,8 +125,8 @@ static PyObject *item_of(const struct flat_layout *layout, enum cached_tuple kin
                          (long long)range.numel_in_shard, (long long)range.offset_in_param);
 }
 
-/* One item per parameter, or per segment. New reference, or NULL with an exception. */
-static PyObject *tuple_of(const struct flat_layout *layout, enum cached_tuple kind, int64_t rank) {
+/* Return a tuple with one item per parameter, or per segment. New reference, or NULL with an exception. */
+static PyObject *tuple_of(const struct flat_layout *layout, enum tuple_kind kind, int64_t rank) {
     const bool per_segment = kind == SEGMENT_NUMELS || kind == PADDING_MASK;
     const int64_t count = per_segment ? layout->num_segments : layout->num_params;
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
@@ -139,21 +138,21 @@ static PyObject *tuple_of(const struct flat_layout *layout, enum cached_tuple ki
     return tuple;
 }
 
-/* New reference, or NULL with an exception. */
-static PyObject *get_cached_tuple(struct layout_object *self, enum cached_tuple kind) {
-    if (!self->cached_tuple[kind]) {
+/* Return a tuple of this rank from the cache, new reference, or NULL with an exception. */
+static PyObject *get_cached_tuple(struct layout_object *self, enum tuple_kind kind) {
+    if (!self->cached_tuples[kind]) {
         PyObject *made = tuple_of(&self->layout, kind, self->layout.rank);
-        Py_XDECREF(self->cached_tuple[kind]); /* what is collected meanwhile may have asked as well */
-        self->cached_tuple[kind] = made;
+        Py_XDECREF(self->cached_tuples[kind]); /* garbage collection meanwhile may have filled the cache */
+        self->cached_tuples[kind] = made;
     }
-    return Py_XNewRef(self->cached_tuple[kind]);
+    return Py_XNewRef(self->cached_tuples[kind]);
 }
 
 static PyObject *get_tuple(PyObject *self, void *kind) {
-    return get_cached_tuple((struct layout_object *)self, *(const enum cached_tuple *)kind);
+    return get_cached_tuple((struct layout_object *)self, *(const enum tuple_kind *)kind);
 }
 
-/* -1 with an exception when `object` is not a rank of the layout; None is its own rank */
+/* Return the rank in `object`, this rank for None; -1 with an exception for no rank of the layout. */
 static int64_t parse_rank(const struct flat_layout *layout, PyObject *object) {
     if (object == Py_None)
         return layout->rank;
@@ -178,7 +177,7 @@ static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) 
     return rank < 0 ? NULL : tuple_of(layout, OWN_RANGES, rank);
 }
 
-/* The type */
+/* ---- the type ---- */
 
 #define COUNT(name, doc) {#name, T_LONGLONG, offsetof(struct layout_object, layout.name), READONLY, doc}
 static PyMemberDef members[] = {
@@ -197,8 +196,8 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static const enum cached_tuple numels = PARAM_NUMELS, offsets = PARAM_OFFSETS;
-static const enum cached_tuple segment_numels = SEGMENT_NUMELS, padding_mask = PADDING_MASK;
+static const enum tuple_kind numels = PARAM_NUMELS, offsets = PARAM_OFFSETS;
+static const enum tuple_kind segment_numels = SEGMENT_NUMELS, padding_mask = PADDING_MASK;
 
 static PyGetSetDef getters[] = {
     {"param_numels", get_tuple, NULL, "Elements per parameter.", (void *)&numels},

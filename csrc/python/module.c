@@ -105,7 +105,7 @@ static PyObject *enter_phase(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "i", &phase))
         return NULL;
     if (phase < 0 || phase >= PROGRESS_PHASES)
-        return PyErr_Format(PyExc_ValueError, "%d is not the number of a phase", phase);
+        return PyErr_Format(PyExc_ValueError, "a phase must be in [0, %d), got %d", PROGRESS_PHASES, phase);
     return PyLong_FromUnsignedLongLong(progress_enter(-1, (enum progress_phase)phase));
 }
 
@@ -159,7 +159,8 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Structs know their types, and those of an earlier import may be alive: all imports have the same ones. */
+/* Add a type, which all imports share: objects of an earlier import may be alive, and C refers to one
+ * type. */
 static int add_type(PyObject *module, const char *name, PyObject **type, PyObject *(*create)(PyObject *)) {
     if (!*type)
         *type = create(module);
@@ -167,7 +168,7 @@ static int add_type(PyObject *module, const char *name, PyObject **type, PyObjec
 }
 
 static int add_types(PyObject *module) {
-    static PyObject *layout, *handle, *unit, *runtime; /* owned for ever */
+    static PyObject *layout, *handle, *unit, *runtime; /* owned; never freed */
     if (layout_functions_add(module) < 0 || add_type(module, "FlatLayout", &layout, layout_type_create) < 0 ||
         add_type(module, "Handle", &handle, handle_type_create) < 0 ||
         add_type(module, "Unit", &unit, unit_type_create) < 0)
@@ -207,7 +208,7 @@ static int add_constants(PyObject *module) {
     return 0;
 }
 
-/* torch first: its symbols, its Python names, our ops; then what stands on them. */
+/* Initialise the torch layer first: symbols, Python names, ops. The later layers use it. */
 static int module_exec(PyObject *module) {
     if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0 ||
         data_guard_init_flags() < 0)
@@ -223,7 +224,7 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     "fsdp_c._C",
-    "The C runtime of fsdp_c. Its contract is in _C.pyi.",
+    "The C runtime of fsdp_c, declared in _C.pyi.",
     0,
     functions,
     slots,

@@ -26,7 +26,7 @@ static struct unit **units_of(PyObject *objects) {
         if (units[i] && !units[i]->runtime)
             continue;
         if (units[i])
-            PyErr_Format(PyExc_RuntimeError, "unit %S has a root already", units[i]->name);
+            PyErr_Format(PyExc_RuntimeError, "unit %S already belongs to a Runtime", units[i]->name);
         PyMem_Free(units);
         return NULL;
     }
@@ -37,7 +37,7 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"units", NULL};
     PyObject *sequence;
     if (runtime_from_object(self)->units)
-        return RAISED(PyExc_RuntimeError, "a Runtime is initialised once");
+        return RAISED(PyExc_RuntimeError, "this Runtime is already initialised: create a new one");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence))
         return -1;
     OWNED *objects = PySequence_Tuple(sequence);
@@ -45,7 +45,7 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     struct unit **units = PyTuple_Size(objects) ? units_of(objects) : NULL;
     if (!units && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "a Runtime needs at least its root");
+        PyErr_SetString(PyExc_ValueError, "a Runtime needs at least one unit, the root");
     int result = units ? runtime_init(runtime_from_object(self), self, objects, units) : -1;
     if (result < 0)
         runtime_clear(runtime_from_object(self));
@@ -83,7 +83,8 @@ static PyObject *release(PyObject *self, PyObject *unused) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         if (runtime->units[i]->phase == PHASE_IDLE)
             continue;
-        PyErr_Format(PyExc_RuntimeError, "unit %S is amid a forward or backward", runtime->units[i]->name);
+        PyErr_Format(PyExc_RuntimeError, "unit %S is inside a forward or backward: call this after the step",
+                     runtime->units[i]->name);
         return NULL;
     }
     return none_or_error(runtime_release(runtime));
@@ -94,8 +95,8 @@ static PyObject *check_order(PyObject *self, PyObject *validate) {
     return Py_NewRef(Py_None);
 }
 
-/* Pairs of an optional unit and the unit around it. From the last to the first, as each comes before the
- * others. */
+/* Add pairs of an optional unit and its enclosing unit. optional_add() prepends, so go from the last pair
+ * on. */
 static PyObject *set_optional(PyObject *self, PyObject *pairs) {
     if (!PyList_Check(pairs))
         return PyErr_Format(PyExc_TypeError, "expected a list of pairs, got %R", (PyObject *)Py_TYPE(pairs));
@@ -154,12 +155,11 @@ static PyObject *get_limit(PyObject *self, void *forward) {
 static int set_limit(PyObject *self, PyObject *value, void *forward) {
     long long limit = value ? PyLong_AsLongLong(value) : -1;
     if (limit < 0 && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "a prefetch limit is the number of units to prefetch, 0 or more");
+        PyErr_SetString(PyExc_ValueError, "a prefetch limit must be a number of units, 0 or more");
     if (limit < 0)
         return -1;
     struct order *order = &runtime_from_object(self)->order;
-    int64_t clamped =
-        limit < INT32_MAX ? limit : INT32_MAX; /* an index and a limit are added, without overflow */
+    int64_t clamped = limit < INT32_MAX ? limit : INT32_MAX; /* the sum with an index must not overflow */
     if (forward)
         order_set_limits(order, order->backward_prefetch_limit, clamped);
     else
@@ -167,7 +167,6 @@ static int set_limit(PyObject *self, PyObject *value, void *forward) {
     return 0;
 }
 
-/* An enum is an int, and NULL is None. */
 static PyMemberDef members[] = {
     READ_ONLY("iteration", T_LONGLONG, struct runtime_object, runtime.order.iteration),
     READ_ONLY("callback_queued", T_BOOL, struct runtime_object, runtime.callback_queued),

@@ -1,7 +1,10 @@
-/* The module's contents: Python types over the structs of the layers below, and functions over layout/.
+/* The Python types over the structs of the layers below, and the functions over layout/.
  *
- * Each `*_type_create` returns a new heap type, or NULL. Each `*_of` returns the struct inside an object,
- * borrowed while the object lives, or NULL with TypeError. */
+ *   Python object   | PyObject_HEAD | struct handle, unit, runtime or flat_layout |
+ *                                   ^ returned by handle_of(), unit_of(), layout_of()
+ *
+ * Each `*_type_create` returns a new heap type, or NULL. Each `*_of` returns the struct in an object,
+ * borrowed while the object lives; NULL with TypeError. */
 #ifndef FSDP_PYTHON_TYPES_H
 #define FSDP_PYTHON_TYPES_H
 
@@ -20,9 +23,10 @@ const struct flat_layout *layout_of(PyObject *object);
 struct handle *handle_of(PyObject *object);
 struct unit *unit_of(PyObject *object);
 
-int layout_functions_add(PyObject *module); /* partitions, exchange plans and boxes. 0 or -1 */
+int layout_functions_add(PyObject *module); /* Add the functions over partitions, plans and boxes. 0 or -1. */
 
-/* Define tp_traverse, tp_clear and tp_dealloc of a type by the verbs of the struct that `from_object` returns. */
+/* Define tp_traverse, tp_clear and tp_dealloc of a type by the verbs of the struct that `from_object`
+ * returns. */
 #define OBJECT_LIFE(from_object, visit_struct, fini_struct)                                                  \
     static int object_traverse(PyObject *self, visitproc visit, void *arg) {                                 \
         Py_VISIT(Py_TYPE(self));                                                                             \
@@ -40,8 +44,8 @@ int layout_functions_add(PyObject *module); /* partitions, exchange plans and bo
         Py_DECREF(type);                                                                                     \
     }
 
-/* The spec of a type with the initialiser, methods, members and attributes of this file, the functions of
- * OBJECT_LIFE, and further slots, each with a comma behind it. */
+/* Define the spec of a type from the functions of OBJECT_LIFE, the static names `object_init`, `methods`,
+ * `members` and `attributes` of the file, and further slots, each followed by a comma. */
 #define OBJECT_SPEC(struct_object, full_name, more_flags, doc, ...)                                          \
     static PyType_Slot slots[] = {{Py_tp_init, object_init},   {Py_tp_traverse, object_traverse},            \
                                   {Py_tp_clear, object_clear}, {Py_tp_dealloc, object_dealloc},              \
@@ -52,18 +56,19 @@ int layout_functions_add(PyObject *module); /* partitions, exchange plans and bo
                                     .basicsize = sizeof(struct_object),                                      \
                                     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | (more_flags),         \
                                     .slots = slots}
-/* A read-only attribute: its name, its type of structmember.h, and the field of the object's struct. */
+/* Define a read-only attribute: name, type of structmember.h, field of the object's struct. */
 #define READ_ONLY(name, type, struct_object, field)                                                          \
     {name, type, offsetof(struct_object, field), READONLY, NULL}
 
-/* Define a method without arguments that calls `verb` on the struct that `from_object` returns, unless NULL. */
+/* Define a method without arguments that calls `verb` on the struct that `from_object` returns, unless
+ * NULL. */
 #define METHOD(name, from_object, verb)                                                                      \
     static PyObject *name(PyObject *self, PyObject *unused) {                                                \
         __typeof__(from_object(self)) target = from_object(self);                                            \
         return none_or_error(target ? verb(target) : -1);                                                    \
     }
 
-/* 0 -> None, -1 -> NULL: the end of a method that returns nothing. */
+/* Return None for 0 and NULL for -1, the result of a method without a value. */
 static inline PyObject *none_or_error(int result) {
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }

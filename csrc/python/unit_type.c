@@ -25,17 +25,18 @@ struct unit *unit_of(PyObject *object) {
 
 /* ---- life ---- */
 
-/* Each of the unit's segments belongs to it from now on. */
+/* Add the segments of the spec to the unit. 0 or -1. */
 static int add_segments(struct unit *unit) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(unit->segments); i++) {
         struct unit *segment = unit_of(PyTuple_GetItem(unit->segments, i));
         if (!segment)
             return -1;
         if (!unit->handle || !segment->handle || segment->leader || segment->next_segment)
-            return RAISED(PyExc_ValueError,
-                          "unit %S: a segment has parameters, belongs to one unit that has some too, "
-                          "and has no segments itself",
-                          unit->name);
+            return RAISED(
+                PyExc_ValueError,
+                "unit %S: cannot add a segment. The unit and the segment must have parameters, and the "
+                "segment must belong to no other unit.",
+                unit->name);
         unit_add_segment(unit, segment);
     }
     return 0;
@@ -46,7 +47,7 @@ static int object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct unit_spec spec = {0};
     PyObject *handle, *config;
     if (unit_from_object(self)->module_ref)
-        return RAISED(PyExc_RuntimeError, "a Unit is initialised once");
+        return RAISED(PyExc_RuntimeError, "this Unit is already initialised: create a new one");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOUO!", names, &spec.module, &handle, &config,
                                      &spec.name, &PyTuple_Type, &spec.segments) ||
         config_read(&spec.config, config) < 0)
@@ -63,8 +64,7 @@ OBJECT_LIFE(unit_from_object, unit_visit, unit_clear)
 
 /* ---- methods ---- */
 
-/* `Unit.__new__(Unit)` gives an object without anything that a method could use. NULL with an exception
- * then. */
+/* Return the unit; NULL with an exception for an object of `Unit.__new__(Unit)`, which has no fields. */
 static struct unit *initialized_unit(PyObject *self) {
     if (unit_from_object(self)->module_ref)
         return unit_from_object(self);
@@ -80,7 +80,7 @@ static PyObject *forward(PyObject *self, PyObject *args) {
     return unit_forward(unit, wrapped, inputs, kwargs);
 }
 
-/* A unit without parameters has no handle whose state could say that it is unit_from_object summon_full_params. */
+/* Set the phase that stands in for the training state of a handle, which a unit without parameters lacks. */
 static PyObject *set_summoning(PyObject *self, PyObject *value) {
     struct unit *unit = initialized_unit(self);
     int wanted = unit ? PyObject_IsTrue(value) : -1;
@@ -137,7 +137,7 @@ static PyObject *get_is_root(PyObject *self, void *unused) {
     return PyBool_FromLong(unit_from_object(self)->is_root);
 }
 
-/* In torch's words, which has no other for amid a backward. */
+/* Return the training state as FSDP1's TrainingState, which has one value for forward and backward. */
 static PyObject *get_training_state(PyObject *self, void *unused) {
     static const enum training_state states[UNIT_PHASES] = {
         [PHASE_IDLE] = USE_IDLE,
@@ -164,7 +164,7 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     return 0;
 }
 
-/* An enum is an int, and NULL is None. */
+/* T_OBJECT returns None for NULL. */
 static PyMemberDef members[] = {
     READ_ONLY("handle", T_OBJECT, struct unit_object, unit.handle_object),
     READ_ONLY("runtime", T_OBJECT, struct unit_object, unit.runtime_object),

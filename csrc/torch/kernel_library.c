@@ -40,12 +40,12 @@ static const char *why_not_loaded(const char *path) {
     if (access(path, F_OK) != 0)
         snprintf(
             text, sizeof text,
-            "fsdp_c was built without its CUDA kernels for CUDA %d, which this torch has: build it where "
-            "nvcc is of that version",
+            "fsdp_c was built without its CUDA kernels for CUDA %d, which this torch has: rebuild it with "
+            "nvcc of that version",
             torch_abi.cuda_major);
     else
         snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s",
-                 loader_message ? loader_message : "no reason was given");
+                 loader_message ? loader_message : "the loader gave no reason");
     return text;
 }
 
@@ -67,7 +67,7 @@ static void load_cuda(void) {
     if (table && table->version == KERNEL_TABLE_VERSION)
         cuda_kernels = table;
     else if (!cuda_unavailable_reason)
-        cuda_unavailable_reason = "fsdp_c's CUDA kernels are of another version: build it anew";
+        cuda_unavailable_reason = "fsdp_c's CUDA kernels are from a different version: rebuild fsdp_c";
 }
 
 static const char *torch_operators_reason(enum device_kind device, int32_t device_index) {
@@ -77,7 +77,7 @@ static const char *torch_operators_reason(enum device_kind device, int32_t devic
     if (device == DEVICE_CPU)
         return NULL;
     if (device != DEVICE_CUDA)
-        return "fsdp_c has kernels of its own for the CPU and for CUDA";
+        return "fsdp_c has its own kernels only for the CPU and CUDA";
     pthread_once(&once, load_cuda);
     return cuda_kernels ? cuda_kernels->unsupported_reason(device_index) : cuda_unavailable_reason;
 }

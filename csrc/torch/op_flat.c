@@ -108,8 +108,8 @@ static void read_gradients(struct op_call *call, const struct op_list *grads, co
         op_call_read(call, &grad, op_tensor(grads->items[i]), "each of grads");
         int64_t offset = op_int(offsets->items[i]);
         OP_CHECK(offset >= end,
-                 "%s: grad %zu begins at %" PRId64 ", before the end of the one before, %" PRId64, call->name,
-                 i, offset, end);
+                 "%s: grad %zu begins at %" PRId64 ", before the end of the previous grad at %" PRId64,
+                 call->name, i, offset, end);
         op_call_check_range(call, offset, grad.numel, numel, "out");
         sources[i] = (struct pack_source){.view = grad.view, .numel = grad.numel, .offset = offset};
         end = offset + grad.numel;

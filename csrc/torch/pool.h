@@ -1,6 +1,6 @@
-/* A memory pool of one root on CUDA, for the buffers of its collectives: their allocations neither
- * memory nor fragment it. The functions have no effect on other devices, and with an allocator of torch that
- * has no pools.
+/* A memory pool of one root on CUDA, for the buffers of its collectives: their allocations neither wait for
+ * other memory nor fragment it. The functions have no effect on other devices, and with an allocator of torch
+ * that has no pools.
  *
  *   torch.cuda.MemPool   | arena: block of unit 0 | block of unit 1 | ... | rest |   | other blocks |
  *

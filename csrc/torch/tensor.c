@@ -83,8 +83,9 @@ int tensor_init(void) {
     const struct dl_exchange *table = tensor_type ? find_exchange(tensor_type) : NULL;
     bool is_complete = table && table->dltensor_from_py_object && table->managed_tensor_to_py_object;
     if (!is_complete || !PyType_Check(tensor_type))
-        return RAISED(PyExc_ImportError, "fsdp_c finds no torch.Tensor that it can look into by DLPack: this "
-                                         "torch is built in an unknown way");
+        return RAISED(PyExc_ImportError,
+                      "fsdp_c needs the DLPack exchange API of torch.Tensor, which this torch "
+                      "lacks: install an official build of torch");
     OWNED *hip = ref_find("torch.version", "hip");
     if (!hip)
         return -1;
@@ -152,7 +153,7 @@ static int raise_no_dense_memory(PyObject *tensor) {
     OWNED *layout = attribute_text(tensor, "layout");
     if (device && layout) {
         PyErr_Format(PyExc_RuntimeError,
-                     "expected a dense tensor with memory, got one of layout %U on device %U", layout,
+                     "expected a dense tensor with memory, got a tensor of layout %U on device %U", layout,
                      device);
     }
     return -1;

@@ -88,7 +88,7 @@ int torch_abi_init(void) {
     void *cuda_library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
     if (!library)
         return RAISED(PyExc_ImportError,
-                      "fsdp_c finds no loaded libtorch_cpu: this torch is built in an unknown way");
+                      "fsdp_c cannot find a loaded libtorch_cpu.so: install an official build of torch");
     if (find_all(&found, library, cuda_library) != 0)
         return -1;
     found.cuda_major = find_cuda_major(cuda_library);
