@@ -5,8 +5,8 @@
 #include <stddef.h>
 
 /* Request large pages for fresh memory, before the first write: mapping 4 KiB pages takes longer than filling
- * them. Only large pages that lie wholly inside the memory are requested, so no more memory is held. Never
- * fails. No effect on small memory and on systems without large pages. */
+ * them. Large pages that exceed the memory are not requested, so no more memory is held. Never fails. No
+ * effect on small memory and on systems without large pages. */
 void pages_prefer_large(void *start, size_t nbytes);
 
 #endif

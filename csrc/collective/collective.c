@@ -101,7 +101,8 @@ static PyObject *raise_missing_method(PyObject *context, PyObject *args) {
 static PyMethodDef raise_missing_method_def = {"raise_missing_method", raise_missing_method, METH_VARARGS,
                                                NULL};
 
-/* Return a bound method of the group, new reference. An object without the method raises at the first call. */
+/* Return a bound method of the group, new reference. An object without the method raises at the first
+ * call. */
 static PyObject *bind_method(PyObject *group, PyObject *rank, const char *name) {
     PyObject *method = PyObject_GetAttrString(group, name);
     if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))

@@ -34,8 +34,8 @@ void collective_group_fini(struct collective_group *group);
 
 /* [Note: the end of a process] A gloo thread that drops the last reference to a tensor during interpreter
  * shutdown is terminated, and the process aborts ("terminate called without an active exception"). A
- * destroyed group has no threads. So if the script has destroyed its groups, our references must not keep
- * them alive until shutdown. Threads of groups that stay alive get a moment to release their tensors.
+ * destroyed group has no threads, so our references must not keep groups alive that the script has destroyed.
+ * Threads of other groups get a moment to release their tensors.
  *
  * Release all groups; later collectives raise RuntimeError. A group is leaked instead when its destructor
  * would block: an enqueued collective has not completed and may wait for dead ranks, or the group is from

@@ -20,7 +20,7 @@ union block {
 void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
                 int64_t numel);
 
-/* cast_divide_block: output = cast(input) / divisor; a divisor of 1 only casts. In place for equal dtypes.
+/* cast_divide_block: output = cast(input) / divisor; a divisor of 1 only casts. Equal dtypes may alias.
  * accumulate_block: output += cast(input / divisor), each step rounded. */
 typedef void elementwise_block(void *output, enum dtype output_dtype, const void *input,
                                enum dtype input_dtype, int64_t numel, double divisor);

@@ -8,9 +8,9 @@
  * Function bodies have no branches, only selects, so that the compiler can vectorise the loops that call
  * them.
  *
- * [Note: two ways to convert] A GPU has instructions for conversions. They round as the bit operations do,
- * but lose the payload of a NaN, as torch does on CUDA. The emulation of the tests compiles these files as
- * plain C++ and gets the CPU's conversions. */
+ * [Note: two ways to convert] A GPU has instructions for conversions, which round as the bit operations do but
+ * lose the payload of a NaN, as torch does on CUDA. The emulation of the tests compiles these files as plain
+ * C++ and gets the CPU's conversions. */
 #ifndef FSDP_KERNELS_CONVERT_H
 #define FSDP_KERNELS_CONVERT_H
 

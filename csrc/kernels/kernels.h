@@ -90,7 +90,7 @@ typedef enum status pack_add_kernel(void *output, enum dtype output_dtype, const
 extern pack_add_kernel kernel_pack_add;
 
 /* Kernels over contiguous elements.
- * cast_divide: output = cast(input) / divisor. In place for equal dtypes.
+ * cast_divide: output = cast(input) / divisor. Equal dtypes may alias.
  * accumulate: output += cast(input / divisor). The quotient is rounded to the input dtype before the cast. */
 typedef enum status elementwise_kernel(void *output, enum dtype output_dtype, const void *input,
                                        enum dtype input_dtype, int64_t numel, double divisor,

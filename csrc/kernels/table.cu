@@ -19,9 +19,9 @@ enum status cuda_status(cudaError_t error) {
     return STATUS_DEVICE;
 }
 
-/* The driver's functions for contexts. Only a context distinguishes a thread that uses no device yet from one
- * that uses device 0. Restoring the device by cudaSetDevice would create a context there: hundreds of
- * megabytes of the first GPU for each rank. */
+/* The driver's functions for contexts. The current context, unlike the current device, distinguishes a thread
+ * that uses no device from one that uses device 0. Restoring the device by cudaSetDevice would create a context
+ * there: hundreds of megabytes of the first GPU for each rank. */
 struct contexts {
     int (*get_current)(void **context);
     int (*set_current)(void *context);

@@ -25,7 +25,7 @@ static bool spec_is_valid(const struct layout_spec *spec) {
 
 static enum status layout_alloc(struct flat_layout *layout) {
     const size_t num_params = (size_t)layout->num_params;
-    /* at most one pad before each parameter and one at the end */
+    /* one pad before each parameter and one at the end, at most */
     layout->segments = mem_new_array(2 * num_params + 1, sizeof *layout->segments);
     layout->param_segments = mem_new_array(num_params, sizeof *layout->param_segments);
     layout->shard_ranges = mem_new_array(num_params, sizeof *layout->shard_ranges);

@@ -1,8 +1,8 @@
 /* The views of a storage that is freed between uses. While it is freed, the views have a class that raises on
  * each access to their values and names parameter and unit: fsdp_c/sharding/freed_views.py.
  *
- * The tensor objects stay the same, for modules and for user code that keeps them after a forward. They are
- * plain tensors while the storage is allocated, so operators run at full speed. The first change of class
+ * The tensor objects stay the same, for modules and for user code that keeps them after a forward. While the
+ * storage is allocated, the views are plain tensors, and operators run at full speed. The first change of class
  * assigns `__class__`, which checks that the layouts of both classes agree; later ones store ob_type.
  *
  * Invariant: each tensor counts as a reference to both classes at any time. A bound class is never freed. */

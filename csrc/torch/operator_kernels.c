@@ -14,7 +14,7 @@ void operator_kernels_bind(PyObject *module) {
 /* ---- calls ---- */
 
 /* Call the function `name` with `arguments`, which are stolen or NULL with an exception, then release the GIL
- * as `lock` says. */
+ * by `lock`. */
 static enum status call_function(PyGILState_STATE lock, const char *name, PyObject *arguments) {
     PyObject *function = arguments ? PyObject_GetAttrString(kernel_functions, name) : NULL;
     int result = ref_done(function ? PyObject_CallObject(function, arguments) : NULL);

@@ -152,9 +152,9 @@ void op_call_pack(struct op_call *call, const struct op_operand *output, const s
 }
 
 void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total,
-                         const char *what) {
+                         const char *argument) {
     OP_CHECK(offset >= 0 && numel >= 0 && offset <= total && numel <= total - offset,
              "%s: elements "
              "[%" PRId64 ", %" PRId64 ") lie outside of %s, which has %" PRId64,
-             call->name, offset, offset + numel, what, total);
+             call->name, offset, offset + numel, argument, total);
 }

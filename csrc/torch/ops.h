@@ -1,7 +1,7 @@
 /* torch.ops.fsdp_c.*: the kernels as custom ops, visible to the dispatcher, the profiler, opcheck and
- * torch.compile. This header has the registration of ops and the helpers of ops over plain tensors. Such an
- * op has one body for all devices and Meta: read and check the inputs, make the output and, except on Meta,
- * run the kernel on the device's current stream.
+ * torch.compile. This header has the registration of ops and the helpers of ops over plain tensors. One body
+ * serves all devices and Meta: read and check the inputs, make the output and, except on Meta, run the kernel
+ * on the device's current stream.
  *
  * Invariant: an in-place op does not bump the version counter; it is called on detached tensors. A failed
  * check raises the op's error and does not return. */
@@ -65,7 +65,7 @@ void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTen
 int32_t op_call_read_dtype(struct op_call *call, StableIValue slot);
 double op_call_read_divisor(struct op_call *call, StableIValue slot);
 void op_call_check_range(struct op_call *call, int64_t offset, int64_t numel, int64_t total,
-                         const char *what);
+                         const char *argument);
 
 /* Pack the sources into the output in one pass; no effect on Meta. */
 void op_call_pack(struct op_call *call, const struct op_operand *output, const struct pack_source *sources,

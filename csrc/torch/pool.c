@@ -5,8 +5,8 @@
 #include "torch/py_torch.h"
 #include "torch/ref.h"
 
-/* Find the functions that torch.cuda.use_mem_pool() calls. That function itself is Python: an interrupt in
- * its exit would leave the pool in use. Return 1, 0 for a torch without functions of these names, or -1. */
+/* Find the functions that torch.cuda.use_mem_pool() calls. An interrupt in the exit of that Python function
+ * would leave the pool in use. Return 1, 0 for a torch without functions of these names, or -1. */
 static int find_functions(struct pool *pool) {
     if ((pool->enter = ref_find("torch._C", "_cuda_beginAllocateCurrentThreadToPool")) &&
         (pool->leave = ref_find("torch._C", "_cuda_endAllocateToPool")) &&
@@ -144,8 +144,8 @@ int64_t pool_arena_nbytes(int64_t nbytes_of_blocks) {
     return nbytes_of_blocks ? nbytes_of_blocks + POOL_LARGEST_REST + POOL_UNIT : 0;
 }
 
-/* Allocate the arena by growing an empty storage. In deterministic mode torch would fill a tensor with
- * elements on the current stream, while other streams may write to the memory first. */
+/* Allocate the arena by growing an empty storage. A tensor with elements would be filled in deterministic
+ * mode, on the current stream, while other streams may write to the memory first. */
 static int alloc_arena_block(struct pool *pool, int64_t nbytes) {
     OWNED *tensor = torch_empty(0, torch_names.uint8, pool->device);
     OWNED *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;

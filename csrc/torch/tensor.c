@@ -266,7 +266,7 @@ const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view)
     return &stream;
 }
 
-int tensor_check(enum status status, const char *what) {
+int tensor_check(enum status status, const char *operation) {
     switch (status) {
     case STATUS_OK:
         return 0;
@@ -276,14 +276,14 @@ int tensor_check(enum status status, const char *what) {
     case STATUS_DEVICE: {
         const char *why = NULL;
         if (!PyErr_Occurred()) /* set by torch's operators */
-            PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", what,
+            PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", operation,
                          kernels_of(DEVICE_CUDA, 0, &why)->device_error());
         return -1;
     }
     case STATUS_UNSUPPORTED:
-        return RAISED(PyExc_NotImplementedError, "%s: no kernel for this dtype or device", what);
+        return RAISED(PyExc_NotImplementedError, "%s: no kernel for this dtype or device", operation);
     case STATUS_INVALID:
     default:
-        return RAISED(PyExc_RuntimeError, "%s: an argument is out of its domain", what);
+        return RAISED(PyExc_RuntimeError, "%s: an argument is out of its domain", operation);
     }
 }

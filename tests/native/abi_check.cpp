@@ -1,5 +1,5 @@
-// Compares every prototype of csrc/torch/torch_abi.h with the one in torch's own headers. Only checked for
-// syntax, never run: a prototype that drifts is a failed static_assert that names the function.
+// Compares every prototype of csrc/torch/torch_abi.h with torch's headers. The file is only compiled: a
+// different prototype fails a static_assert that names the function.
 #define USE_CUDA
 #include <type_traits>
 
@@ -8,7 +8,7 @@
 
 #include "torch/torch_abi.h"
 
-extern "C" const char *torch_exception_get_what_without_backtrace(); // torch declares it from 2.13 on
+extern "C" const char *torch_exception_get_what_without_backtrace(); // declared by torch 2.13 and later
 
 #define CHECK(result, name, arguments)                                                                       \
     static_assert(std::is_same_v<decltype(torch_abi::name), decltype(&::name)>,                              \

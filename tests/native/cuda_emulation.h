@@ -1,8 +1,8 @@
-/* Enough of CUDA to run the .cu files of csrc/kernels/ as plain C++ on the CPU, one thread of the grid after
- * the other.
+/* The subset of CUDA that runs the .cu files of csrc/kernels/ as plain C++ on the CPU, one thread at a time.
  *
- * Blocks run one by one. The threads of a block run one by one too; where the kernel has barriers each runs
- * up to the next one in turn, on a stack of its own. Included before everything else by -include. */
+ * Blocks run one after the other, and so do the threads of a block. The threads of a kernel with barriers run
+ * on separate stacks, each up to its next barrier in turn. The compiler includes this file before every
+ * source, by -include. */
 #ifndef TESTS_NATIVE_CUDA_EMULATION_H
 #define TESTS_NATIVE_CUDA_EMULATION_H
 
@@ -46,7 +46,7 @@ inline int64_t emulated_launches;
 inline int64_t emulated_launches_with_barriers;
 inline int64_t emulated_most_blocks;
 
-/* ---- threads of a block that stop at barriers ---- */
+/* ---- threads of a block with barriers ---- */
 
 enum { EMULATED_STACK_NBYTES = 256 * 1024 };
 
@@ -57,7 +57,7 @@ struct emulated_thread {
 };
 
 inline ucontext_t emulated_scheduler;
-inline emulated_thread *emulated_current; /* null: the kernel was enqueued as one without barriers */
+inline emulated_thread *emulated_current; /* null in a kernel that was enqueued without barriers */
 inline std::function<void()> emulated_body;
 
 inline void emulated_stop(const char *why) {
@@ -88,7 +88,8 @@ inline void emulated_start(emulated_thread *thread) {
     makecontext(&thread->context, emulated_entry, 0);
 }
 
-/* Each thread up to its next barrier, or its end: all come to the same. Returns whether they ended. */
+/* Run each thread up to its next barrier or its end. Return true if the threads ended; some alone must
+ * not. */
 inline bool emulated_round(std::vector<emulated_thread> &threads) {
     size_t ended = 0;
     for (size_t i = 0; i < threads.size(); i++) {
@@ -108,7 +109,7 @@ inline bool emulated_round(std::vector<emulated_thread> &threads) {
 
 inline int emulated_device;
 
-/* A stream takes launches only while its device is the current one. */
+/* Begin a launch. The device of the stream must be current. */
 inline void emulated_grid(int64_t blocks, int device) {
     if (device != emulated_device || blocks <= 0) {
         fprintf(stderr, "launch of %lld blocks on a stream of device %d, current is %d\n", (long long)blocks,
@@ -148,7 +149,7 @@ template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned thr
     } while (emulated_next_block(blocks));
 }
 
-/* ---- the runtime, of one device unless a test says otherwise ---- */
+/* ---- the CUDA runtime, with two devices ---- */
 
 typedef int cudaError_t;
 enum {
@@ -173,12 +174,12 @@ inline cudaError_t cudaGetDevice(int *device) {
 }
 inline cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device > 1) {
-        return emulated_launch_error = cudaErrorInvalidDevice; /* kept, as every error is */
+        return emulated_launch_error = cudaErrorInvalidDevice; /* sticky until cudaGetLastError() */
     }
     emulated_device = device;
     return cudaSuccess;
 }
-/* A context is the number of its device, counted from 1; a thread without one uses no device. */
+/* A context is the number of its device plus 1; NULL for a thread that uses no device. */
 enum { EMULATED_NO_DEVICE = -1 };
 
 inline int emulated_get_context(void **context) {

@@ -1,5 +1,5 @@
-/* The CUDA kernels, emulated, against the CPU's: bit for bit wherever both promise the same. test_cuda.py
- * builds and runs this. */
+/* The emulated CUDA kernels compared with the CPU's, bit for bit where both promise equal bits. test_cuda.py
+ * builds and runs this program. */
 #include <math.h>
 
 #include <vector>
@@ -7,14 +7,14 @@
 #include "harness.h"
 #include "kernels/cuda_elementwise.h"
 
-enum { MOST_NDIM_HERE = 4 };
+enum { MAX_NDIM = 4 };
 
 static uint64_t random_state = 88172645463325252u;
 static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, DEVICE_CUDA};
 static const struct kernel_table *table;
 
-/* Memory of exactly these elements, `shift` elements behind a 16-byte boundary, so that the sanitizer sees
- * each step outside. */
+/* Memory of exactly `numel` elements, `shift` elements after a 16-byte boundary: the sanitizer finds accesses
+ * outside. */
 struct memory {
     char *whole;
     char *data;
@@ -42,7 +42,7 @@ struct memory {
         kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * dtype_nbytes(dtype), dtype, 1, 1.0, nullptr);
         return value != value;
     }
-    /* Bit for bit, but for the payload of a NaN, which no conversion promises. */
+    /* Compare bit for bit, except the payload of a NaN, which no conversion preserves. */
     bool equals(const memory &other) const {
         int64_t size = dtype_nbytes(dtype);
         for (int64_t i = 0; i < nbytes / size; i++) {
@@ -55,7 +55,8 @@ struct memory {
     }
 };
 
-/* The bits of a NaN of 16 bits are the processor's own choice; all others are compared. */
+/* Return true if all numbers have equal bits. NaNs may differ: the processor chooses the bits of a 16-bit
+ * NaN. */
 static bool same_numbers(enum dtype dtype, const struct memory *one, const struct memory *other) {
     for (int64_t at = 0; at < one->nbytes; at += dtype_nbytes(dtype)) {
         double values[2];
@@ -69,7 +70,7 @@ static bool same_numbers(enum dtype dtype, const struct memory *one, const struc
     return true;
 }
 
-/* Ordinary numbers, where random bits would be infinities and NaN too often. */
+/* Fill with ordinary numbers: random bits are infinities and NaN too often. */
 static void fill_numbers(struct memory *memory, enum dtype dtype, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
         double value = (double)(random_below(&random_state, 200001) - 100000) / 777.0;
@@ -107,7 +108,8 @@ TEST(test_cast_divide_equals_the_cpus) {
     });
 }
 
-/* torch's CUDA kernels multiply by the reciprocal, taken in fp64 and rounded to the arithmetic type. */
+/* Check the product with the reciprocal in fp64, rounded to the arithmetic type, as in torch's CUDA
+ * kernels. */
 template <typename T> static void check_reciprocal(enum dtype dtype, double divisor) {
     enum { NUMEL = 3000 };
     memory input(dtype, NUMEL), actual(dtype, NUMEL);
@@ -123,7 +125,7 @@ template <typename T> static void check_reciprocal(enum dtype dtype, double divi
 }
 
 TEST(test_division_is_a_product_with_the_reciprocal) {
-    check_reciprocal<float>(DTYPE_FLOAT32, 2.3); /* taken in fp32 it would be another */
+    check_reciprocal<float>(DTYPE_FLOAT32, 2.3); /* a reciprocal in fp32 would differ */
     check_reciprocal<double>(DTYPE_FLOAT64, 1.5);
     check_reciprocal<bfloat16>(DTYPE_BFLOAT16, 2.3);
     check_reciprocal<float16>(DTYPE_FLOAT16, 1.5);
@@ -159,7 +161,7 @@ TEST(test_accumulate_equals_the_cpus) {
 /* ---- pack ---- */
 
 struct source_memory {
-    int64_t sizes[MOST_NDIM_HERE], strides[MOST_NDIM_HERE], output_strides[MOST_NDIM_HERE];
+    int64_t sizes[MAX_NDIM], strides[MAX_NDIM], output_strides[MAX_NDIM];
     memory *held;
 };
 
@@ -174,9 +176,9 @@ static void draw_order(int32_t ndim, int32_t *order, bool ordered) {
     }
 }
 
-/* A source absent, flat, permuted in the output as in memory, or in any order with gaps. */
+/* Draw a source: absent, flat, permuted equally in memory and in the output, or in any order with gaps. */
 static void draw_source(struct pack_source *source, struct source_memory *in) {
-    int32_t ndim = (int32_t)random_below(&random_state, MOST_NDIM_HERE + 1), order[MOST_NDIM_HERE];
+    int32_t ndim = (int32_t)random_below(&random_state, MAX_NDIM + 1), order[MAX_NDIM];
     int64_t kind = random_below(&random_state, 4), step = 1;
     enum dtype dtype = (enum dtype)random_below(&random_state, DTYPE_COUNT);
     source->numel = 1;
@@ -243,16 +245,16 @@ TEST(test_pack_equals_the_cpus) {
     for (int round = 0; round < 150; round++) {
         check_pack(random_below(&random_state, 5), round % 2 == 0);
     }
-    check_pack(300, false); /* more than one table */
+    check_pack(300, false); /* needs more than one table */
     check_pack(300, true);
 }
 
-/* Dense memory in one order of the dimensions, packed in another. */
+/* Check the pack of dense memory whose dimensions have a different order in the output. */
 static void check_transposed(const int64_t *sizes, const int *order, bool add, bool by_tiles) {
     enum dtype in = (enum dtype)random_below(&random_state, DTYPE_COUNT);
     enum dtype out = (enum dtype)random_below(&random_state, DTYPE_COUNT);
-    int64_t strides[MOST_NDIM_HERE], numel = 1, offset = random_below(&random_state, 5);
-    for (int d = MOST_NDIM_HERE - 1; d >= 0; d--) {
+    int64_t strides[MAX_NDIM], numel = 1, offset = random_below(&random_state, 5);
+    for (int d = MAX_NDIM - 1; d >= 0; d--) {
         strides[order[d]] = numel;
         numel *= sizes[order[d]];
     }
@@ -261,7 +263,7 @@ static void check_transposed(const int64_t *sizes, const int *order, bool add, b
     fill_numbers(&expected, out, offset + numel);
     actual.set(expected);
     struct pack_source source = {
-        {input.data, in, DEVICE_CUDA, 0, MOST_NDIM_HERE, sizes, strides}, numel, offset, nullptr};
+        {input.data, in, DEVICE_CUDA, 0, MAX_NDIM, sizes, strides}, numel, offset, nullptr};
     emulated_launches_with_barriers = 0;
     if (add) {
         CHECK_EQUAL(kernel_pack_add(expected.data, out, &source, 1, nullptr), STATUS_OK);
@@ -274,8 +276,8 @@ static void check_transposed(const int64_t *sizes, const int *order, bool add, b
     CHECK_EQUAL(emulated_launches_with_barriers > 0, by_tiles);
 }
 
-/* Matrices, stacks of them, and images whose channels lie behind each other; some are larger than a launch,
- * which has 5000 places here, and one has more tiles than a launch has blocks. */
+/* Matrices, stacks of matrices, and channels-last images. Some exceed one launch, which has 5000 elements
+ * here, and one has more tiles than a launch has blocks. */
 TEST(test_transposed_sources_go_by_tiles) {
     const int64_t matrix[] = {1, 1, 45, 70}, wide[] = {1, 1, 600, 9}, stack[] = {5, 1, 33, 10},
                   images[] = {3, 11, 4, 8};
@@ -287,7 +289,7 @@ TEST(test_transposed_sources_go_by_tiles) {
         check_transposed(stack, swapped, round % 2, true);
         check_transposed(tiles, swapped, round % 2, true);
         check_transposed(images, channels_last, round % 2, true);
-        check_transposed(stack, all_turned, round % 2, false); /* what is dense has 5 elements alone */
+        check_transposed(stack, all_turned, round % 2, false); /* the dense dimension has only 5 elements */
         check_transposed(narrow, swapped, round % 2, false);
     }
 }
@@ -311,7 +313,7 @@ TEST(test_pack_of_a_unit_is_one_launch) {
     CHECK_EQUAL(emulated_launches, 1);
 }
 
-TEST(test_pack_refuses_what_the_cpu_refuses) {
+TEST(test_pack_refuses_invalid_arguments) {
     memory input(DTYPE_FLOAT32, 4), output(DTYPE_FLOAT32, 16);
     const int64_t three = 3, sizes[2] = {2, 2}, holes[2] = {4, 1};
     struct pack_source two[2] = {}, square = {};
@@ -337,7 +339,7 @@ TEST(test_pack_refuses_what_the_cpu_refuses) {
 
 /* ---- launches ---- */
 
-TEST(test_nothing_to_do_is_no_launch) {
+TEST(test_empty_arguments_launch_nothing) {
     emulated_launches = 0;
     CHECK_EQUAL(table->pack(nullptr, DTYPE_FLOAT32, 0, nullptr, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->pack_add(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
@@ -356,11 +358,11 @@ TEST(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one) {
     const struct kernel_stream second = {nullptr, nullptr, 1, DEVICE_CUDA},
                                missing = {nullptr, nullptr, 7, DEVICE_CUDA};
     memory values(DTYPE_FLOAT32, 10);
-    CHECK_EQUAL(halve(values, &second), STATUS_OK); /* the emulation checks it */
+    CHECK_EQUAL(halve(values, &second), STATUS_OK); /* the emulation checks the device */
     CHECK_EQUAL(emulated_device, 0);
     CHECK_EQUAL(halve(values, &missing), STATUS_DEVICE);
     CHECK_EQUAL(emulated_device, 0);
-    CHECK_EQUAL(halve(values, &on_gpu), STATUS_OK); /* the error is told once */
+    CHECK_EQUAL(halve(values, &on_gpu), STATUS_OK); /* the error was cleared */
     emulated_device = EMULATED_NO_DEVICE;
     CHECK_EQUAL(halve(values, &on_gpu), STATUS_OK);
     CHECK_EQUAL(halve(values, &second), STATUS_OK);
@@ -368,7 +370,7 @@ TEST(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one) {
     emulated_device = 0;
 }
 
-TEST(test_a_refused_launch_is_told) {
+TEST(test_a_failed_launch_returns_its_error) {
     memory values(DTYPE_FLOAT32, 10);
     emulated_launch_error = 98;
     CHECK_EQUAL(halve(values, &on_gpu), STATUS_DEVICE);
@@ -376,7 +378,7 @@ TEST(test_a_refused_launch_is_told) {
     CHECK_EQUAL(halve(values, &on_gpu), STATUS_OK);
 }
 
-TEST(test_a_device_of_another_architecture_is_told_by_name) {
+TEST(test_an_unsupported_device_is_named_with_its_architecture) {
     emulated_device_without_code = 1;
     CHECK(table->unsupported_reason(0) == nullptr);
     const char *why = table->unsupported_reason(1);
@@ -384,10 +386,10 @@ TEST(test_a_device_of_another_architecture_is_told_by_name) {
     CHECK_EQUAL(emulated_device, 0);
     CHECK(table->unsupported_reason(0) == nullptr);
     emulated_device_without_code = EMULATED_NO_DEVICE;
-    CHECK(table->unsupported_reason(1) == nullptr); /* what was refused is asked again */
+    CHECK(table->unsupported_reason(1) == nullptr); /* a refusal is not cached */
 }
 
-TEST(test_a_large_tensor_is_taken_in_strides_of_the_grid) {
+TEST(test_a_large_tensor_is_processed_in_strides_of_the_grid) {
     enum { NUMEL = 700000 };
     memory input(DTYPE_BFLOAT16, NUMEL), expected(DTYPE_FLOAT32, NUMEL), actual(DTYPE_FLOAT32, NUMEL, 1);
     emulated_most_blocks = 0;
@@ -399,8 +401,8 @@ TEST(test_a_large_tensor_is_taken_in_strides_of_the_grid) {
     CHECK_EQUAL(emulated_most_blocks, emulated_processors * BLOCKS_PER_PROCESSOR);
 }
 
-/* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by
- * one. */
+/* The sides of a cast have different alignments. Elements before the first vector of both sides are cast one
+ * by one. */
 TEST(test_a_cast_moves_vectors_where_both_sides_can) {
     using shape = step<float, bfloat16>;
     enum { CHUNK = shape::CHUNK_NUMEL, NUMEL = 2 * CHUNK, EACH = shape::NUMEL };
@@ -409,7 +411,7 @@ TEST(test_a_cast_moves_vectors_where_both_sides_can) {
     CHECK_EQUAL(
         table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
         STATUS_OK);
-    CHECK_EQUAL(emulated_vector_loads, CHUNK / EACH); /* the last chunk is short, by the head */
+    CHECK_EQUAL(emulated_vector_loads, CHUNK / EACH); /* the head makes the last chunk short */
 }
 
 extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **why);

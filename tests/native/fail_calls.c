@@ -1,11 +1,12 @@
-/* Makes one call fail, as if there were no memory, that a loaded library makes of a function that allocates:
- * by counting them.
+/* Fault injection for allocations: the n-th call of an allocating function by a loaded library fails, as if
+ * memory were out. The shipped library is tested without changes.
  *
- * A library calls what lies outside of it through its table of addresses. fail_calls_watch() puts a
- * trampoline into the slot of each function below. It counts the call and goes on to the function, arguments
- * untouched, or answers as the function does where memory has run out. So the shipped library is tested as it
- * is. Built as a library of its own; x86-64 and ELF. */
-#define _GNU_SOURCE 1 /* as Python defines it */
+ *   library --call--> slot of its GOT --> trampoline --count--> the function, or its result without memory
+ *
+ * A library calls external functions through a table of addresses. fail_calls_watch() replaces the slot of
+ * each function below by a trampoline, which keeps the arguments. Built as a separate library, for x86-64 and
+ * ELF. */
+#define _GNU_SOURCE 1 /* the value in Python's headers */
 #include <Python.h>
 #include <dlfcn.h>
 #include <elf.h>
@@ -17,7 +18,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* How each says that there is no memory: the value, and whether the exception is set. */
+/* Function, its result when memory is out, and true if it also sets an exception. */
 #define FUNCTIONS(X)                                                                                         \
     X(PyArg_ParseTuple, 0, true)                                                                             \
     X(_PyArg_ParseTuple_SizeT, 0, true)                                                                      \
@@ -74,15 +75,14 @@ static const struct {
 #define DESCRIBE(name, value, raises) {#name, value, raises},
     FUNCTIONS(DESCRIBE)};
 
-/* Both are set and read by Python. */
+/* The test, in Python, sets and reads these variables. */
 long long fail_calls_count;    /* calls so far */
-long long fail_calls_armed;    /* the number of the call that fails, 0: none */
-const char *fail_calls_failed; /* the function whose call has failed, or NULL */
-long long
-    /* the address in its library that the call would have returned to: addr2line knows the line */
-    fail_calls_caller;
+long long fail_calls_armed;    /* number of the call that fails; 0 for none */
+const char *fail_calls_failed; /* name of the function that failed, or NULL */
+long long fail_calls_caller;   /* return address of the failed call in its library, for addr2line */
 
-/* Called with the function's own arguments in their registers: no vector register may be written. */
+/* Return true if this call must fail. Arguments of the call are in registers: no vector register may be
+ * written. */
 __attribute__((target("general-regs-only"), visibility("hidden"), used)) bool fail_calls_must(void) {
     return ++fail_calls_count == fail_calls_armed;
 }
@@ -119,7 +119,7 @@ static void **const originals[] = {
 #define ADDRESS_OF_ORIGINAL(name, value, raises) &original_of_##name,
     FUNCTIONS(ADDRESS_OF_ORIGINAL)};
 
-/* What the loader has left of a library's dynamic section: absolute addresses. */
+/* The tables of a loaded library, at absolute addresses. */
 struct library {
     const Elf64_Sym *symbols;
     const char *strings;
@@ -172,8 +172,8 @@ static bool redirect(void **slot, int index) {
     return true;
 }
 
-/* Count the calls that the loaded library at `path` makes from now on of the functions above, or of `only`
- * one of them. The number of functions that are counted, or -1. */
+/* Count the calls by the loaded library at `path` of all functions above, or of `only` one of them. Return
+ * the number of replaced slots, or -1. */
 int fail_calls_watch(const char *path, const char *only);
 int fail_calls_watch(const char *path, const char *only) {
     struct library library = {0};

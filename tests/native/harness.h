@@ -1,5 +1,6 @@
-/* A test is a function of checks; the first that fails names its line and ends the program with 1.
- * test_native.py compiles each test_*.c with the csrc files its "links:" comment names, and runs it. */
+/* Test harness of the native programs. A test is a function of checks; a failed check prints its line and
+ * exits with 1. test_native.py compiles each test_*.c with the csrc files in its "links:" comment, and runs
+ * it. */
 #ifndef FSDP_TESTS_NATIVE_HARNESS_H
 #define FSDP_TESTS_NATIVE_HARNESS_H
 
@@ -31,7 +32,7 @@ static struct {
 } tests[64];
 static int num_tests;
 
-/* Begins a test, in the place of `static void test(void)`: run_tests() runs it. */
+/* Define a test and register it for run_tests(). */
 #define TEST(test)                                                                                           \
     static void test(void);                                                                                  \
     __attribute__((constructor)) static void register_##test(void) {                                         \
@@ -41,7 +42,7 @@ static int num_tests;
     }                                                                                                        \
     static void test(void)
 
-/* Every test of the program; what main() returns. */
+/* Run all tests of the program. Return 0, the result of main(). */
 static inline int run_tests(void) {
     CHECK(num_tests > 0);
     for (int i = 0; i < num_tests; i++) {
@@ -51,7 +52,7 @@ static inline int run_tests(void) {
     return 0;
 }
 
-/* Uniform in [0, bound); xorshift, so that every run and machine draws the same. */
+/* Return a random number in [0, bound), by xorshift: equal on every machine. */
 static inline int64_t random_below(uint64_t *state, int64_t bound) {
     *state ^= *state << 13;
     *state ^= *state >> 7;

@@ -1,4 +1,4 @@
-/* Python's allocator, for programs that link parts of the runtime without Python. */
+/* Stand-in for Python's allocator, for programs that link parts of the runtime without Python. */
 #ifndef FSDP_TESTS_PYTHON_MEMORY_H
 #define FSDP_TESTS_PYTHON_MEMORY_H
 

@@ -1,7 +1,7 @@
 /* links: layout/layout.c layout/exchange.c layout/partition.c layout/boxes.c base/memory.c */
-/* Random layouts, boxes and exchanges against models that look at one element at a time. Each trial follows
- * from its number alone: FSDP_C_FUZZ_FIRST=N and FSDP_C_FUZZ_COUNT=1 repeat trial N. FSDP_C_EXHAUSTIVE=1
- * makes a million. */
+/* Random layouts, boxes and exchanges, compared with models that process one element at a time. A trial
+ * depends only on its number: FSDP_C_FUZZ_FIRST=N and FSDP_C_FUZZ_COUNT=1 repeat trial N. FSDP_C_EXHAUSTIVE=1
+ * runs a million trials. */
 #include "base/memory.h"
 #include "harness.h"
 #include "layout/boxes.h"
@@ -23,7 +23,7 @@ static int64_t below(int64_t bound) {
 
 typedef __int128 wide;
 
-/* What the layout should be, computed in 128 bits. */
+/* The expected layout, computed in 128 bits. */
 struct model {
     wide offsets[PARAMS];
     wide numel, shard_numel;
@@ -49,7 +49,7 @@ static wide cut(wide value, wide low, wide high) {
     return value < low ? low : value > high ? high : value;
 }
 
-/* A shard and a parameter are two intervals: what they share. An empty parameter must lie strictly inside. */
+/* Check the intersection of a shard and a parameter. An empty parameter must be strictly inside the shard. */
 static void check_range(const struct flat_layout *layout, const struct model *model, int64_t param,
                         int64_t rank) {
     const struct layout_shard_range range = layout_shard_range(layout, param, rank);
@@ -91,7 +91,7 @@ static int64_t size_up_to(int64_t largest) {
     return below(5) ? below(largest) : 0;
 }
 
-/* Small sizes, where padding and shards meet, or such as leave 64 bits. */
+/* Check a layout of small sizes, where padding and shards meet, or of sizes that overflow 64 bits. */
 static void fuzz_layout(void) {
     const bool huge = below(8) == 0;
     int64_t numels[PARAMS];
@@ -122,7 +122,7 @@ static void fuzz_layout(void) {
 
 /* ---- boxes ---- */
 
-/* Element `index` of a box, in order, as a flat index. */
+/* Return the flat index of element `index` of a box. */
 static int64_t element_of(const struct box *box, const int64_t *shape, int ndim, int64_t index) {
     int64_t flat = 0, stride = 1;
     for (int dim = ndim - 1; dim >= 0; stride *= shape[dim--]) {
@@ -155,7 +155,7 @@ static int64_t owner_of(const struct partition *partition, int64_t element) {
     return (element + partition->offset) / partition->step;
 }
 
-/* Where byte `at` lies in the piece of the rank that holds it. */
+/* Return the position of byte `at` in the piece of its rank. */
 static int64_t place_in_piece(const struct partition *partition, int64_t element_nbytes, int64_t at) {
     int64_t place = 0;
     for (int64_t before = 0; before < at; before++)
@@ -163,12 +163,12 @@ static int64_t place_in_piece(const struct partition *partition, int64_t element
     return place;
 }
 
-/* The bytes that come to `rank`, in the order in which they are sent: by peer, tensor and place. The source
- * and the place there of every byte of the new pieces follow. */
+/* The source of one byte of a target piece, and its position there. */
 struct arrival {
     int64_t source, place;
 };
 
+/* Compute the arrival of each byte at `rank`. Bytes are sent in the order of peer, tensor and position. */
 static void expect_arrivals(const struct exchange_tensor *tensors, int64_t count, int64_t rank,
                             int64_t world_size, struct arrival arrivals[TENSORS][PIECE_NBYTES],
                             int64_t *received_nbytes) {
@@ -211,8 +211,8 @@ static void check_parts(const struct exchange *plan, const struct exchange_tenso
     CHECK_EQUAL(part, plan->parts.count);
 }
 
-/* Every byte is sent by one rank, which holds it, to the rank that has it from then on, in the order of the
- * tensors and of their places. */
+/* Check that each sent byte is in the rank's source piece and in the peer's target piece, in the order of
+ * tensors. */
 static void check_sent(const struct exchange *plan, const struct exchange_tensor *tensors, int64_t rank,
                        int64_t world_size) {
     size_t at = 0;
@@ -267,7 +267,8 @@ static void fuzz_exchange(void) {
     exchange_free(&plan);
 }
 
-/* Rank 0 gathers whole tensors: the pieces of each rank, one behind the other, lie in rows of one length. */
+/* Check the all-gather of whole tensors on rank 0: the pieces of each rank are back to back in rows of one
+ * length. */
 static void fuzz_gather(void) {
     const int64_t world_size = 1 + below(WORLD), count = 1 + below(TENSORS);
     int64_t row_begins[WORLD][TENSORS], longest = 0;
@@ -331,8 +332,8 @@ static long long number_of(const char *name, long long otherwise) {
     return text && *text ? atoll(text) : otherwise;
 }
 
-/* A failed check ends the program: the number is how to find it again. */
-static void say_trial(void) {
+/* Print the number of the trial in which a failed check has ended the program. */
+static void print_trial(void) {
     if (trial >= 0)
         fprintf(stderr, "FSDP_C_FUZZ_FIRST=%lld FSDP_C_FUZZ_COUNT=1 repeats it\n", trial);
 }
@@ -342,9 +343,9 @@ int main(void) {
     const long long count =
         number_of("FSDP_C_FUZZ_COUNT", number_of("FSDP_C_EXHAUSTIVE", 0) == 1 ? 1000000 : 20000);
     check_refused_exchanges();
-    atexit(say_trial);
+    atexit(print_trial);
     for (trial = first; trial < first + count; trial++) {
-        state = (uint64_t)(trial + 1) * 0x9e3779b97f4a7c15u; /* never 0, which xorshift would keep */
+        state = (uint64_t)(trial + 1) * 0x9e3779b97f4a7c15u; /* not 0, a fixed point of xorshift */
         fuzz_layout();
         fuzz_boxes();
         fuzz_exchange();

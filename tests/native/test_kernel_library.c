@@ -23,21 +23,21 @@ static AOTITorchError some_stream(int32_t device_index, void **stream) {
     return 0;
 }
 
-/* In a process of its own, as the library is looked for once. */
-static void check_told(const char *what) {
+/* Check the reason in a child process: a process looks for the library once. */
+static void check_reason(const char *expected) {
     pid_t child = fork();
     int status = 0;
     if (child == 0) {
         const char *why = NULL;
         bool is_torchs = kernels_of(DEVICE_CUDA, 0, &why) == &operator_kernels;
         fprintf(stderr, "%s\n", why);
-        _exit(is_torchs && why && strstr(why, what) ? 0 : 1);
+        _exit(is_torchs && why && strstr(why, expected) ? 0 : 1);
     }
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
     CHECK_EQUAL(WEXITSTATUS(status), 0);
 }
 
-/* Beside the file of this program. */
+/* Write a file that is not a library to the path of the CUDA library, in the folder of this program. */
 static void put_library(void) {
     char path[4096];
     Dl_info module;
@@ -48,22 +48,23 @@ static void put_library(void) {
     CHECK(file && fputs("not a library", file) >= 0 && fclose(file) == 0);
 }
 
-TEST(test_a_missing_library_is_told_from_one_that_cannot_be_loaded) {
-    check_told("this torch has no CUDA");
+TEST(test_the_reason_distinguishes_a_missing_library_from_a_broken_one) {
+    check_reason("this torch has no CUDA");
     torch_abi.aoti_torch_get_current_cuda_stream = some_stream;
-    check_told("CUDA version of this torch is unknown");
+    check_reason("CUDA version of this torch is unknown");
     torch_abi.cuda_major = 13;
-    check_told("built without its CUDA kernels for CUDA 13");
+    check_reason("built without its CUDA kernels for CUDA 13");
     put_library();
-    check_told("_cuda13.so: "); /* the loader's own words */
+    check_reason("_cuda13.so: "); /* begins the loader's message */
     torch_abi.cuda_major = 12;
-    check_told("built without its CUDA kernels for CUDA 12"); /* those of another CUDA are left alone */
+    check_reason(
+        "built without its CUDA kernels for CUDA 12"); /* a library of a different CUDA version is ignored */
     CHECK(setenv("FSDP_C_CUDA_KERNELS", "/nowhere/else.so", 1) == 0);
-    check_told("built without its CUDA kernels");
+    check_reason("built without its CUDA kernels");
     CHECK(unsetenv("FSDP_C_CUDA_KERNELS") == 0);
 }
 
-TEST(test_the_environment_may_ask_for_torchs) {
+TEST(test_the_environment_selects_torchs_operators) {
     const char *why = NULL;
     CHECK(kernels_of(DEVICE_CPU, 0, &why) == &cpu_kernels && !why);
     CHECK(setenv("FSDP_C_KERNELS", "torch", 1) == 0);

@@ -9,7 +9,7 @@
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 
-/* ---- what the decisions stand on: each gather and each free is written down ---- */
+/* ---- stand-ins below the policy, which log each unshard, free and flush ---- */
 
 enum { UNITS = 4 };
 
@@ -17,26 +17,26 @@ static struct unit units[UNITS];
 static struct handle handles[UNITS];
 static struct unit *pointers[UNITS];
 static struct runtime runtime;
-static char said[256];
+static char call_log[256];
 
-static void say(const char *what, const struct unit *unit) {
+static void log_call(const char *call, const struct unit *unit) {
     char word[16];
-    snprintf(word, sizeof word, "%s%s%d", said[0] ? " " : "", what, unit ? (int)unit->place.unit : 0);
-    strncat(said, word, sizeof said - strlen(said) - 1);
+    snprintf(word, sizeof word, "%s%s%d", call_log[0] ? " " : "", call, unit ? (int)unit->place.unit : 0);
+    strncat(call_log, word, sizeof call_log - strlen(call_log) - 1);
 }
 
-/* The words since the last call. */
-static bool it_said(const char *expected) {
-    bool same = !strcmp(said, expected);
+/* Return true if the log since the last call is `expected`, and clear the log. */
+static bool log_is(const char *expected) {
+    bool same = !strcmp(call_log, expected);
     if (!same)
-        fprintf(stderr, "said: %s, expected: %s\n", said, expected);
-    said[0] = '\0';
+        fprintf(stderr, "log: %s, expected: %s\n", call_log, expected);
+    call_log[0] = '\0';
     return same;
 }
 
-/* In the place of the all-gather. */
-static int gather(struct unit *unit) {
-    say("gather", unit);
+/* Stand-in for the all-gather. */
+static int log_unshard(struct unit *unit) {
+    log_call("unshard", unit);
     unit->handle->storage.param_state = PARAM_UNSHARDED;
     return 0;
 }
@@ -47,7 +47,7 @@ int storage_reshard(struct storage *storage, bool free_storage) {
         i++;
     if (!free_storage || storage->param_state == PARAM_SHARDED)
         return 0;
-    say("free", &units[i]);
+    log_call("free", &units[i]);
     storage->param_state = PARAM_SHARDED;
     return 0;
 }
@@ -69,7 +69,7 @@ int schedule_begin_step(struct schedule *schedule) {
 
 int schedule_release_deferred(struct schedule *schedule) {
     CHECK(schedule == &runtime.schedule);
-    strncat(said, " flush", sizeof said - strlen(said) - 1);
+    strncat(call_log, " flush", sizeof call_log - strlen(call_log) - 1);
     return 0;
 }
 
@@ -77,11 +77,11 @@ int schedule_flush(struct schedule *schedule) {
     return schedule_release_deferred(schedule);
 }
 
-const struct operations operations_default = {.unshard = gather,
+const struct operations operations_default = {.unshard = log_unshard,
                                               .prefetch = unit_prefetch_in_order,
                                               .post_backward_reshard = unit_post_backward_reshard};
 
-/* ---- what is of no matter here ---- */
+/* ---- stand-ins without influence on the policy ---- */
 
 PyObject *PyExc_RuntimeError;
 struct progress progress;
@@ -112,7 +112,7 @@ void profile_end(PyObject *range) {
     CHECK(!range);
 }
 
-static int64_t num_writes; /* of each unit */
+static int64_t num_writes; /* write counter of every unit */
 
 #define ANSWERS(answer, type, name, ...)                                                                     \
     type name(__VA_ARGS__) {                                                                                 \
@@ -150,7 +150,7 @@ ANSWERS(0, int, schedule_begin_unshard, struct schedule *schedule)
 ANSWERS(0, int, schedule_wait_unshard, struct schedule *schedule, struct unshard_mark *mark)
 ANSWERS(0, int, limiter_record_free, struct limiter *limiter, struct streams *streams)
 
-/* ---- nor is what is never called ---- */
+/* ---- functions that are linked and never called ---- */
 
 ENDS(int, limiter_wait, struct limiter *limiter, struct streams *streams)
 ENDS(int, schedule_wait_reduced, struct schedule *schedule)
@@ -183,7 +183,7 @@ ENDS(int, PyObject_IsTrue, PyObject *object)
 ENDS(PyObject *, PyWeakref_GetObject, PyObject *reference)
 ENDS(PyObject *, PyList_New, Py_ssize_t count)
 
-/* ---- a root, and three units inside ---- */
+/* ---- a model: a root and three inner units ---- */
 
 static void build(enum sharding_strategy strategy, enum backward_prefetch backward_prefetch,
                   bool forward_prefetch) {
@@ -205,7 +205,7 @@ static void build(enum sharding_strategy strategy, enum backward_prefetch backwa
         order_place_init(&units[i].place, i);
         pointers[i] = &units[i];
     }
-    said[0] = '\0';
+    call_log[0] = '\0';
 }
 
 static void end_forward(int i, bool expected) {
@@ -213,7 +213,7 @@ static void end_forward(int i, bool expected) {
     CHECK_EQUAL(unit_reshard_after_forward(&units[i]), 0);
 }
 
-/* As the root's, up to the units inside; of those `first` and all after it run. */
+/* Run a forward of the root in which the inner units from `first` on run. */
 static void forward_from(int first, bool expected) {
     runtime.num_forwards++;
     CHECK_EQUAL(runtime_check_kept(&runtime), 0);
@@ -260,26 +260,26 @@ static void end_backward(void) {
 TEST(test_full_shard_frees_each_unit_but_the_root_after_its_forward) {
     build(FULL_SHARD, PREFETCH_NONE, false);
     forward(true);
-    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
+    CHECK(log_is("unshard0 unshard1 free1 unshard2 free2 unshard3 free3"));
     backward();
-    CHECK(it_said("gather3 free3 flush gather2 free2 flush gather1 free1 flush free0 flush"));
+    CHECK(log_is("unshard3 free3 flush unshard2 free2 flush unshard1 free1 flush free0 flush"));
 }
 
-TEST(test_without_a_backward_to_come_all_is_freed_and_nothing_held_back) {
+TEST(test_a_forward_without_backward_frees_all_units_at_once) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(false);
-    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0 flush"));
+    CHECK(log_is("unshard0 unshard1 free1 unshard2 free2 unshard3 free3 free0 flush"));
 }
 
 TEST(test_shard_grad_op_keeps_each_unit_for_its_backward) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(true);
-    CHECK(it_said("gather0 gather1 gather2 gather3"));
+    CHECK(log_is("unshard0 unshard1 unshard2 unshard3"));
     backward();
-    CHECK(it_said("free3 flush free2 flush free1 flush free0 flush"));
+    CHECK(log_is("free3 flush free2 flush free1 flush free0 flush"));
 }
 
-TEST(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered) {
+TEST(test_under_no_sync_shard_grad_op_stays_unsharded) {
     for (enum sharding_strategy strategy = FULL_SHARD; strategy <= SHARD_GRAD_OP; strategy++) {
         build(strategy, PREFETCH_NONE, false);
         for (int i = 0; i < UNITS; i++)
@@ -292,41 +292,41 @@ TEST(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered) {
     }
 }
 
-TEST(test_copies_of_what_is_not_sharded_are_freed_at_once) {
+TEST(test_no_shard_frees_its_copies_at_once) {
     build(NO_SHARD, PREFETCH_NONE, false);
     forward(true);
-    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0"));
+    CHECK(log_is("unshard0 unshard1 free1 unshard2 free2 unshard3 free3 free0"));
 }
 
-TEST(test_a_forward_gathers_anew_what_one_without_backward_has_left) {
+TEST(test_a_forward_unshards_stale_units_again) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(true);
-    said[0] = '\0';
+    call_log[0] = '\0';
     forward_from(2, true);
-    CHECK(it_said("free0 free1 free2 free3 gather0 gather2 gather3"));
+    CHECK(log_is("free0 free1 free2 free3 unshard0 unshard2 unshard3"));
 }
 
-TEST(test_a_unit_that_runs_again_in_one_forward_is_gathered_once) {
+TEST(test_a_unit_that_runs_twice_in_one_forward_is_unsharded_once) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(true);
-    said[0] = '\0';
+    call_log[0] = '\0';
     CHECK_EQUAL(unit_unshard_for_forward(&units[1]), 0);
     end_forward(1, true);
-    CHECK(it_said(""));
+    CHECK(log_is(""));
 }
 
-TEST(test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward) {
+TEST(test_an_unused_prefetch_is_freed_with_the_forward) {
     build(FULL_SHARD, PREFETCH_NONE, true);
     forward(true);
     backward();
     end_backward();
-    said[0] = '\0';
-    forward_from(3, false); /* 1 is expected after the root, and 2 and 3 after that */
-    CHECK(it_said("gather0 gather1 gather3 free3 free0 free1 flush"));
+    call_log[0] = '\0';
+    forward_from(3, false); /* prefetches unit 1 after the root, and no other */
+    CHECK(log_is("unshard0 unshard1 unshard3 free3 free0 free1 flush"));
     CHECK(!units[1].unsharded.prefetched);
 }
 
-TEST(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to) {
+TEST(test_units_kept_after_no_sync_are_reused_unless_parameters_were_written) {
     for (int written = 0; written < 2; written++) {
         build(SHARD_GRAD_OP, PREFETCH_NONE, false);
         for (int i = 0; i < UNITS; i++)
@@ -335,81 +335,81 @@ TEST(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_writ
         backward();
         end_backward();
         num_writes += written;
-        said[0] = '\0';
+        call_log[0] = '\0';
         forward(true);
-        CHECK(it_said(written ? "free0 gather0 free1 gather1 free2 gather2 free3 gather3" : ""));
-        forward(true); /* no backward came */
-        CHECK(it_said("free0 free1 free2 free3 gather0 gather1 gather2 gather3"));
+        CHECK(log_is(written ? "free0 unshard0 free1 unshard1 free2 unshard2 free3 unshard3" : ""));
+        forward(true); /* the forward before had no backward */
+        CHECK(log_is("free0 free1 free2 free3 unshard0 unshard1 unshard2 unshard3"));
     }
 }
 
-TEST(test_the_first_forward_tells_the_next_what_to_gather_ahead) {
+TEST(test_the_second_forward_prefetches_in_the_order_of_the_first) {
     build(FULL_SHARD, PREFETCH_NONE, true);
     forward(true);
-    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
+    CHECK(log_is("unshard0 unshard1 free1 unshard2 free2 unshard3 free3"));
     backward();
     end_backward();
-    said[0] = '\0';
+    call_log[0] = '\0';
     forward(true);
-    CHECK(it_said("gather0 gather1 gather2 free1 gather3 free2 free3"));
+    CHECK(log_is("unshard0 unshard1 unshard2 free1 unshard3 free2 free3"));
 }
 
-TEST(test_limits_say_how_many_units_are_gathered_ahead) {
+TEST(test_limits_set_the_number_of_prefetched_units) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
     order_set_limits(&runtime.order, 2, 0);
     forward(true);
-    said[0] = '\0';
+    call_log[0] = '\0';
     backward();
-    CHECK(it_said("gather3 gather2 gather1 free3 flush free2 flush free1 flush free0 flush"));
+    CHECK(log_is("unshard3 unshard2 unshard1 free3 flush free2 flush free1 flush free0 flush"));
     end_backward();
     order_set_limits(&runtime.order, 0, 2);
     forward(true);
-    CHECK(it_said("gather0 gather1 gather2 gather3 free1 free2 free3"));
+    CHECK(log_is("unshard0 unshard1 unshard2 unshard3 free1 free2 free3"));
     backward();
-    CHECK(it_said("gather3 free3 flush gather2 free2 flush gather1 free1 flush free0 flush"));
+    CHECK(log_is("unshard3 free3 flush unshard2 free2 flush unshard1 free1 flush free0 flush"));
 }
 
-TEST(test_after_a_unit_the_next_is_gathered_before_its_memory_goes) {
+TEST(test_backward_post_prefetches_before_the_unit_is_freed) {
     build(FULL_SHARD, PREFETCH_BACKWARD_POST, false);
     forward(true);
-    said[0] = '\0';
+    call_log[0] = '\0';
     backward();
-    CHECK(it_said("gather3 free3 gather2 flush free2 gather1 flush free1 flush free0 flush"));
+    CHECK(log_is("unshard3 free3 unshard2 flush free2 unshard1 flush free1 flush free0 flush"));
 }
 
-TEST(test_a_frozen_unit_is_given_back_once_amid_its_backward) {
+TEST(test_a_frozen_unit_is_resharded_once_in_backward) {
     build(FULL_SHARD, PREFETCH_NONE, false);
     forward(true);
-    said[0] = '\0';
+    call_log[0] = '\0';
     CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
-    CHECK(it_said(""));
+    CHECK(log_is(""));
     CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
     CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
     CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
-    CHECK(it_said("gather3 free3 flush"));
+    CHECK(log_is("unshard3 free3 flush"));
 }
 
-TEST(test_a_backward_that_ends_leaves_nothing_gathered) {
+TEST(test_the_end_of_a_backward_reshards_all_units) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
-    said[0] = '\0';
+    call_log[0] = '\0';
     end_backward();
-    CHECK(it_said("free0 free2 free3"));
+    CHECK(log_is("free0 free2 free3"));
 }
 
-TEST(test_a_backward_within_a_forward_ends_for_its_own_units_alone) {
+TEST(test_a_backward_inside_a_forward_reshards_only_its_units) {
     build(FULL_SHARD, PREFETCH_BACKWARD_PRE, false);
     forward(true);
     CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
-    said[0] = '\0';
+    call_log[0] = '\0';
     runtime.num_in_forward = 1;
     CHECK_EQUAL(runtime_reshard_units(&runtime), 0);
-    CHECK(it_said("free2 free3"));
+    CHECK(log_is("free2 free3"));
     runtime.num_in_forward = 0;
 }
 
-/* Units 1 and 2 belong to the root; whether they run, nothing tells. */
+/* Run a step in which units 1 and 2 are optional units of the root, which run if `runs`. */
 static void optional_step(bool runs) {
     optional_add(&units[2], &units[0]);
     optional_add(&units[1], &units[0]);
@@ -419,7 +419,7 @@ static void optional_step(bool runs) {
         end_forward(i, true);
     }
     end_forward(0, true);
-    strcat(said, " |");
+    strcat(call_log, " |");
     CHECK_EQUAL(unit_unshard_for_backward(&units[0]), 0);
     for (int i = UNITS - 1; i >= (runs ? 1 : 3); i--) {
         CHECK_EQUAL(unit_unshard_for_backward(&units[i]), 0);
@@ -429,15 +429,16 @@ static void optional_step(bool runs) {
     post_backward(0);
 }
 
-TEST(test_optional_units_come_and_go_with_the_unit_around_them) {
+TEST(test_optional_units_are_unsharded_and_resharded_with_their_enclosing_unit) {
     for (int runs = 0; runs < 2; runs++) {
         build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
         optional_step(runs);
-        CHECK(it_said("gather0 gather1 gather2 gather3 free3 free1 free2 | "
-                      "gather1 gather2 gather3 free3 flush free1 flush free2 flush free0 flush"));
+        CHECK(log_is("unshard0 unshard1 unshard2 unshard3 free3 free1 free2 | "
+                     "unshard1 unshard2 unshard3 free3 flush free1 flush free2 flush free0 flush"));
         build(SHARD_GRAD_OP, PREFETCH_BACKWARD_POST, false);
         optional_step(runs);
-        CHECK(it_said("gather0 gather1 gather2 gather3 | free3 flush free1 flush free2 flush free0 flush"));
+        CHECK(
+            log_is("unshard0 unshard1 unshard2 unshard3 | free3 flush free1 flush free2 flush free0 flush"));
     }
 }
 
