@@ -17,8 +17,8 @@ static int64_t *integers_from(PyObject *tuple) {
     return integers;
 }
 
-/* The elements that sizes and strides reach, from the first to the last; -1 where there are none or too
- * many. */
+/* Return the number of elements from the first to the last one that sizes and strides reach; -1 if there are
+ * none or on overflow. */
 static int64_t extent_of(const struct param_shape *shape) {
     int64_t last = 0, step;
     for (int64_t dim = 0; dim < shape->ndim; dim++)
@@ -29,7 +29,7 @@ static int64_t extent_of(const struct param_shape *shape) {
     return last + 1;
 }
 
-/* Views are made of these numbers, and nobody looks at them again. */
+/* Validate sizes and strides once: views are built from them without further checks. */
 static int check_shape(const struct flat_param *param, int64_t index) {
     const struct param_shape *shape = &param->param_shapes[index];
     int64_t numel = 1, has = layout_param_numel(&param->layout, index);
@@ -180,7 +180,8 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
 }
 
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
-    static PyObject *op; /* owned for ever; the overload of an operator, past the Python of torch.ops */
+    /* owned, immortal; the operator overload, called directly to skip the Python of torch.ops */
+    static PyObject *op;
     if (!op && !(op = ref_find("torch._ops", "ops.fsdp_c.segment_views.default._op")))
         return NULL;
     OWNED *id = PyLong_FromLongLong(param->op_id);

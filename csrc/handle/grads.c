@@ -1,34 +1,33 @@
-/* The gradients of a unit: as autograd brings them, and as the user sees them in `.grad`.
+/* Gradients of a unit: received from autograd, stashed during a backward, and exposed to the user as `.grad`.
  *
- * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward meet first,
- * in order of arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad.
- * With low-precision parameters each forward there has its own AccumulateGrad node, so each contribution is
- * added to .grad by itself.
+ * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward are added to
+ * each other first, in order of arrival (autograd's input buffer), and the sum to the gradient of earlier
+ * backwards. FSDP1 in low precision has one AccumulateGrad node per forward, so each contribution is added to
+ * .grad separately.
  *
- * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps:
- * sum(p.square().sum() for p in model.parameters()). Where such a term was made before the forward, its
- * gradient comes after the unit's own has been packed, and autograd sets or adds to `.grad`. It is of the
- * shard, and nobody reduces it, as nobody does where the term was made after the forward and the gradient was
- * there before the backward came to the unit.
+ * [Note: terms beside the units] A loss may contain terms of the parameters between steps:
+ * sum(p.square().sum() for p in model.parameters()). The gradients of such terms are sharded, and autograd
+ * accumulates them into `.grad` itself, without a reduction. A term made before the forward has its gradient
+ * after the unit's own gradient was packed; a term made after it, before the backward reaches the unit.
  *
- * What parameters show of earlier backwards is stashed meanwhile, as a reduction on another stream adds to
- * it. */
+ * The gradients of earlier backwards are stashed in the meantime, because a reduction on another stream adds
+ * to them. */
 #include "handle/grads.h"
 
 #include "base/check.h"
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
 
-/* ---- what `.grad` holds between backwards ---- */
+/* ---- kind of `.grad` between backwards ---- */
 
 static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
-    [GRAD_NONE] = {[GRAD_NONE] = true,        /* the user has set none */
-                   [GRAD_SHARDED] = true,     /* a reduced one is handed over */
+    [GRAD_NONE] = {[GRAD_NONE] = true,        /* the user set no gradient */
+                   [GRAD_SHARDED] = true,     /* a reduced gradient is exposed */
                    [GRAD_UNSHARDED] = true},  /* after no_sync */
-    [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* set stash in a backward, or cleared by the user */
-                      [GRAD_SHARDED] = true}, /* the user has set others */
-    [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or by the user's hooks */
-                        [GRAD_SHARDED] = true /* the user has set others */},
+    [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* stashed in a backward, or cleared by the user */
+                      [GRAD_SHARDED] = true}, /* the user set others */
+    [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or consumed by hooks */
+                        [GRAD_SHARDED] = true /* the user set others */},
 };
 
 static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", "GRAD_UNSHARDED"};
@@ -49,7 +48,7 @@ void grads_check(const struct grads *grads) {
     INVARIANT(!grads->watched || grads->kind == GRAD_SHARDED);
 }
 
-/* ---- given back with the last view ---- */
+/* ---- free .grad with its last exposed view ---- */
 
 static int watch_grad(struct grads *grads, PyObject *part, int64_t index) {
     grads->watched_param = index;
@@ -57,10 +56,10 @@ static int watch_grad(struct grads *grads, PyObject *part, int64_t index) {
     return grads->watched ? 0 : -1;
 }
 
-enum { NO_PARAM = -1 }; /* in the place of a parameter */
+enum { NO_PARAM = -1 }; /* no index of a parameter */
 
-/* Watch the last part that is shown, and not what the user has put there, but for that of parameter `gone`:
- * gradients are usually cleared in order. */
+/* Watch the last parameter whose .grad is a view of the flat gradient, other than parameter `gone`:
+ * zero_grad() clears gradients in order. */
 static int watch_exposed(struct grads *grads, int64_t gone) {
     OWNED *flat_grad = torch_get_grad(grads->param->tensor);
     struct tensor_view flat, view;
@@ -82,11 +81,12 @@ static int watch_exposed(struct grads *grads, int64_t gone) {
     return 0;
 }
 
-/* The parameter may not be asked for what it has shown: this is called amid its end. */
+/* Watch the next .grad, or drop the gradient if none is left. The parameter's own .grad cannot be read here,
+ * as this call is part of its deallocation. */
 static PyObject *on_watched_freed(PyObject *capsule, PyObject *reference) {
     (void)reference;
     if (!PyCapsule_IsValid(capsule, NULL))
-        Py_RETURN_NONE; /* the unit has gone as well */
+        Py_RETURN_NONE; /* the unit was freed first */
     struct grads *grads = PyCapsule_GetPointer(capsule, NULL);
     Py_CLEAR(grads->watched);
     int result = watch_exposed(grads, grads->watched_param);
@@ -147,7 +147,7 @@ static int init_sources(struct grads *grads) {
     return 0;
 }
 
-/* How to split a shard (or, unsharded, the whole) so that each parameter's part is one piece. */
+/* Split a shard (or, unsharded, the full tensor) so that each parameter is one piece. */
 static int init_shard_pieces(struct grads *grads) {
     PyMem_Free(grads->shard_pieces);
     grads->shard_pieces = PyMem_Calloc((size_t)grads->param->num_params + 1, sizeof *grads->shard_pieces);
@@ -185,7 +185,7 @@ int grads_lazy_init(struct grads *grads) {
     if (!grads->watch_callback || !param->keep_low_precision_grads ||
         !grads->storage->copies[PRECISION_COMPUTE].low_precision)
         return grads->watch_callback ? 0 : -1;
-    /* torch refuses a gradient of another dtype unless the leaf says that any will do */
+    /* torch rejects a gradient of another dtype unless the leaf's grad_dtype is None */
     int result = PyObject_SetAttr(param->tensor, torch_names.grad_dtype, Py_None);
     for (int64_t i = 0; !result && param->params && i < param->num_params; i++)
         result = PyObject_SetAttr(PyList_GetItem(param->params, i), torch_names.grad_dtype, Py_None);
@@ -205,13 +205,13 @@ void grads_discard(struct grads *grads) {
     grads->in_backward = grads->hooked = false;
 }
 
-/* ---- received ---- */
+/* ---- receive ---- */
 
 PyObject **grads_accumulator(struct grads *grads) {
     return grads->param->sharded ? &grads->unsharded : &grads->saved_shard;
 }
 
-/* A second contribution has come: the first one is added up. See [Note: order of addition]. */
+/* Add up the first contribution when a second one arrives. See [Note: order of addition]. */
 static int sum_pending(struct grads *grads) {
     bool low_precision = grads->storage->copy->low_precision;
     if (low_precision && grads_call_param_hooks(grads) < 0)
@@ -260,7 +260,7 @@ PyObject *grads_flat_of(struct grads *grads, PyObject *args) {
     }
     if (!has_gradient(args, param->num_params))
         return Py_NewRef(Py_None);
-    /* `pending` and `sum` are another backward's, if they are there */
+    /* save the contributions of another backward */
     PyObject *pending = grads->pending, *sum = grads->sum;
     grads->pending = Py_NewRef(args);
     grads->sum = NULL;
@@ -270,7 +270,7 @@ PyObject *grads_flat_of(struct grads *grads, PyObject *args) {
     return total ? torch_part(total, 0, param->layout.shard_numel) : NULL;
 }
 
-/* Packed, they are zeros. */
+/* Packing treats None as zeros. */
 int grads_receive_zeros(struct grads *grads) {
     if (grads->pending || grads->sum || *grads_accumulator(grads))
         return 0;
@@ -281,7 +281,7 @@ int grads_receive_zeros(struct grads *grads) {
     return grads->pending ? 0 : -1;
 }
 
-/* ---- where a parameter's gradient lies in that of its unit ---- */
+/* ---- offset of a parameter's gradient in the flat gradient ---- */
 
 static bool is_full_size(const struct grads *grads) {
     return !grads->param->sharded || grads->kind == GRAD_UNSHARDED;
@@ -309,10 +309,10 @@ int grads_is_zero(PyObject *tensor) {
     return any ? PyObject_Not(any) : -1;
 }
 
-/* ---- stashed amid a backward ---- */
+/* ---- stash during a backward ---- */
 
-/* No original parameter's .grad is a part of `whole_grad` any longer; `stash`: until they are shown again. 0
- * or -1. */
+/* Set each original parameter's .grad to None if it is a view of `whole_grad`. `stash`: keep the views, to
+ * restore them after an exception. Return 0 or -1. */
 static int unexpose(struct grads *grads, PyObject *whole_grad, bool stash) {
     struct tensor_view whole, view;
     if (!grads->param->use_orig_params)
@@ -329,7 +329,7 @@ static int unexpose(struct grads *grads, PyObject *whole_grad, bool stash) {
             return -1;
         if (grad != Py_None && tensor_view_of(grad, &view) == 0)
             is_part = (uintptr_t)view.data - (uintptr_t)whole.data < nbytes;
-        PyErr_Clear(); /* of a gradient that is no tensor in memory */
+        PyErr_Clear(); /* raised for a gradient without memory */
         PyObject *kept = !is_part ? Py_None : stash ? grad : Py_True;
         if (PyList_Append(grads->stashed, kept) < 0 || (is_part && torch_set_grad(param, Py_None) < 0))
             return -1;
@@ -358,7 +358,7 @@ int grads_restore_stashed(struct grads *grads) {
 
 int grads_add_from_autograd(struct grads *grads, PyObject **shard) {
     const struct flat_param *param = grads->param;
-    int64_t begin = param->use_orig_params ? 0 : -1; /* the flat parameter */
+    int64_t begin = param->use_orig_params ? 0 : -1; /* -1: the flat parameter itself */
     int64_t end = param->use_orig_params ? param->num_params : 0;
     for (int64_t i = begin; i < end; i++) {
         if (i >= 0 && grads_offset(grads, i) < 0)
@@ -373,14 +373,15 @@ int grads_add_from_autograd(struct grads *grads, PyObject **shard) {
         if (!*shard && !(*shard = torch_zeros_like(grads->storage->shard_like)))
             return -1;
         OWNED *part = i < 0 ? Py_NewRef(*shard) : grads_part(grads, *shard, i);
-        OWNED *moved = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
+        /* same device and dtype as `part` */
+        OWNED *moved = part ? PyObject_CallMethod(late, "to", "O", part) : NULL;
         if (ref_done(moved ? PyObject_CallMethod(part, "add_", "O", moved) : NULL) < 0)
             return -1;
     }
     return 0;
 }
 
-/* ---- set stash ---- */
+/* ---- stash at the first pre-backward ---- */
 
 PyObject *grads_cast_to_shard_dtype(struct grads *grads, PyObject *input) {
     PyObject *output = grads->cast_output;
@@ -401,14 +402,14 @@ int grads_zero_reduced(struct grads *grads, int64_t index) {
     return part ? torch_zero(part) : -1;
 }
 
-/* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where
- * the one was zeroed in place, the other goes as well (parity 41). */
+/* The gradient reduced before no_sync and the no_sync gradient are one gradient for the user: if one was
+ * zeroed in place, zero the other. FSDP1 adds the old gradient again. */
 static int zero_reduced_of_zeroed(struct grads *grads) {
     const struct flat_param *param = grads->param;
     for (int64_t i = 0; grads->saved_shard && i < param->num_params; i++) {
         OWNED *shown =
             torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
-        /* writes by anything but this library, since it is shown */
+        /* version of the exposed tensor: number of writes by users and optimizers */
         int64_t writes = !shown ? -1 : shown == Py_None ? 0 : torch_version(shown);
         OWNED *part = writes > 0 ? grads_part(grads, grads->unsharded, i) : NULL;
         int zeroed = writes <= 0 ? (int)writes : part ? grads_is_zero(part) : -1;
@@ -444,7 +445,7 @@ static int stash_flat_grad(struct grads *grads) {
         return -1;
     if (tensor_view_of(grad, &view) < 0)
         return -1;
-    if (grads->storage->offload) { /* to where computation is */
+    if (grads->storage->offload) { /* upload to the compute device */
         OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
         OWNED *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, grads->param->device) : NULL;
         if (!copy || torch_enqueue_copy(copy, grad) < 0)
@@ -463,7 +464,7 @@ int grads_begin_backward(struct grads *grads) {
     return begins ? stash_flat_grad(grads) : 0;
 }
 
-/* ---- made of nothing ---- */
+/* ---- zeros ---- */
 
 PyObject *grads_zeros(struct grads *grads) {
     PyObject *inference_guard, *zeros;
@@ -491,7 +492,7 @@ PyObject *grads_sharded(const struct grads *grads) {
     return grads->param->tensor ? torch_get_grad(grads->param->tensor) : Py_NewRef(Py_None);
 }
 
-/* ---- shown ---- */
+/* ---- expose ---- */
 
 static int clear_grad(PyObject *param) {
     OWNED *grad = torch_get_grad(param);
@@ -500,8 +501,8 @@ static int clear_grad(PyObject *param) {
     return torch_set_grad(param, Py_None);
 }
 
-/* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one
- * comes (parity 42). 1, 0 or -1. */
+/* Return 1 if the parameter exposes its part of the gradient, 0 if not, -1 with an exception. A frozen
+ * parameter does if it had a gradient before, which the backward must not drop. */
 static int exposes_grad(const struct grads *grads, int64_t index) {
     PyObject *param = PyList_GetItem(grads->param->params, index);
     int requires_grad = torch_requires_grad(param);
@@ -513,16 +514,16 @@ static int exposes_grad(const struct grads *grads, int64_t index) {
     return grad ? grad != Py_None : -1;
 }
 
-/* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
+/* Expose full-shape gradients on the original parameters: always under NO_SHARD, else under no_sync. */
 static int expose_unsharded_grads(struct grads *grads, PyObject *grad) {
     const struct flat_param *param = grads->param;
     OWNED *views = flat_param_views(param, grad);
     for (int64_t i = 0; views && i < param->num_params; i++) {
         PyObject *own = PyList_GetItem(param->params, i), *view = PyTuple_GetItem(views, i);
-        /* nor does torch show one that would be empty */
+        /* FSDP1 exposes no empty gradient either */
         bool is_empty = !param->sharded && !layout_param_numel(&param->layout, i);
         int exposes = is_empty ? 0 : exposes_grad(grads, i);
-        /* a rank that holds none of the parameter has none of its gradient to look at */
+        /* a rank outside the parameter's shard has no former .grad to decide by */
         if (!exposes && !is_empty && !grads->stashed && param->sharded &&
             !param->layout.shard_ranges[i].in_shard) {
             int zero = grads_is_zero(view);
@@ -534,10 +535,9 @@ static int expose_unsharded_grads(struct grads *grads, PyObject *grad) {
     return views ? 0 : -1;
 }
 
-/* ---- handed over ---- */
+/* ---- expose at the end of a backward ---- */
 
-/* The original parameters show their parts of the sharded flat gradient; those outside the shard show
- * None. */
+/* Expose parts of the sharded flat gradient on the original parameters; None on those outside the shard. */
 static int expose_sharded_grads(struct grads *grads, PyObject *grad) {
     OWNED *pieces =
         PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, grad, grads->shard_sizes, NULL);
@@ -557,16 +557,17 @@ static int expose_sharded_grads(struct grads *grads, PyObject *grad) {
 static int expose_grads(struct grads *grads, PyObject *grad) {
     if (!grads->param->use_orig_params)
         return 0;
-    Py_CLEAR(grads->watched); /* nothing goes with the views of before */
+    Py_CLEAR(grads->watched); /* the former views are no longer watched */
     if (grads->param->sharded && grads->kind == GRAD_SHARDED)
         return expose_sharded_grads(grads, grad);
     int result = expose_unsharded_grads(grads, grad);
     return result < 0 || grads->kind != GRAD_SHARDED ? result : watch_exposed(grads, NO_PARAM);
 }
 
-/* flat_param.grad = what no_sync left, without the right padding */
+/* Set flat_param.grad to the no_sync gradient without right padding. */
 static int expose_flat_unsharded(struct grads *grads) {
-    OWNED *grad = torch_part(grads->unsharded, 0, grads->param->layout.numel); /* of version 0 */
+    /* a slice whose version counter starts at 0 */
+    OWNED *grad = torch_part(grads->unsharded, 0, grads->param->layout.numel);
     return grad ? torch_set_foreign_grad(grads->param->tensor, grad) : -1;
 }
 
@@ -588,7 +589,8 @@ static int expose_no_sync(struct grads *grads) {
 static int expose_reduced(struct grads *grads) {
     const struct flat_param *param = grads->param;
     const struct storage *storage = grads->storage;
-    /* the gradient of this backward where the shard lies: what was never reduced is copied while the host waits */
+    /* Move the gradient to the shard's device. A gradient that was never reduced is downloaded
+     * synchronously. */
     OWNED *shard = grads->saved_shard;
     OWNED *offloaded = grads->offloaded;
     struct tensor_view view;
@@ -600,12 +602,12 @@ static int expose_reduced(struct grads *grads) {
     }
     if (grads_set_kind(grads, GRAD_SHARDED) < 0 || !shard || grads_add_from_autograd(grads, &shard) < 0)
         return -1;
-    /* NO_SHARD keeps the dtype of the reduction instead */
+    /* NO_SHARD keeps the dtype of the reduction instead, as FSDP1 does */
     bool keeps_low = param->sharded && param->keep_low_precision_grads && storage->copy->low_precision;
     OWNED *grad = keeps_low ? PyObject_CallMethod(shard, "to", "O", storage->copy->dtype) : Py_NewRef(shard);
     if (!grad || tensor_view_of(grad, &view) < 0)
         return -1;
-    /* in the usual step it has the shape and dtype of the shard */
+    /* torch_set_grad() requires the shard's dtype and shape, as in a usual step */
     bool fits =
         view.dtype == storage->orig_kind && view.ndim == 1 && view.sizes[0] == param->layout.shard_numel;
     int result = fits ? torch_set_grad(param->tensor, grad) : torch_set_foreign_grad(param->tensor, grad);
@@ -620,12 +622,13 @@ int grads_mark_unexposed(struct grads *grads, int64_t index) {
 
 int grads_expose(struct grads *grads) {
     grads->in_backward = grads->hooked = false;
-    /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
+    /* A backward that raised and was finalised by hand leaves part of a gradient: drop it. */
     Py_CLEAR(grads->pending);
     Py_CLEAR(grads->sum);
     int result = 0;
+    /* the shard reduced before no_sync stays in saved_shard until the next reduction */
     if (grads->unsharded)
-        result = expose_no_sync(grads); /* what was reduced before stays stash until the next reduction */
+        result = expose_no_sync(grads);
     else if (grads->saved_shard)
         result = expose_reduced(grads);
     Py_CLEAR(grads->stashed);
@@ -653,12 +656,11 @@ int grads_expose_flat_grad(struct grads *grads) {
     return grad == Py_None ? grads_expose_full_grad(grads, grad) : expose_grads(grads, grad);
 }
 
-/* ---- moved ---- */
+/* ---- move ---- */
 
-/* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is
- * none. */
+/* Expose parts of the moved `grad` on all parameters that expose one now. */
 static int expose_moved_grads(struct grads *grads, PyObject *grad) {
-    Py_CLEAR(grads->watched); /* nothing goes with the views of before */
+    Py_CLEAR(grads->watched); /* the former views are no longer watched */
     for (int64_t i = 0; grads->param->use_orig_params && i < grads->param->num_params; i++) {
         PyObject *param = PyList_GetItem(grads->param->params, i);
         OWNED *before = torch_get_grad(param);
@@ -681,7 +683,8 @@ int grads_move(struct grads *grads) {
         OWNED *grad = torch_get_grad(grads->param->tensor);
         return !grad ? -1 : grad == Py_None ? 0 : expose_moved_grads(grads, grad);
     }
-    /* what no_sync left goes where the shard is, in its dtype unless mixed precision says another */
+    /* Move the no_sync gradient to the shard's device, in the shard's dtype unless mixed precision sets
+     * one. */
     PyObject *like = storage->may_offload ? grads->unsharded : storage->local_shard;
     PyObject *dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
     OWNED *device = PyObject_GetAttr(like, torch_names.device);

@@ -1,5 +1,5 @@
-/* A handle: its life, and who is using it; lazy init, after the flat parameter as it is now; what the modules show
- * of it; and in which precision it is gathered. */
+/* Life of a handle, its training state, lazy init, moves of the flat parameter, exposed parameters and
+ * precision. */
 #include "handle/handle.h"
 
 #include "torch/py_torch.h"
@@ -7,20 +7,20 @@
 
 #include "base/check.h"
 
-/* ---- who is using a unit's parameters ---- */
+/* ---- training state ---- */
 
 static const bool training_allowed[USE_STATES][USE_STATES] = {
     [USE_IDLE] = {[USE_IDLE] = true,
                   [USE_FORWARD] = true,       /* pre-forward */
                   [USE_BACKWARD_PRE] = true,  /* pre-backward hook */
-                  [USE_BACKWARD_POST] = true, /* gradients without a pre-backward: no output carried a hook */
+                  [USE_BACKWARD_POST] = true, /* no pre-backward ran: no output carried a hook */
                   [USE_SUMMON_FULL_PARAMS] = true},
     [USE_FORWARD] = {[USE_IDLE] = true},               /* post-forward */
-    [USE_BACKWARD_PRE] = {[USE_BACKWARD_POST] = true,  /* all gradients have come */
-                          [USE_IDLE] = true},          /* final callback, no gradient came */
+    [USE_BACKWARD_PRE] = {[USE_BACKWARD_POST] = true,  /* all gradients were received */
+                          [USE_IDLE] = true},          /* final callback without a gradient */
     [USE_BACKWARD_POST] = {[USE_BACKWARD_POST] = true, /* a second graph over the unit in the same backward */
                            [USE_BACKWARD_PRE] = true,
-                           /* recomputed by a reentrant checkpoint after its gradients came */
+                           /* a reentrant checkpoint recomputes the unit after its gradients */
                            [USE_FORWARD] = true,
                            [USE_IDLE] = true}, /* final callback */
     [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
@@ -44,7 +44,7 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
 
 /* ---- life ---- */
 
-/* A handle that has ended may yet be asked: its components know each other then, too. */
+/* Reset all fields but the pointers between components: getters must work after handle_fini(). */
 static void zero(struct handle *handle) {
     *handle = (struct handle){
         .storage = {.param = &handle->param, .copy = handle->storage.copies},
@@ -84,7 +84,8 @@ void handle_fini(struct handle *handle) {
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->summon.flat_param_owner);
-    int result = flat_param_visit(&handle->param, visit, arg); /* its own value, as the collector has it */
+    /* a local, so that Py_VISIT's early return is passed on */
+    int result = flat_param_visit(&handle->param, visit, arg);
     if (!result)
         result = storage_visit(&handle->storage, visit, arg);
     if (!result)
@@ -106,7 +107,7 @@ void handle_check(const struct handle *handle) {
 
 /* ---- lazy init ---- */
 
-/* dtypes and the shard; enough to show sharded parameters */
+/* Read dtype and data of the shard, enough to expose sharded parameters. */
 static int init_shard(struct handle *handle) {
     handle->initialized = false;
     if (storage_read_shard(&handle->storage) < 0)
@@ -116,7 +117,7 @@ static int init_shard(struct handle *handle) {
                : 0;
 }
 
-/* Is the flat parameter's data the shard, as it is known? 1, 0 or -1 */
+/* Return 1 if the flat parameter's data is the known shard, 0 if not, -1 with an exception. */
 static int has_shard_data(const struct handle *handle) {
     struct tensor_view view;
     const struct storage *storage = &handle->storage;
@@ -145,7 +146,7 @@ int handle_publish(struct handle *handle) {
     return storage_publish_attributes(&handle->storage);
 }
 
-/* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
+/* A user may assign `flat_param.data = other`: the new tensor becomes the shard. */
 int handle_follow_flat_param(struct handle *handle) {
     PyObject *inference_guard;
     if (!handle->initialized)
@@ -165,8 +166,8 @@ int handle_follow_flat_param(struct handle *handle) {
     return torch_return_to_inference_mode(inference_guard) < 0 ? -1 : result;
 }
 
-/* Without original parameters the flat one is what functional_call swaps: see [Note: swapped parameters] in
- * writeback.c. */
+/* torch.func.functional_call swaps the flat parameter without use_orig_params: see [Note: swapped parameters]
+ * in writeback.c. */
 int handle_check_flat_param(const struct handle *handle) {
     const struct summon *summon = &handle->summon;
     PyObject *shown = handle->param.use_orig_params || !summon->flat_param_owner
@@ -225,7 +226,7 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     OWNED *to = method ? PyObject_Call(method, args, kwargs) : NULL;
     if (!to || adopt_data(handle, to) == 0)
         return to ? 0 : -1;
-    /* what could not be followed is left for what was there before; the exception stays */
+    /* Roll back to the previous data, and keep the first exception. */
     PyObject *error = PyErr_GetRaisedException();
     if (adopt_data(handle, data) < 0)
         PyErr_WriteUnraisable(handle->param.name);
@@ -233,7 +234,7 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
     return -1;
 }
 
-/* ---- what the modules show ---- */
+/* ---- exposed parameters ---- */
 
 int handle_expose_views(struct handle *handle) {
     return param_views_expose_views(&handle->param_views, handle->storage.copy->views);
@@ -276,7 +277,7 @@ static int detach_views(struct handle *handle, bool shows) {
                                                                               : handle_expose_views(handle);
 }
 
-/* A module that keeps a view with its node keeps the whole unit for ever: one failure is not the end. */
+/* Retry once: a module that keeps a view with autograd history would leak the unit. */
 int handle_detach_views(struct handle *handle) {
     bool shows = handle->param_views.exposed == EXPOSED_VIEWS;
     if (detach_views(handle, shows) == 0)
@@ -293,7 +294,8 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
     bool orig = handle->param.use_orig_params, shows_views = handle->param_views.exposed == EXPOSED_VIEWS;
     if (storage_reshard(&handle->storage, true) < 0)
         return -1;
-    /* the modules let go of the views; without original parameters they show those of the copy in use then */
+    /* Drop the views of the former copy. Without use_orig_params modules always expose views, so those of the
+     * new copy follow below. */
     if (shows_views && (orig ? handle_expose_sharded(handle)
                              : param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING)) < 0)
         return -1;
@@ -303,7 +305,7 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
     return shows_views && !orig ? handle_expose_views(handle) : 0;
 }
 
-/* A reduction in `dtype` is so from now on, also when lazy init comes later or comes again. */
+/* The hook's dtype also holds for copies that a later lazy init makes. */
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {
     if (grads_check_hookless(&handle->grads) < 0)
         return -1;

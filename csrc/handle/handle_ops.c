@@ -1,13 +1,13 @@
-/* A unit's operations as torch custom ops, by the id of its handle: visible to the dispatcher, the profiler
- * and opcheck. The step itself calls the same functions without the dispatcher.
+/* Torch custom ops on a unit, addressed by handle id: visible to the dispatcher, the profiler and opcheck. A
+ * step calls the same functions directly, without the dispatcher.
  *
  *   fsdp_c::unshard(Tensor(a!) full, int handle) -> ()                 all-gather the unit into `full`
- *   fsdp_c::reshard(Tensor(a!) full, int handle) -> ()                 free it again
+ *   fsdp_c::reshard(Tensor(a!) full, int handle) -> ()                 free the unsharded storage
  *   fsdp_c::unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]   one view per parameter, differentiable
- *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   the same below autograd: bare aliases
+ *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   one alias per parameter, below autograd
  *
- * `full` is the handle's own padded_unsharded_flat_param, or any tensor of that size and dtype, which
- * receives a copy. */
+ * `full` is the handle's own padded_unsharded_flat_param, or any tensor of that size and dtype to copy
+ * into. */
 #include "handle/handle.h"
 
 #include "torch/op_stack.h"
@@ -22,13 +22,13 @@ static struct handle *find(const char *op, int64_t id) {
     return handle;
 }
 
-/* ---- unshard and reshard: Python is needed, so the lock is taken ---- */
+/* ---- unshard and reshard: both call Python, so take the GIL ---- */
 
 static int reshard_now(struct handle *handle) {
     return storage_reshard(&handle->storage, true);
 }
 
-/* Run `verb` with the lock held, and turn an exception into the op's. */
+/* Run `verb` with the GIL held, and turn its exception into an op error. */
 static void run(const char *op, struct handle *handle, int (*verb)(struct handle *)) {
     char message[400] = "";
     PyGILState_STATE lock = PyGILState_Ensure();
@@ -43,7 +43,7 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     OP_OWNED tensor = op_tensor(stack[0]);
     struct handle *handle = find("fsdp_c::unshard", op_int(stack[1]));
     struct op_operand full;
-    op_read_shape(&full, tensor); /* the handle's own tensor may have no storage yet */
+    op_read_shape(&full, tensor); /* the handle's own tensor may have no storage */
     OP_CHECK(handle->initialized, "fsdp_c::unshard: the handle is not initialised: run a forward first");
     OP_CHECK(full.numel == handle->param.layout.padded_numel &&
                  full.view.dtype == handle->storage.copy->kind && full.is_contiguous,
@@ -69,7 +69,7 @@ static void nothing_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t n
     OP_OWNED tensor = op_tensor(stack[0]);
 }
 
-/* ---- views: composed of ATen's own, so that autograd and tracing see through them ---- */
+/* ---- views: composed of ATen ops, so that autograd and tracing see through them ---- */
 
 static StableIValue int_list(const int64_t *values, int64_t count) {
     StableListHandle list = NULL;
@@ -112,8 +112,7 @@ static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     stack[0] = (StableIValue)(uintptr_t)views;
 }
 
-/* One alias of the storage per parameter, without autograd's bookkeeping and with a version counter of its
- * own. */
+/* Return an alias of the storage without autograd metadata, with a version counter of its own. */
 static AtenTensorHandle alias(AtenTensorHandle flat, int64_t offset, const struct param_shape *shape) {
     int64_t contiguous[OP_MAX_NDIM];
     const int64_t *strides = shape->strides ? shape->strides : contiguous;

@@ -1,4 +1,4 @@
-/* The handles that are alive, by the ids that torch.ops.fsdp_c are called with. */
+/* Live handles by id. The ids are arguments of torch.ops.fsdp_c. */
 #include "handle/handle.h"
 
 #include <pthread.h>
@@ -7,11 +7,10 @@
 
 struct entry {
     int64_t id;
-    struct handle *handle; /* borrowed; removes itself */
+    struct handle *handle; /* borrowed; the handle removes its entry */
 };
 
-/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there
- * because ops run without Python's. */
+/* Sorted by id. The lock is needed because ops run without the GIL. */
 static struct {
     pthread_mutex_t lock;
     struct entry *entries; /* owned */
@@ -44,7 +43,7 @@ static int compare_ids(const void *id, const void *entry) {
     return (wanted > found) - (wanted < found);
 }
 
-/* Borrowed, while the lock is held; NULL where it is not there. */
+/* Return the entry with this id, or NULL. Borrowed; the caller holds the lock. */
 static struct entry *entry_of(int64_t id) {
     return table.count ? bsearch(&id, table.entries, (size_t)table.count, sizeof(struct entry), compare_ids)
                        : NULL;
@@ -67,7 +66,7 @@ struct handle *handle_table_find(int64_t id) {
 }
 
 int handle_table_refuse_freed_view(const PyObject *tensor) {
-    int result = 0; /* Python's lock is held, without which no entry comes or goes */
+    int result = 0; /* no lock: entries are added and removed with the GIL held */
     for (int64_t i = 0; !result && i < table.count; i++)
         result = storage_refuse_freed_view(&table.entries[i].handle->storage, tensor);
     return result;

@@ -1,13 +1,12 @@
-/* The user's hooks on the flat parameter, which are called with the gradients of its unit.
+/* Hooks that users register on the flat parameter.
  *
  * [Note: hooks of the flat parameter] Tensor.register_hook and register_post_accumulate_grad_hook: no
- * gradient goes along the graph's edges to the flat parameter, so autograd would call its hooks with nothing.
- * They are hidden from the unit's node to the end of the backward, and called here, between the last
- * contribution to a unit's gradient and its reduction, as autograd would call them. The parameter shows its
- * unsharded data in the compute dtype, the gradient is that of this rank's batch, without the right padding,
- * and `.grad` what earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one
- * `.grad`; what stands there in the end is what is reduced. With low-precision parameters every forward has
- * its own turn. */
+ * gradient flows along the graph's edges to the flat parameter, so autograd would call the hooks with None.
+ * The hooks are stashed from the unit's node to the end of the backward, and called here, between the last
+ * contribution and the reduction. The flat parameter exposes its unsharded data in the compute dtype, the
+ * gradient is this rank's without right padding, and `.grad` is the gradient accumulated so far (no_sync,
+ * NO_SHARD). All of this is FSDP1's behaviour. A gradient hook may replace the gradient, a post-accumulate
+ * hook `.grad`; the final `.grad` is reduced. The hooks run once per forward in low precision. */
 #include "handle/grads.h"
 
 #include <string.h>
@@ -15,17 +14,16 @@
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
 
-/* ---- which there are ---- */
+/* ---- search for hooks ---- */
 
-/* The dict of hooks, or None. New reference. */
+/* Return the dict of hooks, or None. New reference. */
 static PyObject *hooks_of(const struct grads *grads, PyObject *attribute) {
     if (!grads->stashed_hooks)
         return PyObject_GetAttr(grads->param->tensor, attribute);
     return Py_NewRef(PyTuple_GetItem(grads->stashed_hooks, attribute != torch_names._backward_hooks));
 }
 
-/* The functions in a dict of hooks, which may change while they are called; an empty list where there are
- * none. New reference. */
+/* Return a list of the functions in a dict of hooks, which calls may change. New reference. */
 static PyObject *hook_functions(const struct grads *grads, PyObject *attribute) {
     OWNED *hooks = hooks_of(grads, attribute);
     if (!hooks)
@@ -38,7 +36,8 @@ static int has_hooks_in(const struct grads *grads, PyObject *attribute) {
     return !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
 }
 
-/* 1, 0 or -1. Hooks that were found are looked for again: they may have been removed. */
+/* Return 1 if there are hooks, 0 if not, -1 with an exception. Hooks found before may have been removed, so
+ * the search is repeated. */
 static int has_hooks(struct grads *grads) {
     int registered = torch_hooks_registered_since(&grads->hooks_seen);
     if (registered < 0 || (!registered && !grads->has_param_hooks))
@@ -50,9 +49,9 @@ static int has_hooks(struct grads *grads) {
     return result;
 }
 
-/* ---- hidden from autograd ---- */
+/* ---- stash ---- */
 
-/* Each stands again, or an empty dict in its place: without any, autograd would go on with the one before. */
+/* Install the hooks, or empty dicts in their place: autograd ignores None and keeps the previous dict. */
 static int set_hooks(const struct grads *grads, PyObject *both, bool stashed) {
     PyObject *attributes[] = {torch_names._backward_hooks, torch_names._post_accumulate_grad_hooks};
     for (int i = 0; i < 2; i++) {
@@ -85,9 +84,9 @@ int grads_restore_param_hooks(struct grads *grads) {
     return set_hooks(grads, stashed, false);
 }
 
-/* ---- called ---- */
+/* ---- call ---- */
 
-/* What a hook returned must be able to stand for the gradient it was given. */
+/* Raise an exception if a hook's result cannot replace the gradient. */
 static int check_replacement(const struct grads *grads, PyObject *function, PyObject *grad, PyObject *value) {
     const struct flat_param *param = grads->param;
     struct tensor_view old, new;
@@ -110,7 +109,7 @@ static int check_replacement(const struct grads *grads, PyObject *function, PyOb
                             function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
 }
 
-/* The gradient after all hooks. Steals `grad`; new reference or NULL. */
+/* Call all gradient hooks and return the resulting gradient. Steals `grad`; new reference, or NULL. */
 static PyObject *call_gradient_hooks(struct grads *grads, PyObject *grad) {
     OWNED *functions = hook_functions(grads, torch_names._backward_hooks);
     int result = functions ? 0 : -1;
@@ -140,7 +139,7 @@ static int call_accumulated_hooks(struct grads *grads) {
     return functions ? 0 : -1;
 }
 
-/* ---- .grad while they are called ---- */
+/* ---- .grad during the hooks ---- */
 
 static PyObject *without_padding(const struct grads *grads, PyObject *padded) {
     return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)grads->param->layout.numel);
@@ -154,8 +153,8 @@ static int expose_accumulated(struct grads *grads, PyObject *padded) {
                 : torch_set_grad(grads->param->tensor, Py_None);
 }
 
-/* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has
- * seen it. */
+/* Set `.grad` to the gradient, or add the gradient to it. Steals `grad`. A gradient that a hook keeps is
+ * cloned first. */
 static int accumulate(struct grads *grads, PyObject *grad) {
     OWNED *sum = torch_get_grad(grads->param->tensor);
     int result = -1;
@@ -170,8 +169,8 @@ static int accumulate(struct grads *grads, PyObject *grad) {
     return result;
 }
 
-/* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was
- * replaced: then it is copied, with the padding behind it. */
+/* Take `.grad` after the hooks as the unit's gradient. `padded` is its memory unless a hook replaced it; a
+ * replacement is copied and padded. */
 static int take_hooked_grad(struct grads *grads, PyObject *padded) {
     const struct flat_param *param = grads->param;
     OWNED *grad = torch_get_grad(param->tensor);
@@ -197,10 +196,10 @@ static int take_hooked_grad(struct grads *grads, PyObject *padded) {
     }
     grads->hooked = taken != NULL;
     ref_set(grads_accumulator(grads), Py_XNewRef(taken));
-    return grads_set_kind(grads, GRAD_NONE); /* until it is handed over */
+    return grads_set_kind(grads, GRAD_NONE); /* until grads_expose */
 }
 
-/* The flat parameter shows its unsharded data meanwhile. Where a hook raises, `.grad` is what it was. */
+/* The flat parameter exposes its unsharded data during the hooks. If a hook raises, `.grad` is restored. */
 int grads_call_param_hooks(struct grads *grads) {
     int any = grads->pending ? has_hooks(grads) : 0;
     if (any <= 0)

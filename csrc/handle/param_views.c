@@ -1,15 +1,15 @@
-/* What modules show as their parameters: sharded Parameters, views of the unsharded storage, or full
- * Parameters; and the calls that stand in for those of layers whose parameters are sharded. */
+/* Exposure of sharded Parameters, of views of the unsharded storage, and of full Parameters in the
+ * modules. */
 #include "handle/param_views.h"
 
 #include "base/check.h"
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
 
-/* ---- what they show ---- */
+/* ---- kind of tensor that is exposed ---- */
 
 static const bool exposed_allowed[EXPOSED_KINDS][EXPOSED_KINDS] = {
-    [EXPOSED_NOTHING] = {[EXPOSED_NOTHING] = true, /* failed half-way, and tried again */
+    [EXPOSED_NOTHING] = {[EXPOSED_NOTHING] = true, /* retry after a failed change */
                          [EXPOSED_SHARDED] = true,
                          [EXPOSED_VIEWS] = true,
                          [EXPOSED_FULL_PARAMS] = true},
@@ -94,7 +94,7 @@ int param_views_visit(const struct param_views *param_views, visitproc visit, vo
 
 /* ---- wrapped views ---- */
 
-/* What wrap_views makes of `views`, or `views` themselves. New reference. */
+/* Return wrap_views(views), or `views` without a wrapper. New reference. */
 static PyObject *wrapped(const struct param_views *param_views, PyObject *views) {
     return param_views->wrap_views ? PyObject_CallFunctionObjArgs(param_views->wrap_views, views, NULL)
                                    : Py_NewRef(views);
@@ -117,7 +117,7 @@ PyObject *param_views_local_value(const struct param_views *param_views, PyObjec
         PyErr_Clear();
         return value;
     }
-    Py_DECREF(local); /* `value` keeps it */
+    Py_DECREF(local); /* `value` keeps a reference */
     return local;
 }
 
@@ -157,7 +157,7 @@ PyObject *param_views_value(const struct param_views *param_views, int64_t index
     return PyDict_GetItemWithError(param_views->all[index].parameters, param_views->all[index].name);
 }
 
-/* As a user's `setattr` would do it, for classes that watch their attributes. */
+/* Set through the class's own setattr, for classes that override it. */
 static int set_by_setattr(const struct param_view *param_view, PyObject *value) {
     if (PyObject_HasAttr(param_view->module, param_view->name) &&
         PyObject_DelAttr(param_view->module, param_view->name) < 0)
@@ -180,7 +180,7 @@ static int remove_key(PyObject *dict, PyObject *key) {
     return PyDict_DelItem(dict, key);
 }
 
-/* A plain attribute: in the instance's __dict__ and not among the parameters. */
+/* Set a plain attribute, which is not in _parameters. */
 static int set_as_attribute(const struct param_view *param_view, PyObject *value) {
     if (remove_key(param_view->parameters, param_view->name) < 0)
         return -1;
@@ -201,7 +201,7 @@ static int set_views(struct param_views *param_views, PyObject *views) {
     return 0;
 }
 
-/* `params`: a list of Parameters. */
+/* Register a list of Parameters. */
 static int set_params(struct param_views *param_views, PyObject *params) {
     for (int64_t i = 0; i < param_views->count; i++) {
         const struct param_view *param_view = &param_views->all[i];
@@ -224,7 +224,7 @@ int param_views_restore_param(const struct param_views *param_views, int64_t par
     return 0;
 }
 
-/* Nothing is shown until all modules agree. */
+/* Change all modules, then record the kind; `exposed` stays EXPOSED_NOTHING on failure. */
 static int change_exposed(struct param_views *param_views, enum exposed to,
                           int (*set)(struct param_views *, PyObject *), PyObject *values) {
     if (param_views_set_exposed(param_views, EXPOSED_NOTHING) < 0 || set(param_views, values) < 0)
@@ -247,7 +247,8 @@ int param_views_restore_attributes(struct param_views *param_views, PyObject *vi
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* What modules keep from forward to forward is still there, or was deleted. */
+/* Raise RuntimeError if a view that was exposed by an earlier forward has been replaced. A deleted one is
+ * accepted. */
 static int check_reused_views(struct param_views *param_views, PyObject *views) {
     if (param_views_restore_attributes(param_views, views) < 0)
         return -1;
@@ -281,7 +282,8 @@ int param_views_expose_views(struct param_views *param_views, PyObject *views) {
         return change_exposed(param_views, EXPOSED_VIEWS, set_views, param_views->wrapped_views);
     }
     if (param_views->exposed == EXPOSED_VIEWS && !param_views->param->use_orig_params) {
-        /* in the first two forwards, later in one of eight: to look costs a lookup for each parameter */
+        /* Check in the first two forwards and in every eighth: each check costs a dict lookup per
+         * parameter. */
         uint32_t num_reused = param_views->num_reused++;
         bool is_due =
             num_reused < 2 || num_reused % 8 == 0 || param_views->assigned || param_views->uses_setattr;
@@ -311,8 +313,8 @@ static PyObject *new_parameter(PyObject *view, PyObject *model) {
                          : NULL;
 }
 
-/* What stands for one parameter in full, new reference: the original Parameter where it can take `view` for
- * its data, which is not so for a DTensor; else what the wrapper made of the view, as a Parameter. */
+/* Return the full tensor to expose for a parameter, new reference: the original Parameter with `view` as its
+ * data, or a new Parameter around `value` where wrap_views made a DTensor. */
 static PyObject *full_param(struct param_views *param_views, int64_t i, PyObject *view, PyObject *value) {
     int is_param = value == view ? 0 : PyObject_IsInstance(value, torch_names.parameter_type);
     if (is_param < 0)
@@ -336,7 +338,7 @@ static PyObject *full_params(struct param_views *param_views, PyObject *views, P
     return params;
 }
 
-/* One Parameter per parameter; a shared one appears under all its names. */
+/* Register one Parameter per parameter, and shared ones under all their names. */
 static int set_full_params(struct param_views *param_views, PyObject *params) {
     for (int64_t i = 0; !param_views->param->use_orig_params && i < param_views->count; i++)
         if (remove_key(param_views->all[i].attributes, param_views->all[i].name) < 0)

@@ -1,5 +1,5 @@
-/* From what a unit has received to its reduced shard: packing, then a collective or the hook that the user
- * has registered. Under no_sync what was received is added up in full size. */
+/* Packing of a unit's gradients, and their reduction by a collective or a communication hook. Under no_sync
+ * the gradients are accumulated unsharded. */
 #include "handle/grads.h"
 
 #include "torch/py_torch.h"
@@ -7,10 +7,10 @@
 
 #include "base/check.h"
 
-/* ---- what was received ---- */
+/* ---- received contributions ---- */
 
 int grads_refuse(const struct grads *grads, int64_t index) {
-    PyErr_Clear(); /* of the tensor alone; nothing of Python's is called with an exception set */
+    PyErr_Clear(); /* clear the tensor's own error: Python code must not run with an exception set */
     OWNED *fqn = flat_param_fqn(grads->param, index);
     if (!fqn)
         return -1;
@@ -23,7 +23,7 @@ int grads_refuse(const struct grads *grads, int64_t index) {
         fqn, grads->param->device);
 }
 
-/* Point the sources at the latest contribution. */
+/* Point the sources at the gradients of the latest contribution. */
 static int fill_sources(struct grads *grads) {
     for (int64_t i = 0; i < grads->param->num_params; i++) {
         PyObject *grad = PyTuple_GetItem(grads->pending, i + 1);
@@ -38,7 +38,7 @@ static int fill_sources(struct grads *grads) {
     return 0;
 }
 
-/* output = pending / divisor */
+/* Write pending / divisor to `output`. */
 static int pack_pending(struct grads *grads, PyObject *output, double divisor) {
     struct tensor_view view;
     if (fill_sources(grads) < 0 || tensor_view_of(output, &view) < 0)
@@ -69,7 +69,7 @@ PyObject *grads_take_received(struct grads *grads) {
     return Py_NewRef(total);
 }
 
-/* target += all received, which is released. */
+/* Add all contributions to `target`, and drop them. */
 static int add_received(struct grads *grads, PyObject *target) {
     PyObject *sum = grads->sum;
     int result = grads_add_pending(grads, sum ? sum : target);
@@ -83,10 +83,11 @@ static int add_received(struct grads *grads, PyObject *target) {
 
 /* ---- communication hooks ---- */
 
-/* [Note: communication hooks] A custom hook of register_comm_hook does everything: it gets the padded full
- * gradient and an empty shard to fill (NO_SHARD: the gradient alone), and no factor is applied. torch's fp16
- * and bf16 hooks are known by identity and run as the reduction of this library, in the hook's dtype and with
- * the group and factors of its state: torch's own end in an operation that the CPU does not have. */
+/* [Note: communication hooks] A custom hook of register_comm_hook does all of the reduction. The hook
+ * receives the padded full gradient and an empty shard to fill (under NO_SHARD the gradient alone), and no
+ * factor is applied. torch's fp16 and bf16 hooks are recognised by identity and run as this library's own
+ * reduction, in the hook's dtype, with the group and factors of its state: torch's implementations use an
+ * operation that the CPU lacks. */
 int grads_check_hookless(const struct grads *grads) {
     if (!grads->comm_hook.function && !grads->in_backward)
         return 0;
@@ -103,7 +104,7 @@ void grads_set_comm_hook(struct grads *grads, PyObject *function, PyObject *stat
 
 /* ---- a low-precision hook, run here ---- */
 
-/* torch divides by a factor above 1 only. */
+/* Only factors above 1 divide, as in torch's hooks. */
 static int read_factor(PyObject *state, const char *name, double *factor) {
     PyObject *value = PyObject_GetAttrString(state, name);
     double number = value ? PyFloat_AsDouble(value) : 1.0;
@@ -112,7 +113,7 @@ static int read_factor(PyObject *state, const char *name, double *factor) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The state is the user's, who may change it between reductions: it is read before gradients are packed. */
+/* Read group and factors before each packing: the user may change the state between reductions. */
 static int read_comm_hook(struct grads *grads) {
     struct comm_hook *hook = &grads->comm_hook;
     if (!hook->native)
@@ -129,7 +130,8 @@ static int read_comm_hook(struct grads *grads) {
 
 /* ---- packing ---- */
 
-/* reduce_input = cast(total) / predivide; the total itself where the dtypes agree. Steals `total`. */
+/* Set reduce_input to cast(total) / predivide, or divide `total` in place if the dtypes agree. Steals
+ * `total`. */
 static int divide_total(struct grads *grads, PyObject *total) {
     const struct precision_copy *copy = grads->storage->copy;
     struct tensor_view from;
@@ -190,7 +192,7 @@ int grads_pack(struct grads *grads) {
         *previous = NULL;
     } else if (grads->sum) {
         total = grads_take_received(grads);
-    } else { /* as in the usual step: one contribution is copied, cast and pre-divided in one pass */
+    } else { /* the usual step: copy, cast and pre-divide one contribution in one pass */
         int result = grads->reduce_input ? 0 : grads_alloc_reduce_input(grads);
         if (!result)
             result = pack_pending(grads, grads->reduce_input, grads->predivide);
@@ -209,10 +211,9 @@ int grads_accumulate_unsharded(struct grads *grads) {
     return grads->pending ? add_received(grads, *total) : 0;
 }
 
-/* ---- a custom hook ---- */
+/* ---- custom hooks ---- */
 
-/* A hook may have given the tensor other data (`output.data = ...`): another dtype is welcome, another size
- * is not. */
+/* Validate a hook's result: `output.data = ...` may change the dtype, but not the size. */
 static int check_result(struct grads *grads, PyObject *result) {
     const struct flat_param *param = grads->param;
     int64_t want = param->sharded ? param->layout.shard_numel : param->layout.padded_numel;
@@ -228,14 +229,14 @@ static int check_result(struct grads *grads, PyObject *result) {
         (PyObject *)Py_TYPE(result), (long long)want, param->device);
 }
 
-/* None, or NULL with an exception. */
+/* Return None as the finished work, or NULL with an exception. */
 static PyObject *call_comm_hook(struct grads *grads) {
     struct comm_hook *hook = &grads->comm_hook;
-    /* what the hook has enqueued may read that memory when the hook gives the tensor other data */
+    /* Keep the input's memory alive: kernels of the hook may read it after the hook sets `.data`. */
     ref_set(&grads->hook_input, PyObject_GetAttrString(grads->reduce_input, "data"));
     if (!grads->hook_input)
         return NULL;
-    /* NULL ends the arguments */
+    /* no second argument under NO_SHARD: NULL ends the list */
     PyObject *output = grads->param->sharded ? grads->reduce_output : NULL;
     OWNED *done =
         PyObject_CallFunctionObjArgs(hook->function, hook->state, grads->reduce_input, output, NULL);
@@ -245,7 +246,7 @@ static PyObject *call_comm_hook(struct grads *grads) {
 /* ---- reduction ---- */
 
 int grads_alloc_output(struct grads *grads) {
-    /* A hook may give the output other memory. */
+    /* a custom hook may replace the output's memory */
     bool is_hooked = grads->comm_hook.function && !grads->comm_hook.native;
     if (!grads->param->sharded || grads->saved_shard || is_hooked || grads_reduce_twice(grads))
         return 0;
@@ -264,7 +265,7 @@ int grads_reduce(struct grads *grads) {
                                               : Py_NewRef(grads->reduce_input);
     if (!grads->reduce_output)
         return -1;
-    /* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
+    /* HYBRID with one rank per shard group is NO_SHARD over the replicas. */
     bool over_replicas = !param->sharded && param->replicate_group.group;
     const struct collective_group *group = hook->native    ? &hook->group
                                            : over_replicas ? &param->replicate_group
@@ -296,7 +297,7 @@ int grads_wait_reduce(struct grads *grads) {
     return work ? collective_wait(work) : -1;
 }
 
-/* See [Note: offload]. The host waits for it before the gradient is handed over. */
+/* Download the gradient under offload, see [Note: offload]. The host synchronises before grads_expose. */
 static int enqueue_download(struct grads *grads) {
     if (!grads->storage->offload)
         return 0;
@@ -305,7 +306,7 @@ static int enqueue_download(struct grads *grads) {
     return grads->offloaded ? torch_enqueue_copy(grads->offloaded, grads->saved_shard) : -1;
 }
 
-/* A custom hook may have left another dtype than it was given. */
+/* The output's dtype is read from the tensor: a custom hook may have changed it. */
 int grads_save_reduced(struct grads *grads) {
     const struct kernel_table *kernels = grads->storage->kernels;
     const struct flat_param *param = grads->param;

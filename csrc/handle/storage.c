@@ -1,5 +1,4 @@
-/* The shard as the flat parameter is now, where its unit computes, the unsharded parameters in each
- * precision, and what outside code reads of them. */
+/* The shard, its compute device, the precision copies and torch's attributes on the flat parameter. */
 #include "handle/storage.h"
 
 #include "base/check.h"
@@ -32,7 +31,7 @@ void storage_share(struct storage *storage, struct deferred_free *full, struct p
 
 /* ---- the shard ---- */
 
-/* Follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
+/* `.to(dtype)` by the user may have changed the dtype since the last call. */
 int storage_read_shard(struct storage *storage) {
     ref_set(&storage->orig_dtype, PyObject_GetAttr(storage->param->tensor, torch_names.dtype));
     if (!storage->orig_dtype)
@@ -57,7 +56,7 @@ PyObject *storage_copy_shard(const struct storage *storage) {
     return shard;
 }
 
-/* ---- where it computes ---- */
+/* ---- compute device ---- */
 
 int storage_leave_device(struct storage *storage) {
     if (!storage->shard_moved_off_device)
@@ -92,10 +91,10 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work) {
     return 0;
 }
 
-/* ---- precision copies: what they are made of, when first wanted ---- */
+/* ---- precision copies: built on first use ---- */
 
-/* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed
- * (C-018). A low-precision hook reduces in its own dtype whatever it is given. */
+/* A dtype that the user left open follows the flat parameter's, which `.to(dtype)` may have changed. A
+ * low-precision hook fixes the reduce dtype. */
 static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
     PyObject *param = PyTuple_GetItem(storage->fallback_dtypes, 0),
              *reduce = PyTuple_GetItem(storage->fallback_dtypes, 1);
@@ -112,7 +111,7 @@ static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-/* A tensor that only says what to allocate later. New reference. */
+/* Return a tensor without storage, a template for later allocations. New reference. */
 static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
     struct buffer buffer;
     if (buffer_init(&buffer, numel, dtype, device, false) < 0)
@@ -122,7 +121,7 @@ static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) 
     return tensor;
 }
 
-/* Tensors at hand say how gradients look where the dtypes agree; only mixed precision needs others. */
+/* Reuse existing tensors as templates where the dtypes agree. Only mixed precision needs others. */
 static int init_likes(struct storage *storage, struct precision_copy *copy) {
     int64_t padded = storage->param->layout.padded_numel, shard = storage->param->layout.shard_numel;
     PyObject *gradient = copy->is_local ? storage->local_shard : copy->full.tensor;
@@ -143,7 +142,7 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-/* The parts of `full` that a gather and its readers use. 0 or -1 */
+/* Set full_data and own_part to slices of `full`. Return 0 or -1. */
 static int slice_full(const struct flat_param *param, struct precision_copy *copy, PyObject *full) {
     const struct flat_layout *layout = &param->layout;
     ref_set(&copy->full_data, torch_part(full, 0, layout->numel));
@@ -152,7 +151,7 @@ static int slice_full(const struct flat_param *param, struct precision_copy *cop
     return copy->full_data && copy->own_part ? 0 : -1;
 }
 
-/* The storage is there while views of it are made, and not after. */
+/* Build the views while `full` has storage, then free the storage. */
 static int init_storage(struct storage *storage, struct precision_copy *copy) {
     const struct flat_layout *layout = &storage->param->layout;
     PyObject *device = storage->param->device;
@@ -190,7 +189,7 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->gradient_like);
 }
 
-/* Its storage goes with it, but not before its last use. */
+/* Free the storage after its last use, then the copy. */
 static void drop_copy(struct storage *storage, struct precision_copy *copy) {
     if (deferred_free_flush_buffer(storage->full_free, &copy->full) < 0)
         PyErr_WriteUnraisable(storage->param->name);
@@ -209,7 +208,7 @@ void storage_fini(struct storage *storage) {
     Py_CLEAR(storage->attributes);
 }
 
-/* Steals `views`. 0 or -1 */
+/* Steals `views`. Return 0 or -1. */
 static int replace_views(const struct storage *storage, struct precision_copy *copy, PyObject *views) {
     freed_views_fini(&copy->freed_views);
     ref_set(&copy->views, views);
@@ -221,7 +220,8 @@ static int replace_views(const struct storage *storage, struct precision_copy *c
     return result;
 }
 
-/* A graph may still read the former views: they keep their history, and the node with it, and are plain ones. */
+/* A graph may still read the former views, so they keep their history and autograd node. The former views are
+ * no longer tracked as freed views. */
 int storage_detach_views(struct storage *storage) {
     int64_t num_params = storage->param->num_params;
     for (int i = 0; i < PRECISIONS; i++) {
@@ -244,7 +244,7 @@ int storage_detach_views(struct storage *storage) {
 
 /* ---- the copy in use ---- */
 
-/* Its tensors are there then, freed. */
+/* Build the copy's tensors, without storage. */
 static int make_copy(struct storage *storage, enum precision precision) {
     struct precision_copy *copy = &storage->copies[precision];
     PyObject *inference_guard;
@@ -267,7 +267,7 @@ int storage_use_copy(struct storage *storage, enum precision precision) {
     return 0;
 }
 
-/* A copy that is good for the shard as it is now stays: a backward may yet gather what its views belong to. */
+/* Keep a copy that still fits the shard: a pending backward may unshard its views. */
 static int init_copies(struct storage *storage) {
     enum precision precision = storage_precision(storage);
     for (int i = 0; i < PRECISIONS; i++) {
@@ -294,7 +294,6 @@ int storage_follow_shard(struct storage *storage) {
     ref_set(&storage->shard_like, like);
     if (tensor_view_of(like, &storage->compute_view) < 0)
         return -1;
-    /* the shard is in CPU memory, and what computes is not */
     storage->offload = storage->may_offload && shard->device == DEVICE_CPU && compute->device != DEVICE_CPU;
     storage->shard_moved_off_device = !storage->offload && (compute->device != shard->device ||
                                                             compute->device_index != shard->device_index);
@@ -312,8 +311,8 @@ int storage_follow_shard(struct storage *storage) {
 
 /* ---- freeing ---- */
 
-/* The views keep their history, and graphs what they have saved of the old memory. Their tuple is a new one,
- * by which wrap_views knows that it is to wrap them anew. */
+/* Move `full` and its views to new memory. The views keep their history, and tensors saved by graphs keep the
+ * old memory. The new tuple makes param_views wrap the views again. */
 static int renew_full(struct storage *storage) {
     struct precision_copy *copy = storage->copy;
     if (buffer_replace_storage(&copy->full) < 0 || slice_full(storage->param, copy, copy->full.tensor) < 0)
@@ -376,7 +375,7 @@ int storage_pop_written(const struct storage *storage, int64_t param) {
         return 0;
     OWNED *now = torch_part(copy->own_part, range->offset_in_shard, range->numel_in_shard);
     OWNED *before = now ? torch_part(copy->snapshot, range->offset_in_shard, range->numel_in_shard) : NULL;
-    /* bytes, of which NaN equals itself */
+    /* compare bytes, so that NaN equals itself */
     ref_set(&now, before ? PyObject_CallMethodObjArgs(now, torch_names.view, torch_names.uint8, NULL) : NULL);
     ref_set(&before,
             now ? PyObject_CallMethodObjArgs(before, torch_names.view, torch_names.uint8, NULL) : NULL);
@@ -423,8 +422,8 @@ int storage_set_attribute(const struct storage *storage, const char *name, PyObj
     return PyErr_Occurred() ? -1 : result;
 }
 
-/* What stands under "_full_param_padded" and "_mp_shard". Borrowed; NULL where that entry is not there.
- * Without sharding the low-precision copy of the shard is the unsharded parameter. */
+/* Return the value published as "_full_param_padded" or "_mp_shard", or NULL for no entry. Borrowed. Without
+ * sharding, the unsharded parameters in low precision are torch's _mp_shard. */
 static PyObject *full_attribute(const struct storage *storage) {
     return storage->param->sharded ? storage->copies[PRECISION_COMPUTE].full.tensor : NULL;
 }
@@ -452,7 +451,7 @@ int storage_update_attributes(struct storage *storage) {
     return storage_set_attribute(storage, "_mp_shard", low_precision_attribute(storage));
 }
 
-/* The entry is `value`, or is not there where that is NULL. */
+/* Return true if the entry is `value`, or is missing and `value` is NULL. */
 static bool has_attribute(const struct storage *storage, const char *name, PyObject *value) {
     return !storage->attributes || PyDict_GetItemString(storage->attributes, name) == value;
 }

@@ -1,15 +1,17 @@
-/* The storage of one flat parameter: this rank's shard, and the unsharded parameters while they are gathered.
+/* Storage of one flat parameter: this rank's shard, and the unsharded parameters of each precision.
  *
- *   local_shard --(upload)--> device_shard --(cast)--> this rank's part of copy->full --all-gather-->
- * copy->full SHARDED -> UNSHARDING -> UNSHARDED
+ *   local_shard --upload--> device_shard --cast--> copy->own_part   if the shard is offloaded or has another dtype
+ *   local_shard or copy->own_part --all-gather--> copy->full
  *
- * Where the shard lies elsewhere or in another precision it is brought to its place in what is gathered,
- * which the collective leaves as it is; otherwise the collective reads the shard.
+ *   SHARDED --storage_unshard--> UNSHARDING --storage_wait_unshard--> UNSHARDED --storage_reshard--> SHARDED
  *
- * Invariants: the `full` of a precision copy keeps its tensor for ever, so every view and every tensor
- * autograd saved stays good when its storage is gathered again. `param_state` says what the storage of the
- * copy in use holds, and no other copy holds anything. UNSHARDING and UNSHARDED have storage; a collective is
- * in flight only while UNSHARDING. From lazy init on, entries of `attributes` are what is held here. */
+ * An offloaded or cast shard is written to its own place in `full` (`own_part`), and the all-gather reads it
+ * there.
+ *
+ * Invariants: `full` of a precision copy keeps its tensor; only the storage under it is freed and
+ * reallocated, so views and tensors saved by autograd stay valid. `param_state` describes the storage of the
+ * copy in use; no other copy has storage. UNSHARDING and UNSHARDED have storage, and a collective is in
+ * flight only while UNSHARDING. Entries of `attributes` match the fields from lazy init on. */
 #ifndef FSDP_HANDLE_STORAGE_H
 #define FSDP_HANDLE_STORAGE_H
 
@@ -22,33 +24,34 @@
 
 enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATES };
 
-/* In which precision the unsharded parameters are. */
+/* Precision of the unsharded parameters. */
 enum precision {
-    PRECISION_COMPUTE, /* as mixed precision says */
-    /* that of the shard, with gradients of the same: summon_full_params, FSDP_USE_FULL_PREC_IN_EVAL */
+    PRECISION_COMPUTE, /* mixed precision's dtypes */
+    /* precision of the shard, for parameters and gradients: summon_full_params, FSDP_USE_FULL_PREC_IN_EVAL */
     PRECISION_FULL,
     PRECISIONS
 };
 
-/* The unsharded parameters in one precision, and how gradients of them look. */
+/* Unsharded parameters in one precision, and templates for their gradients. */
 struct precision_copy {
     PyObject *dtype, *reduce_dtype; /* owned; torch.dtype */
     enum dtype kind, reduce_kind;
-    bool low_precision; /* not the dtype of the shard */
-    /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
+    bool low_precision; /* true if `dtype` differs from the shard's */
+    /* true under NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
     bool is_local;
-    struct buffer full; /* unused when is_local */
-    PyObject *own_part; /* owned; this rank's part of full, all of it under NO_SHARD */
-    /* owned; only with low_precision and sharded: its memory is own_part's, this is never allocated */
+    struct buffer full; /* unused if is_local */
+    PyObject *own_part; /* owned; this rank's part of `full`, all of it under NO_SHARD */
+    /* owned, only if low_precision and sharded; never allocated: a stand-in for torch's _mp_shard, whose
+     * memory is own_part */
     PyObject *low_precision_shard;
-    PyObject *full_data; /* owned; full without right padding */
-    /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
+    PyObject *full_data; /* owned; `full` without right padding */
+    /* owned; tuple with one view of `full` per parameter; NULL until the copy is first used */
     PyObject *views;
-    struct freed_views freed_views; /* of `views`, freed unless the copy is in use and UNSHARDED */
-    int64_t *view_versions;         /* owned array; theirs, when they were last asked for */
-    PyObject *snapshot;             /* owned; see [Note: snapshots of views], NULL: none */
-    /* owned; freed tensors that say how gradients look, for torch_empty_like: padded size in reduce and
-     * compute dtype, shard size in reduce dtype */
+    struct freed_views freed_views; /* `views`, marked as freed unless the copy is in use and UNSHARDED */
+    int64_t *view_versions;         /* owned array; versions of `views` at the last storage_pop_written */
+    PyObject *snapshot;             /* owned, or NULL; see [Note: snapshots of views] */
+    /* owned; freed tensors, templates for torch_empty_like: padded size in reduce and compute dtype, shard
+     * size in reduce dtype */
     PyObject *reduce_input_like, *gradient_like, *reduce_output_like;
 };
 
@@ -56,106 +59,113 @@ struct storage {
     const struct flat_param *param; /* borrowed */
     enum param_state param_state;   /* written by storage_set_state */
 
-    PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
-    bool reduce_dtype_is_fixed; /* a low-precision hook reduces in its own dtype whatever it is given */
-    /* the user asked for it; nothing is moved where computation is on the CPU too */
+    PyObject *fallback_dtypes;  /* owned; the user's (param_dtype or None, reduce_dtype or None) */
+    bool reduce_dtype_is_fixed; /* true if a low-precision hook fixes the reduce dtype */
+    /* true if the user requested offload; no effect if the compute device is the CPU */
     bool may_offload;
 
-    PyObject *orig_dtype; /* owned; torch.dtype of the shard; from lazy init on, as all below */
+    /* owned; torch.dtype of the shard; NULL until lazy init, as are all fields below */
+    PyObject *orig_dtype;
     enum dtype orig_kind;
-    /* owned; 1-D, original dtype, shares storage with the sharded flat parameter */
+    /* owned; 1-D, shares storage with the sharded flat parameter */
     PyObject *local_shard;
     struct tensor_view local_view; /* borrowed from local_shard */
-    /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the
-     * shard there first, and the reduced gradient is copied back before it is handed over: `offloaded`. */
+    /* [Note: offload] The shard is in CPU memory and the compute device is another one: an unshard uploads
+     * the shard first, and the reduced gradient is downloaded to `grads->offloaded` before it is exposed. */
     bool offload;
-    bool shard_moved_off_device;        /* the user has moved the shard away from the device that computes */
-    PyObject *shard_like;               /* owned; how the shard looks on the device that computes */
-    struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
-    const struct kernel_table *kernels; /* of that device */
-    struct buffer device_shard;         /* only with offload; allocated while it is cast from */
+    bool shard_moved_off_device;        /* true if the user moved the shard away */
+    PyObject *shard_like;               /* owned; template of the shard on the compute device */
+    struct tensor_view compute_view;    /* borrowed from shard_like; device on which kernels run */
+    const struct kernel_table *kernels; /* kernels of the compute device */
+    struct buffer device_shard;         /* used only with offload; allocated during the cast */
     struct precision_copy copies[PRECISIONS];
-    struct precision_copy *copy; /* borrowed; the one in use; written by storage.c */
-    bool exposes_full_data;      /* the flat parameter's data is full_data */
+    struct precision_copy *copy; /* borrowed; the copy in use, written by storage.c */
+    bool exposes_full_data;      /* true if the flat parameter's data is full_data */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
     /* borrowed from the root; NULL without streams: memory is freed at once */
     struct deferred_free *full_free;
-    struct pool *pool; /* borrowed from the root; where storage is taken from, or NULL */
-    /* beside that of another flat parameter of the unit: their memory is given back together */
+    struct pool *pool; /* borrowed from the root, or NULL; pool of unsharded storage */
+    /* true for the storage of a segment, whose memory is released together with the unit's */
     bool is_segment;
 
-    /* owned; the flat parameter's __dict__ once outside code asks for what torch has there, else NULL */
+    /* owned; the flat parameter's __dict__ once torch's attributes are published, else NULL */
     PyObject *attributes;
 };
 
-/* Of several storages, one all-gather. */
+/* Arguments of one all-gather for several storages. */
 struct unshard_batch {
     PyObject *outputs, *inputs; /* borrowed; lists of tensors */
 };
 
-/* 0 or -1; fini follows in any case */
+/* Return 0, or -1 with an exception. Call storage_fini in either case. */
 int storage_init(struct storage *storage, const struct config *config);
 void storage_fini(struct storage *storage);
 int storage_visit(const struct storage *storage, visitproc visit, void *arg);
 
-/* unshard.c: the only writer of param_state. 0, or -1 with RuntimeError naming the unit and both states. */
+/* unshard.c. Write param_state; the only function that does. Return 0, or -1 with RuntimeError that names the
+ * unit and both states. */
 int storage_set_state(struct storage *storage, enum param_state state);
-void storage_check(const struct storage *storage); /* the invariant, where FSDP_C_CHECK is defined */
+void storage_check(const struct storage *storage); /* assert the invariant under FSDP_C_CHECK */
 
-/* ---- storage.c: the shard, after the flat parameter as it is now ---- */
+/* ---- storage.c: the shard. Return 0, or -1 with an exception ---- */
 
-int storage_read_shard(struct storage *storage);             /* its dtype and data. 0 or -1 */
-PyObject *storage_copy_shard(const struct storage *storage); /* new reference, where the shard is */
-/* after that: the device that computes, and the precision copies. 0 or -1 */
+/* Read dtype and data of the flat parameter. */
+int storage_read_shard(struct storage *storage);
+PyObject *storage_copy_shard(const struct storage *storage); /* new reference, on the shard's device */
+/* Set up compute device and precision copies after storage_read_shard. */
 int storage_follow_shard(struct storage *storage);
-/* The user has moved the shard to another device: nothing is kept for it on the one it has left. 0 or -1 */
+/* Free the memory kept on the compute device after the user has moved the shard to another device. */
 int storage_leave_device(struct storage *storage);
 
-/* Streams and memory of a root, or NULL for none: memory is then freed at once. */
+/* Bind the storage to a root's streams and pool. NULL: memory is freed at once. */
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment);
 
-const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
-/* One of the kernels over contiguous elements, of as many as `input` has; `what`: for its error. 0 or -1 */
+/* current stream of the compute device */
+const struct kernel_stream *storage_stream(const struct storage *storage);
+/* Run an elementwise kernel over contiguous tensors of `input`'s size. `what` names the operation in errors.
+ * Return 0 or -1. */
 int storage_apply(const struct storage *storage, elementwise_kernel *kernel, PyObject *output,
                   PyObject *input, double divisor, const char *what);
-/* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded
- * there covers a backend that has a stream of its own. 0, or -1 and *work is NULL. */
+/* Make the current stream wait for `*work`, if there are streams, so that an event recorded on the stream
+ * covers a backend with a stream of its own. Return 0, or -1 with *work NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
-/* ---- storage.c: attributes that outside code reads on the flat parameter, under the names torch gives them
- * (B-011, B-023, B-024); nothing is read back. 0 or -1 ---- */
+/* ---- storage.c: attributes that libraries read on torch's FlatParameter, under torch's names (_local_shard,
+ * _full_param_padded ...). Writes to them are ignored. Return 0, or -1 with an exception ---- */
 
-int storage_publish_attributes(struct storage *storage); /* from now on */
-int storage_update_attributes(struct storage *storage);  /* after lazy init; a no-op before they have begun */
-int storage_set_attribute(const struct storage *storage, const char *name, PyObject *value); /* NULL: none */
+int storage_publish_attributes(struct storage *storage); /* publish and keep up to date */
+int storage_update_attributes(struct storage *storage);  /* no-op before the first publish */
+/* NULL removes the attribute */
+int storage_set_attribute(const struct storage *storage, const char *name, PyObject *value);
 
-/* the invariant of them, where FSDP_C_CHECK is defined */
+/* Assert that attributes match the fields, under FSDP_C_CHECK. */
 void storage_check_attributes(const struct storage *storage);
 
-/* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
+/* ---- storage.c: precision copies, the only writer of `copy` and its fields. Return 0, or -1 with an
+ * exception ---- */
 
-/* while SHARDED: it is in use from now on. 0 or -1 */
+/* Select the copy in use, while SHARDED. */
 int storage_use_copy(struct storage *storage, enum precision precision);
-/* others, without history, take the place of all. 0 or -1 */
+/* Replace all views by views without autograd history. */
 int storage_detach_views(struct storage *storage);
-/* also for copies that are yet to be made. 0 or -1 */
+/* Set the reduce dtype of all copies, also of those made later. */
 int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype);
 bool storage_has_mixed_precision(const struct storage *storage);
 
-/* Frees what is gathered. Memory that an array of numpy or another process shares stays theirs: tensor and
- * views are moved to memory of their own first, as they are the same for ever. 0 or -1 */
+/* Free the storage of the copy in use. A numpy array or another process that shares the memory keeps it:
+ * tensor and views move to new memory first. */
 int storage_free_full(struct storage *storage);
 
-/* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or
- * -1. */
+/* Return 1 if the user has written in place to the parameter's view since the last call, 0 if not, -1 with an
+ * exception. */
 int storage_pop_written(const struct storage *storage, int64_t param);
 
-/* [Note: snapshots of views] A write through `.data` counts in no version, and after a forward that leaves
- * views the user may write to the shard as well as to them: a difference between the two does not say where.
- * So where a script walks over the parameters and finds views, this rank's part of them is copied, and compared
- * with the copy when the views go. */
-int storage_take_snapshot(struct storage *storage); /* of UNSHARDED parameters; a no-op with one. 0 or -1 */
+/* [Note: snapshots of views] A write through `.data` increments no version. After a forward that keeps views
+ * exposed, the user may write to the shard or to the views, so a difference between the two does not show the
+ * newer one. When a script iterates over the parameters and finds views, this rank's part of them is cloned,
+ * and compared with the clone before the views are freed. */
+int storage_take_snapshot(struct storage *storage); /* UNSHARDED only; no-op if there is one. 0 or -1 */
 void storage_drop_snapshot(struct storage *storage);
 
 static inline enum precision storage_precision(const struct storage *storage) {
@@ -164,28 +174,32 @@ static inline enum precision storage_precision(const struct storage *storage) {
 
 /* ---- unshard.c ---- */
 
-/* -1 with RuntimeError where `tensor` is a view of a copy, which has no values now. 0: it is none */
+/* Raise RuntimeError and return -1 if `tensor` is a freed view of some copy. Return 0 otherwise. */
 int storage_refuse_freed_view(const struct storage *storage, const PyObject *tensor);
-/* where storage_needs_pre_unshard: take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
+/* Allocate `full` and write the shard to own_part. No-op unless storage_needs_pre_unshard. Return 0, or -1
+ * with all memory freed. */
 int storage_pre_unshard(struct storage *storage);
-/* while SHARDED, after that: start the all-gather. 0, or -1 and all is freed */
+/* Start the all-gather, while SHARDED and after storage_pre_unshard. Return 0, or -1 with all memory
+ * freed. */
 int storage_unshard(struct storage *storage);
-/* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1
- * and all is freed */
+/* Split storage_unshard for a coalesced all-gather: add this storage to the batch, and later record the work.
+ * Return 0, or -1 with all memory freed. */
 int storage_unshard_add(struct storage *storage, struct unshard_batch *batch);
 int storage_unshard_started(struct storage *storage, PyObject *work);
-/* the unsharded parameter is there; a no-op unless UNSHARDING */
+/* Make the current stream wait for the all-gather. No-op unless UNSHARDING. Return 0 or -1. */
 int storage_wait_unshard(struct storage *storage);
 int storage_reshard(struct storage *storage, bool free_storage);
-/* what a gather that failed has left; an exception stays set */
+/* Free the memory of a failed unshard. The current exception is kept. */
 void storage_abandon_unshard(struct storage *storage);
-/* Does an all-gather read what storage_pre_unshard makes, and not the shard itself? */
+/* Return true if the all-gather reads own_part, which storage_pre_unshard writes, instead of the shard. */
 bool storage_needs_pre_unshard(const struct storage *storage);
-/* alone, for a caller who gathers in steps; SHARDED stays */
+/* Allocate `full`; the state stays SHARDED. Return 0 or -1. */
 int storage_alloc_unsharded(struct storage *storage);
-/* Gives back what storage_alloc_unsharded took, while SHARDED, so that the pool holds it. 0 or -1. */
+/* Free the result of storage_alloc_unsharded while SHARDED, so that the memory returns to the pool. Return 0
+ * or -1. */
 int storage_release_reserved(struct storage *storage);
 int64_t storage_unsharded_nbytes(const struct storage *storage);
-bool storage_needs_alloc(const struct storage *storage); /* SHARDED, and gathering would allocate */
+/* Return true if SHARDED and an unshard would allocate. */
+bool storage_needs_alloc(const struct storage *storage);
 
 #endif

@@ -1,4 +1,5 @@
-/* summon_full_params on one handle: full-precision, full-shape parameters, and gradients, for a while. */
+/* summon_full_params on one handle: exposes full parameters and gradients in full precision for the duration
+ * of a context. */
 #include "handle/handle.h"
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
@@ -12,7 +13,7 @@ static int restore_flat_param(struct handle *handle) {
 
 /* ---- parameters ---- */
 
-/* Back to the precision of a step; an exception that is set stays. */
+/* Return to the compute precision, and keep the current exception. */
 static int leave_full_precision(struct handle *handle) {
     PyObject *error = PyErr_GetRaisedException();
     int result = handle_use_precision(handle, PRECISION_COMPUTE);
@@ -21,14 +22,14 @@ static int leave_full_precision(struct handle *handle) {
     return result;
 }
 
-/* Is what is shown another memory than the shard? */
+/* Return true if the full parameters do not alias the local shard. */
 static bool full_is_copy(const struct handle *handle) {
     return handle->param.sharded || handle->storage.offload;
 }
 
-/* The full-precision flat parameter, right padding included, new reference; gathered anew where a forward has
- * left it gathered, as the shard may have changed since. A low-precision copy that is still gathered is
- * freed: it would be stale after a writeback. */
+/* Return the full flat parameter in full precision with right padding. New reference. A unit that a forward
+ * left unsharded is unsharded again, as the shard may have changed since; an unsharded low-precision copy is
+ * freed, as a writeback would make it stale. */
 static PyObject *unshard_full(struct handle *handle) {
     handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
     if (!full_is_copy(handle))
@@ -63,7 +64,7 @@ static int write_back(struct handle *handle) {
     OWNED *views = flat_param_views(&handle->param, handle->summon.full);
     if (!views)
         return -1;
-    /* a Parameter whose data the user replaced is copied to where its data was */
+    /* Copy a Parameter whose data was replaced back to its view. */
     for (int64_t i = 0; i < handle->param.num_params; i++) {
         PyObject *value = param_views_value(&handle->param_views, i), *view = PyTuple_GetItem(views, i);
         struct tensor_view current, original;
@@ -80,12 +81,12 @@ static int write_back(struct handle *handle) {
     }
     if (!full_is_copy(handle))
         return 0;
-    /* a backward may come next, whose gathers read the shard on other streams */
+    /* Order this write before the all-gathers of a backward that follows, on other streams. */
     writeback_mark_copied(handle);
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 
-/* No step follows that would give back what is held of it until its last use. */
+/* Free the full parameters at once: no step follows that would run the deferred free. */
 static int free_full(struct handle *handle) {
     Py_CLEAR(handle->summon.full);
     if (leave_full_precision(handle) < 0 || handle_expose_sharded(handle) < 0 ||
@@ -98,9 +99,8 @@ static int unexpose_full(struct handle *handle) {
     return restore_flat_param(handle) < 0 ? -1 : free_full(handle);
 }
 
-/* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it
- * leaves half done would be taken for the user's writeback. The first exception is the one that stays.
- * `result`, or -1. */
+/* Run a cleanup even after an error, and retry it once: half-done state would be mistaken for a user edit.
+ * The first exception is kept. Return `result`, or -1 on failure. */
 static int run_cleanup(struct handle *handle, int (*verb)(struct handle *), int result) {
     PyObject *error = PyErr_GetRaisedException();
     if (verb(handle) < 0) {
@@ -172,14 +172,14 @@ int handle_summon_exit(struct handle *handle) {
 
 /* ---- gradients ---- */
 
-/* New reference: the full gradient, or Py_None when no rank has one. Collective. */
+/* Return the full gradient, or Py_None if no rank has one. New reference. Collective. */
 static PyObject *full_grad(struct handle *handle, PyObject *grad) {
     const struct flat_param *param = &handle->param;
     if (!param->sharded)
         return Py_NewRef(grad);
     if (handle->grads.kind == GRAD_UNSHARDED)
         return Py_NewRef(handle->grads.unsharded);
-    /* on how many ranks is it missing? Counted in integers: bfloat16 has none between 256 and 258 */
+    /* Count ranks without a gradient in int32: bfloat16 cannot represent 257. */
     OWNED *count = torch_empty(1, torch_names.int32, param->device);
     OWNED *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)(grad == Py_None)) : NULL;
     PyObject *work = flag ? collective_all_reduce(&param->shard_group, count) : NULL;
@@ -195,7 +195,7 @@ static PyObject *full_grad(struct handle *handle, PyObject *grad) {
                          "unit %S, so that zeros stand for the missing ones",
                          (long long)param->layout.rank, param->name) < 0)
         return NULL;
-    /* zeros of its dtype where only other ranks have one (parity 19) */
+    /* Zeros of the shard's dtype stand in for a missing gradient; torch uses the default dtype. */
     OWNED *shard = grad == Py_None ? grads_zeros(&handle->grads) : Py_NewRef(grad);
     OWNED *own = shard ? PyObject_CallMethod(shard, "to", "O", param->device) : NULL;
     OWNED *full =

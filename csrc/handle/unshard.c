@@ -1,16 +1,16 @@
-/* Gathering the unsharded parameters, and freeing them: of a storage, and with what comes before it, of a handle. */
+/* Unshard and reshard of a storage, and unshard of a handle. */
 #include "handle/handle.h"
 
 #include "base/check.h"
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
 
-/* ---- what the storage of the unsharded parameters holds ---- */
+/* ---- state of the unsharded storage ---- */
 
 static const bool param_allowed[PARAM_STATES][PARAM_STATES] = {
     [PARAM_SHARDED] = {[PARAM_UNSHARDING] = true},  /* all-gather enqueued */
-    [PARAM_UNSHARDING] = {[PARAM_UNSHARDED] = true, /* compute waits for it */
-                          [PARAM_SHARDED] = true},  /* prefetched, then not needed */
+    [PARAM_UNSHARDING] = {[PARAM_UNSHARDED] = true, /* the compute stream waits for it */
+                          [PARAM_SHARDED] = true},  /* prefetched, and not needed */
     [PARAM_UNSHARDED] = {[PARAM_SHARDED] = true},   /* full storage freed */
 };
 
@@ -57,7 +57,8 @@ int storage_refuse_freed_view(const struct storage *storage, const PyObject *ten
 
 /* ---- memory ---- */
 
-/* Inside a pool torch's allocator before 2.13 does not give back what others have freed: outside it does. */
+/* Allocation in the pool may fail: torch's allocator before 2.13 releases no cached memory of other pools there.
+ * Outside of the pool it does. */
 int storage_alloc_unsharded(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
     if (storage->copy->is_local)
@@ -86,7 +87,7 @@ bool storage_needs_alloc(const struct storage *storage) {
            !storage->copy->full.allocated;
 }
 
-/* ---- what a gather reads ---- */
+/* ---- input of the all-gather ---- */
 
 bool storage_needs_pre_unshard(const struct storage *storage) {
     return !storage->copy->is_local && (storage->copy->low_precision || storage->offload);
@@ -102,7 +103,7 @@ static int cast_shard(const struct storage *storage, const struct tensor_view *s
                         "cast of a shard");
 }
 
-/* What was brought to the device in order to be cast is not wanted any longer. */
+/* Upload and cast the shard into own_part. The uploaded copy is freed after the cast. */
 static int fill_own_part(struct storage *storage) {
     struct buffer *shard = &storage->device_shard;
     if (!storage->offload)
@@ -115,8 +116,7 @@ static int fill_own_part(struct storage *storage) {
     return buffer_free(shard);
 }
 
-/* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is
- * enqueued. */
+/* Kernels may still use the memory: deferred_free_forget orders the free after the last use. */
 void storage_abandon_unshard(struct storage *storage) {
     PyObject *error = PyErr_GetRaisedException();
     if (deferred_free_flush_buffer(storage->full_free, &storage->copy->full) == 0)
@@ -136,17 +136,17 @@ int storage_pre_unshard(struct storage *storage) {
     return storage_alloc_unsharded(storage) < 0 || fill_own_part(storage) < 0 ? abandon(storage) : 0;
 }
 
-/* ---- the gather ---- */
+/* ---- all-gather ---- */
 
-/* As a process group takes it, new reference: integers and their like travel as bytes, as not every backend
- * knows their dtypes. */
+/* Return a view in a dtype that all backends support: bytes for integers and other dtypes without kernels.
+ * New reference. */
 static PyObject *view_for_backend(const struct storage *storage, PyObject *tensor) {
     if (dtype_is_known(storage->copy->kind))
         return Py_NewRef(tensor);
     return PyObject_CallMethodObjArgs(tensor, torch_names.view, torch_names.uint8, NULL);
 }
 
-/* Borrowed. */
+/* Return the all-gather's input. Borrowed. */
 static PyObject *all_gather_input(const struct storage *storage) {
     return storage_needs_pre_unshard(storage) ? storage->copy->own_part : storage->local_shard;
 }
@@ -206,12 +206,12 @@ int storage_reshard(struct storage *storage, bool free_storage) {
     if (storage->param_state != PARAM_UNSHARDED)
         return 0;
     storage_drop_snapshot(storage);
-    /* what shows the shard already may have been given other data since */
+    /* Restore the shard only if set by storage_wait_unshard: the user may have assigned other data since. */
     if (storage->exposes_full_data && torch_set_data(storage->param->tensor, storage->local_shard) < 0)
         return -1;
     storage->exposes_full_data = false;
     if (!storage->copy->is_local) {
-        /* computation on it is enqueued, and with streams may not have run */
+        /* enqueued kernels may still read the memory, hence the deferred free with streams */
         if (free_storage &&
             (storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_segment)
                                 : storage_free_full(storage)) < 0)
@@ -225,7 +225,7 @@ int64_t storage_unsharded_nbytes(const struct storage *storage) {
     return full->allocated ? full->nbytes : 0;
 }
 
-/* ---- of a handle ---- */
+/* ---- unshard of a handle ---- */
 
 int handle_pre_unshard(struct handle *handle) {
     const struct storage *storage = &handle->storage;
@@ -257,7 +257,7 @@ int handle_unshard_outside_step(struct handle *handle) {
     struct buffer *full = &storage->copy->full;
     int result = 0;
     if (!storage->copy->is_local && storage->param_state == PARAM_SHARDED) {
-        /* not of the pool, where a step would not find it */
+        /* not from the pool, where the next step expects its memory */
         if (storage->full_free)
             result = deferred_free_reclaim(storage->full_free, full);
         if (!result)

@@ -1,4 +1,4 @@
-/* What the user did to parameters and gradients is taken over before the next all-gather (C-130 to C-136). */
+/* Writeback of user edits to the shard and the flat gradient, before the next all-gather. */
 #include "handle/handle.h"
 
 #include "base/check.h"
@@ -39,7 +39,7 @@ static int check_shape(struct handle *handle, int64_t param, PyObject *value,
                   shape ? shape : Py_None);
 }
 
-/* Where messages are wanted: the user's value of a parameter, or of its gradient, is taken over (C-136). */
+/* Warn about the writeback of a parameter or gradient under TORCH_DISTRIBUTED_DEBUG=INFO. Return 0 or -1. */
 static int warn_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value) {
     if (!handle->param.verbose)
         return 0;
@@ -57,17 +57,18 @@ static int warn_writeback(struct handle *handle, int64_t param, const char *what
     return result;
 }
 
-/* [Note: swapped parameters] torch.func.functional_call and its kin put other tensors into `_parameters` for
- * the time of a call, past register_parameter. The shard must not take their values: the unit's own
- * parameters return, and a backward would gather those. Assigning to an attribute, and load_state_dict() with
- * assign=True, register: a hook (fsdp_c/sharding/registrations.py) marks what they register with the handle
- * in whose place it is. */
+/* [Note: swapped parameters] torch.func.functional_call and similar functions set other tensors in
+ * `_parameters` for the duration of a call, without register_parameter. Values of such tensors must not reach
+ * the shard: the unit's own parameters return after the call, and a backward would unshard the wrong values.
+ * Attribute assignment and load_state_dict(assign=True) do register: a hook
+ * (fsdp_c/sharding/registrations.py) marks the new Parameter with the handle's id. */
 static int check_registered(const struct handle *handle, int64_t param, PyObject *value) {
     const struct flat_param *flat_param = &handle->param;
     PyObject *views = handle->storage.copy->views;
     if (value == Py_None)
         return 0;
-    if (views && value == PyTuple_GetItem(views, param)) /* where a call began while views were shown */
+    /* functional_call began while views were exposed */
+    if (views && value == PyTuple_GetItem(views, param))
         return param_views_restore_param(&handle->param_views, param);
     int is_param = PyObject_IsInstance(value, torch_names.parameter_type);
     OWNED *mark = is_param > 0 ? PyObject_GetAttrString(value, "_fsdp_registered_for") : NULL;
@@ -87,7 +88,8 @@ static int check_registered(const struct handle *handle, int64_t param, PyObject
         fqn);
 }
 
-/* What is missing from its module is skipped, unless something is computed from it in its place. */
+/* Accept a parameter that was deleted from its module. Raise RuntimeError if a property or attribute computes
+ * something in its place. */
 static int check_removed(const struct handle *handle, int64_t param) {
     const struct param_view *param_view = &handle->param_views.all[param];
     if (PyErr_Occurred())
@@ -109,7 +111,7 @@ static int check_removed(const struct handle *handle, int64_t param) {
         fqn);
 }
 
-/* What the module has, borrowed, where that is not the unit's Parameter; NULL where it is missing, or with an
+/* Return the module's Parameter that replaces the unit's, borrowed; NULL if it was deleted, or with an
  * exception. */
 static PyObject *check_replacement(const struct handle *handle, int64_t param, PyObject *value) {
     if ((value ? check_registered(handle, param, value) : check_removed(handle, param)) < 0)
@@ -117,7 +119,7 @@ static PyObject *check_replacement(const struct handle *handle, int64_t param, P
     return param_views_value(&handle->param_views, param);
 }
 
-/* `value` is the parameter from now on. */
+/* Make `value` the unit's Parameter. */
 static int adopt_param(struct handle *handle, int64_t param, PyObject *value) {
     if (PyList_GetItem(handle->param.params, param) == value)
         return 0;
@@ -134,14 +136,14 @@ static bool points_into_shard(const struct handle *handle, int64_t param, const 
     return (const char *)view->data == expected || tensor_view_numel(view) == 0;
 }
 
-/* Part of `shard` <- what the user put in the place of the parameter, or of its data. */
+/* Copy a replaced Parameter, or its replaced data, to its part of `shard`. */
 static int writeback_param(struct handle *handle, int64_t param, PyObject *shard) {
     const struct flat_param *flat_param = &handle->param;
     const struct layout_shard_range *range = &flat_param->layout.shard_ranges[param];
     PyObject *value = param_views_value(&handle->param_views, param);
     struct tensor_view view;
     if (!value)
-        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+        return PyErr_Occurred() ? -1 : 0; /* deleted from the module */
     if (tensor_view_of(value, &view) < 0)
         return -1;
     if (value == PyList_GetItem(flat_param->params, param) && points_into_shard(handle, param, &view))
@@ -158,7 +160,7 @@ static int writeback_param(struct handle *handle, int64_t param, PyObject *shard
     return adopt_param(handle, param, value);
 }
 
-/* 1: the user replaced it, or its data. 0 or -1 */
+/* Return 1 if the user replaced the parameter or its data, 0 if not, -1 with an exception. */
 static int find_replaced(struct handle *handle, int64_t param) {
     PyObject *own = PyList_GetItem(handle->param.params, param);
     PyObject *value = param_views_value(&handle->param_views, param);
@@ -174,15 +176,15 @@ static int find_replaced(struct handle *handle, int64_t param) {
     return 1;
 }
 
-/* ---- parameters that lie in other shards alone (parity 20) ---- */
+/* ---- parameters outside this rank's shard ---- */
 
 static bool is_in_shard(const struct handle *handle, int64_t param) {
     return !handle->param.sharded || handle->param.layout.shard_ranges[param].in_shard;
 }
 
-/* It is shown without elements; what has some was put there. A new object is seen at once, new data of the
- * same object in one parameter per gather, in next: most parameters lie elsewhere, and asking each for its
- * size would be a third of the host work of a step. */
+/* Raise RuntimeError if a parameter outside the shard has elements. A new object is always noticed. New data
+ * of the same object is checked for one parameter per unshard, in rotation: most parameters are outside the
+ * shard, and checking all of them would be a third of a step's host work. */
 static int check_param_outside_shard(struct handle *handle, int64_t param, bool checks_data) {
     PyObject *own = PyList_GetItem(handle->param.params, param);
     PyObject *value = param_views_value(&handle->param_views, param);
@@ -236,13 +238,14 @@ static int check_shared(struct handle *handle, const struct param_view *param_vi
     return -1;
 }
 
-/* 1: sharded parameters, or their data, were replaced. An error comes before anything is taken over. */
+/* Return 1 if some sharded parameter or its data was replaced, 0 if none was, -1 with an exception. All
+ * errors are raised before the first copy. */
 static int find_all_replaced(struct handle *handle) {
     if (!handle->param.use_orig_params || handle->param_views.exposed != EXPOSED_SHARDED ||
         handle->param.skip_writeback_check)
         return 0;
     int any = 0;
-    int64_t next = -1; /* that of the next one, -1 where this rank has a part of all */
+    int64_t next = -1; /* parameter to check in this call, -1 if this rank has a part of each */
     for (int64_t i = 1; next < 0 && i <= handle->param.num_params; i++) {
         int64_t param = (handle->writeback.next_outside_shard + i) % handle->param.num_params;
         if (!is_in_shard(handle, param))
@@ -261,9 +264,9 @@ static int find_all_replaced(struct handle *handle) {
     return any;
 }
 
-/* [Note: another shard] What the user puts in the place of parameters, or of their data, goes into a copy of
- * the shard, which becomes the shard. The old one keeps its values: whoever puts averaged weights in by
- * `param.data = average` and holds what was there, to put it back after an evaluation, holds the old shard. */
+/* [Note: another shard] Replaced parameters and data are written to a copy of the shard, which becomes the
+ * new shard. A script that sets `param.data = average` for an evaluation and keeps the previous `.data` to
+ * restore it later holds the old shard, whose values must not change. */
 int writeback_replace_shard(struct handle *handle) {
     PyObject *inference_guard;
     int replaced = find_all_replaced(handle);
@@ -306,8 +309,7 @@ int64_t writeback_count_writes(const struct handle *handle) {
 
 /* ---- views that stay between forward and backward ---- */
 
-/* Where this rank's part of the parameter lies is the same in the shard and in `own_part` of what is
- * gathered. */
+/* A parameter has the same offset in the shard and in own_part. */
 static int writeback_view(struct handle *handle, int64_t param) {
     const struct storage *storage = &handle->storage;
     const struct layout_shard_range *range = &handle->param.layout.shard_ranges[param];
@@ -316,7 +318,7 @@ static int writeback_view(struct handle *handle, int64_t param) {
     OWNED *part = torch_part(storage->local_shard, range->offset_in_shard, range->numel_in_shard);
     OWNED *view = torch_part(storage->copy->own_part, range->offset_in_shard, range->numel_in_shard);
     OWNED *value = part && view ? Py_NewRef(view) : NULL;
-    if (value && storage->copy->low_precision) { /* what was not written keeps its bits */
+    if (value && storage->copy->low_precision) { /* elements that were not written keep their bits */
         OWNED *own = PyObject_CallMethod(part, "to", "O", handle->param.device);
         OWNED *cast = own ? PyObject_CallMethod(own, "to", "O", storage->copy->dtype) : NULL;
         OWNED *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
@@ -328,7 +330,8 @@ static int writeback_view(struct handle *handle, int64_t param) {
     return result;
 }
 
-/* What was written to the views of what is gathered. 1: something was, `*last` the last parameter. 0 or -1 */
+/* Write changed views back to the shard. Return 1 and the index of the last one in `*last`, 0 if none has
+ * changed, -1 with an exception. */
 static int writeback_views(struct handle *handle, int64_t *last) {
     int any = 0;
     for (int64_t i = 0; i < handle->param.num_params; i++) {
@@ -356,12 +359,12 @@ int handle_writeback_views(struct handle *handle) {
     return 0;
 }
 
-/* ---- what a forward writes ---- */
+/* ---- writes by a forward ---- */
 
-/* [Note: writes in a forward] Each view counts for itself how often it was written to: parameters are apart
- * from each other for autograd, too. To ask all of them costs a tenth of the host work of a step. So a unit
- * is asked after its first forwards, after each one once any has written, and of the others after every 64th:
- * a unit that begins late is told that what it wrote before is lost. */
+/* [Note: writes in a forward] Each view has its own version counter, and reading all of them costs a tenth of
+ * a step's host work. The counters are therefore read after the first forwards of a unit, after each forward
+ * once one has written, and otherwise after every 64th. A unit that begins to write late gets an error that
+ * earlier writes are lost. */
 enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
 int handle_writeback_forward(struct handle *handle) {
@@ -406,7 +409,7 @@ int writeback_check_views(struct handle *handle) {
         if (!value &&
             (i < handle->param.num_params ? check_removed(handle, i) < 0 : PyErr_Occurred() != NULL))
             return -1;
-        /* the sharded Parameter that belongs there is no other value: functional_call may have put it back */
+        /* functional_call may have restored the sharded Parameter, which is not an edit */
         if (!value || value == PyList_GetItem(handle->param.params, param_view->param) ||
             !layout_param_numel(&handle->param.layout, param_view->param))
             continue;
@@ -426,8 +429,7 @@ int writeback_check_views(struct handle *handle) {
 
 /* ---- gradients ---- */
 
-/* What the user did to one gradient goes into the flat gradient: None is zero there, another tensor's values
- * are copied. */
+/* Apply the user's change of one gradient to the flat gradient: zero if .grad is None, else a copy. */
 static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const struct tensor_view *flat,
                               int64_t param, PyObject *grad) {
     int64_t offset = grads_offset(&handle->grads, param);
@@ -446,7 +448,8 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
         return -1;
     OWNED *part = grads_part(&handle->grads, flat_grad, param);
     int result = !part ? -1 : grad == Py_None ? torch_zero(part) : torch_copy(part, grad);
-    if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
+    /* Point .grad into the flat gradient, which receives later accumulation. */
+    if (!result && grad != Py_None)
         result = torch_set_foreign_grad(PyList_GetItem(handle->param.params, param), part);
     return result;
 }
@@ -454,7 +457,7 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
 int handle_collect_user_grads(struct handle *handle) {
     const struct flat_param *param = &handle->param;
     struct grads *grads = &handle->grads;
-    if (!grads->shard_sizes || grads->in_backward) /* before the first lazy init, or amid a backward */
+    if (!grads->shard_sizes || grads->in_backward) /* before lazy init, or during a backward */
         return 0;
     bool some = false;
     if (!param->use_orig_params) {

@@ -1,4 +1,4 @@
-/* The backward of one unit, from its first node to its reduction, and the end of a backward for all units. */
+/* Backward of one unit, from its first node to its reduction, and end of a backward for all units. */
 #include "runtime/runtime.h"
 
 #include "runtime/callbacks.h"
@@ -10,13 +10,16 @@
 /* ---- checkpoints inside a unit ---- */
 
 /* [Note: checkpoints inside a unit]
- * A reentrant checkpoint around a part of a unit's module runs a backward of its own within the unit's. It
- * brings the gradients of the part, and the anchor's hook, but the backward around it reads the parameters
- * still, and brings the other gradients. Then they are added up as under no_sync, and it is that one's hook
- * that reduces and frees the unit. If it does not come to the anchor, since all of the module is
- * checkpointed, that is done at once. Autograd is asked which it is: in the first backward of a unit, and in
- * all that follow one within which another was seen. Where nobody has asked, the end of the backward reduces
- * what is left. */
+ *
+ * A reentrant checkpoint around a part of a unit's module runs a nested backward inside the unit's own. The
+ * nested backward delivers the gradients of that part and runs the anchor's hook, but the outer backward
+ * still reads the parameters and delivers the other gradients. The nested gradients are therefore accumulated
+ * as under no_sync, and the outer backward's hook reduces and reshards. If the outer backward does not run
+ * the anchor, because all of the module is checkpointed, the nested hook reduces at once.
+ *
+ * torch_will_execute() distinguishes the two cases. Autograd is queried in the first backward of a unit, and
+ * in later ones once a nested backward was seen. Gradients that are still unreduced at the end of the
+ * backward are reduced there. */
 
 static int begin_nesting(struct unit *unit) {
     struct unit_nesting *nesting = &unit->nesting;
@@ -29,7 +32,8 @@ static int begin_nesting(struct unit *unit) {
     return nesting->graph_task == -2 || will_run < 0 ? -1 : 0;
 }
 
-/* At the anchor's hook: does it come again in this backward? 1, 0 or -1 */
+/* Return 1 if the anchor's hook runs again in this backward, 0 if not, -1 with an exception. Called in that
+ * hook. */
 static int expects_more_gradients(struct unit *unit) {
     struct unit_nesting *nesting = &unit->nesting;
     int64_t current = unit->ran_pre_backward ? torch_graph_task() : nesting->graph_task;
@@ -43,17 +47,19 @@ static int expects_more_gradients(struct unit *unit) {
 /* ---- flat parameters in the graph ---- */
 
 /* [Note: flat parameters in the graph]
- * Where a program may look for them, within DistributedDataParallel and where pipelines are there, a unit's
- * node has an edge to each of its flat parameters, without use_orig_params and not in low precision:
- * backward(inputs=...), torch.autograd.grad() and whoever walks over graphs find them by it. Elsewhere there
- * is none, as autograd would run a further node for each unit. In a backward to all leaves nothing goes along
- * them: what is received is reduced at the anchor. A backward to named leaves comes to no anchor:
- *   backward(inputs=...)   what has come for the parts that are named is reduced when the backward ends.
- *   autograd.grad(...)     is handed the gradient itself, of this rank's batch. A shard cannot have it: that
- * is refused. */
+ *
+ * Inside DistributedDataParallel, and once torch.distributed.pipelining is imported, a unit's node has an
+ * edge to each of its flat parameters, unless use_orig_params or low precision. The edges let
+ * backward(inputs=...), torch.autograd.grad() and graph visitors reach the flat parameter. Other programs
+ * have no edges, which cost one more node per unit in each backward. A backward to all leaves passes None
+ * along the edges: the gradients are reduced at the anchor. A backward to named leaves does not run the
+ * anchor:
+ *
+ *   backward(inputs=...)   gradients of the flat parameters among the inputs are reduced at the end.
+ *   autograd.grad(...)     receives this rank's gradient itself. A sharded strategy raises an error. */
 
-/* Nobody asks for more than the first node of a backward that has its callback: the others are in the same
- * one. 1, 0 or -1. */
+/* Return 1 if this backward runs the anchor, 0 if not, -1 with an exception. The result holds for all of the
+ * graph task, so autograd is queried once per backward. */
 static int reaches_anchor(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (!runtime->has_edges || (runtime->callback_queued && runtime->reach == REACH_ALL))
@@ -76,9 +82,9 @@ int unit_receive_inputs_only(struct unit *part) {
     return 0;
 }
 
-/* Warns where a backward to named tensors gives its parameters nothing. Original parameters are in no graph:
- * a schedule that takes the gradients of inputs first, and then those of the weights, finds none of these. To
- * take those of inputs alone is no mistake. */
+/* Warn if a backward to named tensors leaves the original parameters without gradients. Original parameters
+ * are in no graph, so a schedule that computes gradients of inputs first and of weights later finds none.
+ * Gradients of inputs alone are legitimate, hence no error. */
 static int check_inputs_only(struct unit *unit) {
     if (!unit->node.accumulation_node || !unit->handle->param.use_orig_params)
         return 0;
@@ -112,14 +118,13 @@ int unit_unshard_for_backward(struct unit *unit) {
 }
 
 static int pre_backward(struct unit *unit) {
-    /* whoever is outermost in this backward has it finalised (parity 12) */
+    /* the outermost unit of this backward queues the final callback; FSDP1 lets only the root do so */
     if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_phase(unit, PHASE_IN_STEP) < 0 ||
         begin_nesting(unit) < 0 || check_inputs_only(unit) < 0 || unit_unshard_for_backward(unit) < 0)
         return -1;
     FOR_EACH_FLAT_PARAM(part, unit->handle ? unit : NULL) {
         struct handle *handle = part->handle;
-        /* a checkpointed part of the module may run again in this backward: it finds the same views as in the
-         * forward */
+        /* a checkpointed part that runs again in this backward must find the views of the forward */
         if (handle->param.use_orig_params && handle_expose_views(handle) < 0)
             return -1;
         if (grads_begin_backward(&handle->grads) < 0)
@@ -144,9 +149,9 @@ int unit_pre_backward(void *target) {
     struct unit *unit = target;
     if (!unit->runtime)
         return unit->handle ? unit_refuse_backward(unit) : 0;
-    /* Gathered for this backward already, perhaps for a forward under another stream: this one has not waited
-     * for the gather. Unless its gradients have come since and this is another graph over it, as reentrant
-     * checkpointing makes them: then it is gathered again (parity 26). */
+    /* The parameters may be unsharded already, by a forward under another stream: wait for that all-gather.
+     * If the unit has received its gradients, this is another graph over the unit, from a reentrant
+     * checkpoint: unshard again. */
     bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
     if (unit->ran_pre_backward && !done)
         return stream_follow(&unit->runtime->schedule.streams);
@@ -163,8 +168,8 @@ static bool has_received(struct unit *unit) {
     return false;
 }
 
-/* All parts are, in one order on all ranks: whether gradients have come to a segment on this rank is not
- * asked, as they may have on another one. 1, 0 or -1. */
+/* Return 1 if this flat parameter is reduced, 0 if not, -1 with an exception. All trainable segments are
+ * reduced: another rank may have received gradients where this one has none. */
 static int needs_reduction(struct unit *part) {
     if (!unit_of_part(part)->next_segment)
         return 1;
@@ -180,7 +185,7 @@ static int accumulate_unsharded(struct unit *part) {
     return 0;
 }
 
-/* A hook of the user's has set the flat parameter's `.grad` to None. */
+/* Reshard without a reduction: a user hook on the flat parameter has set `.grad` to None. */
 static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!unit->sync_gradients || !handle->param.sharded || handle->grads.saved_shard)
@@ -191,7 +196,8 @@ static int post_backward_without_gradient(struct unit *unit) {
                       "backward()");
 }
 
-/* Does no other rank have a part in the gradient, or is somebody there who looks for it? */
+/* Return true if `.grad` must be final before the end of the backward: DistributedDataParallel or a pipeline
+ * reads it, and no other rank of FSDP contributes. */
 static bool is_exposed_at_once(const struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     bool alone = param->shard_group.world_size == 1 && !param->replicate_group.group;
@@ -199,8 +205,8 @@ static bool is_exposed_at_once(const struct unit *unit) {
            !unit->handle->storage.offload && (alone || unit->runtime->ddp);
 }
 
-/* Hooks on the flat parameter's accumulation node, which is next, find the gradient: DistributedDataParallel
- * sends it. */
+/* Expose the gradient before the hooks on the flat parameter's accumulation node, which runs next:
+ * DistributedDataParallel all-reduces it there. */
 static int expose_at_once(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
@@ -222,7 +228,7 @@ static int post_backward(struct unit *unit) {
     if (unit->optional.enclosing) {
         if (optional_check_backward(unit) < 0)
             return -1;
-        if (unit->sync_gradients) /* what has come is reduced with the unit around it */
+        if (unit->sync_gradients) /* the enclosing unit reduces it */
             return runtime->operations->post_backward_reshard(unit);
     } else if (!has_received(unit)) {
         return post_backward_without_gradient(unit);
@@ -241,11 +247,11 @@ static int post_backward(struct unit *unit) {
     return !unit->optional.enclosing && is_exposed_at_once(unit) ? expose_at_once(unit) : 0;
 }
 
-/* Of all gradients of the unit that have come. */
+/* Process all gradients that the unit has received. */
 static int post_backward_with_gradients(struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     OWNED *module = unit_module(unit);
-    /* helps to find out which hooks do not run, under some ways of checkpointing (D-065) */
+    /* users find missing hooks in this log, under some kinds of checkpointing */
     if (param->verbose && param->use_orig_params && module &&
         callbacks_call(callbacks.log_post_backward, module, NULL) < 0)
         return -1;
@@ -254,7 +260,7 @@ static int post_backward_with_gradients(struct unit *unit) {
         return -1;
     if (!more)
         return unit->optional.reached && optional_reduce(unit) < 0 ? -1 : post_backward(unit);
-    /* the rest comes later in this backward, which reads the parameters until then */
+    /* The outer backward delivers the other gradients, and reads the parameters until then. */
     FOR_EACH_FLAT_PARAM(part, unit) {
         struct grads *grads = &part->handle->grads;
         if (grads_have_received(grads) &&
@@ -264,8 +270,8 @@ static int post_backward_with_gradients(struct unit *unit) {
     return 0;
 }
 
-/* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward
- * did under another one, to which the memory of the gradients belongs. */
+/* Runs on the anchor's stream, usually that of the first forward. The gradients are memory of the stream that
+ * the backward used, which stream_follow() waits for. */
 int unit_post_backward(void *target) {
     struct unit *unit = target;
     if (!unit->runtime)
@@ -297,8 +303,8 @@ int unit_reshard_only(void *target) {
 
 /* ---- the end of a backward ---- */
 
-/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go
- * of that, which may be once another backward runs: its callback is not this one. */
+/* Reset after a backward that raised: its callback is destroyed with the graph task. Autograd's own thread
+ * does that on a GPU, perhaps when another backward with a callback of its own is running. */
 static int backward_raised(void *target, const void *hook) {
     struct runtime *runtime = target;
     return runtime->callback_queued && runtime->final_hook == hook ? runtime_reset(runtime) : 0;
@@ -308,7 +314,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime->callback_queued)
         return 0;
     struct schedule *schedule = &runtime->schedule;
-    /* An optimizer may have stepped since a backward that came before without a forward in between. */
+    /* An optimizer may have stepped since the last backward, without a forward in between. */
     if (runtime_check_state_dict_thread(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
         (schedule->backward_ended && schedule_begin_step(schedule) < 0))
         return -1;
@@ -334,7 +340,7 @@ void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
 
 static int finalise_units(struct runtime *runtime) {
     bool offloads = false;
-    /* a backward to named leaves, among which no anchor is: see [Note: flat parameters in the graph] */
+    /* a backward to named leaves ran no anchor: see [Note: flat parameters in the graph] */
     for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_INPUTS_ONLY; i--) {
         PyObject *hook = runtime->units[i]->node.anchor_hook;
         if (hook && ref_done(PyObject_CallNoArgs(hook)) < 0)
@@ -346,7 +352,7 @@ static int finalise_units(struct runtime *runtime) {
         if (!unit->handle)
             continue;
         offloads = offloads || unit->handle->storage.offload;
-        /* where the user calls the callback by hand, nothing is sent */
+        /* a callback that the user calls by hand issues no collective */
         if (runtime->callback_queued && !runtime->num_in_forward && runtime_reduce_no_sync_grads(unit) < 0)
             return -1;
     }
@@ -401,7 +407,7 @@ int runtime_final_callback(void *target) {
         return 0;
     OWNED *module = unit_module(runtime->units[0]);
     if (module && callbacks_call(callbacks.check_backward, module, NULL) < 0)
-        return -1; /* the next backward is looked at as well */
+        return -1; /* check the next backward as well */
     runtime->checks_next_backward = false;
     return 0;
 }

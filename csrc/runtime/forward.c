@@ -1,4 +1,4 @@
-/* A unit's forward, from the root's pre-forward to its post-forward, and what it takes and returns. */
+/* Forward of a unit, from the root's pre-forward to its post-forward, with its inputs and outputs. */
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -7,8 +7,8 @@
 
 /* ---- inputs ---- */
 
-/* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype
- * must. `device_owner` is NULL where inputs stay where they are. */
+/* Return true if an input needs no conversion. Containers, tensors on another device and floating tensors of
+ * another dtype do. `device_owner` is NULL if inputs are not moved. */
 static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *device_owner,
                            bool cast) {
     struct tensor_view view;
@@ -40,16 +40,16 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
     for (Py_ssize_t i = 0; ready && i < PyTuple_Size(args); i++)
         ready = input_is_ready(unit, PyTuple_GetItem(args, i), device_owner, cast);
     while (ready && PyDict_Next(kwargs, &position, &key, &value)) {
-        Py_INCREF(value); /* looking at it may run code of the user's, which may take it out of the dict */
+        Py_INCREF(value); /* user code in input_is_ready() may remove it from the dict */
         ready = input_is_ready(unit, value, device_owner, cast);
         Py_DECREF(value);
     }
     return ready;
 }
 
-/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root
- * moves them, also one whose parameters all belong to inner units; it casts as a root, and any unit with
- * parameters as a unit (D-023, D-031). */
+/* Move and cast the inputs; *args and *kwargs become new references if anything changed. A root moves inputs,
+ * also if all parameters belong to inner units. Roots cast with cast_root_forward_inputs, units with
+ * parameters with cast_forward_inputs, as in FSDP1. */
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
     TRACE(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->name_index);
     const struct unit_options *options = &unit->options;
@@ -74,7 +74,7 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     return parsed ? 0 : -1;
 }
 
-/* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
+/* Reshard a frozen unit, which has no post-backward, after the gradients of its inputs. */
 static int hook_frozen_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
         return 0;
@@ -92,15 +92,15 @@ static int hook_frozen_inputs(struct unit *unit, PyObject *args, PyObject *kwarg
 
 /* ---- outputs ---- */
 
-/* Hooks on the outputs of a unit's forward: its backward begins where the first of their gradients comes. */
+/* A unit's backward begins with the first gradient of its forward's outputs. */
 
-/* Hook ids of torch count up from 0. */
+/* Negative keys cannot collide with torch's own, which count up from 0. */
 static int add_hook(PyObject *hooks, PyObject *hook) {
     OWNED *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
     return key ? PyObject_SetItem(hooks, key, hook) : -1;
 }
 
-/* Hooks are called in the order of insertion. */
+/* Insert a hook first: hooks run in the order of insertion. */
 static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
     OWNED *others = PyDict_Copy(hooks);
     if (!others || ref_done(PyObject_CallMethod(hooks, "clear", NULL)) < 0 || add_hook(hooks, hook) < 0)
@@ -108,9 +108,9 @@ static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
     return ref_done(PyObject_CallMethod(hooks, "update", "O", others));
 }
 
-/* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
+/* Register a hook on a tensor without hooks, like Tensor.register_hook, but without its Python. */
 static int hook_first(PyObject *tensor, PyObject *hook) {
-    static PyObject *ordered_dict; /* owned for ever */
+    static PyObject *ordered_dict; /* owned, immortal */
     if (!ordered_dict && !(ordered_dict = ref_find("collections", "OrderedDict")))
         return -1;
     OWNED *hooks = PyObject_CallNoArgs(ordered_dict);
@@ -132,7 +132,7 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     int result = -1;
     if (hooks == Py_None)
         result = hook_first(tensor, hook);
-    /* where an optional unit inside has made the tensor, the unit around it gathers its parameters first */
+    /* a tensor of an optional unit inside: the enclosing unit must unshard first */
     else if (hooks)
         result = unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
     (*hooked)++;
@@ -150,7 +150,7 @@ static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
     return 0;
 }
 
-/* Hook every tensor in `output` that requires grad; the output itself is returned to the user as it is. */
+/* Hook every tensor in `output` that requires a gradient. The output itself is not changed. */
 static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     if (torch_is_tensor(output))
         return hook_tensor(output, hook, hooked);
@@ -159,14 +159,14 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
         return 0;
     if (PyTuple_Check(output) || PyList_Check(output))
         return hook_sequence(output, hook, hooked);
-    /* looking at a value may run code of the user's, which may change the dict */
+    /* user code may change the dict */
     OWNED *tensors = PyDict_CheckExact(output)
                          ? PyDict_Values(output)
                          : PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
     return tensors ? hook_sequence(tensors, hook, hooked) : -1;
 }
 
-/* The outputs of the last forward are gone, and no backward has come through them. */
+/* Called when the outputs of the last forward are freed and no backward ran through them. */
 static int graph_dropped(void *target, const void *hook) {
     struct unit *unit = target;
     if (unit->backward_hook != hook || !unit->runtime || unit->runtime->callback_queued)
@@ -177,7 +177,6 @@ static int graph_dropped(void *target, const void *hook) {
     return 0;
 }
 
-/* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output) {
     int64_t hooked = 0;
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
@@ -219,7 +218,7 @@ int unit_unshard_for_forward(struct unit *unit) {
     return unit_prefetch_next(unit, USE_FORWARD);
 }
 
-/* 1 when any parameter of the unit requires grad. */
+/* Return 1 if some parameter requires a gradient, 0 if none does, -1 with an exception. */
 static int is_trainable(struct unit *unit) {
     int trainable = 0;
     FOR_EACH_FLAT_PARAM(part, unit)
@@ -248,7 +247,8 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (unit_precision_for_forward(unit) < 0)
         return -1;
     if (order->validate && unit->handle && !unit->optional.enclosing) {
-        int training = unit_is_training(unit); /* nothing marks the end of an iteration in evaluation */
+        /* no end-of-backward callback ends an iteration in eval mode */
+        int training = unit_is_training(unit);
         if (training < 0 || (training && validate_order(order, &unit->place) < 0))
             return -1;
     }
@@ -275,7 +275,7 @@ void unit_expect_backward(struct unit *unit, bool expected) {
     unit->needs_pre_backward_unshard = expected && unit->handle;
 }
 
-/* *output are replaced only where the registration of hooks is. */
+/* *output is replaced only by a replacement of _register_pre_backward_hooks. */
 static int post_forward(struct unit *unit, PyObject **output) {
     TRACE(TRACED_POST_FORWARD, unit->name_index);
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
@@ -305,7 +305,7 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     const struct handle *handle = unit->handle;
     if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
         (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)) {
-        /* the parameters are there, in full precision, and stay there */
+        /* full parameters in full precision are exposed, and remain so */
         if (!torch_grad_enabled())
             return PyObject_Call(wrapped, args, kwargs);
         unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
@@ -316,12 +316,11 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     }
     if (runtime_reset_after_failed_backward(runtime) < 0)
         return NULL;
-    /* a recomputation inside this unit's own backward, as activation checkpointing makes it: all is in place
-     * but for its inputs (D-030) */
+    /* activation checkpointing recomputes the forward inside the unit's backward: only the inputs need
+     * conversion */
     bool recomputes = handle ? handle->training_state == USE_BACKWARD_PRE
                              : unit->ran_pre_backward && runtime->callback_queued;
-    /* the module calls its unit: the parameters are there, and the forward around it gives them back (parity
-     * 53) */
+    /* the module calls its own unit: the outer forward reshards (FSDP1 frees the parameters too early) */
     bool calls_itself = handle && handle->training_state == USE_FORWARD;
     PyObject *output = NULL;
     if (recomputes || calls_itself) {
@@ -332,7 +331,7 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
         if (convert_inputs(unit, &args, &kwargs) == 0)
             output = PyObject_Call(wrapped, args, kwargs);
     } else {
-        /* a unit that may not start a forward now is left as it is */
+        /* leave the unit's state unchanged on error */
         if (handle && unit_set_training_state(unit, USE_FORWARD) < 0)
             return NULL;
         if (unit_set_phase(unit, PHASE_IN_STEP) < 0) {

@@ -18,7 +18,7 @@ static stream_event take_oldest(struct limiter *limiter) {
 int limiter_wait(struct limiter *limiter, struct streams *streams) {
     if (limiter->num_frees < LIMITER_DEPTH)
         return 0;
-    /* there as well where there is nothing to wait for: as upstream's */
+    /* the range is recorded even if nothing is waited for, as in FSDP1 */
     TRACE(TRACED_RATE_LIMITER, -1);
     return limiter->count < LIMITER_DEPTH ? 0 : stream_synchronize(streams, take_oldest(limiter));
 }
@@ -27,8 +27,8 @@ int limiter_record_free(struct limiter *limiter, struct streams *streams) {
     limiter->num_frees++;
     if (!streams_are_real(streams))
         return 0;
-    if (limiter->count ==
-        LIMITER_DEPTH) /* two frees without an all-gather between them: the older one is implied */
+    /* two frees without an all-gather between them: waiting for the newer one implies the older */
+    if (limiter->count == LIMITER_DEPTH)
         take_oldest(limiter);
     int slot = (limiter->first + limiter->count++) % LIMITER_DEPTH;
     return stream_record(streams, STREAM_COMPUTE, &limiter->frees[slot]);

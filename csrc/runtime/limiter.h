@@ -1,7 +1,7 @@
-/* The rate limiter: the host enqueues an all-gather while at most LIMITER_DEPTH frees have not happened yet
- * (D-034), as it would else take memory for what it enqueues long before the device gives any back.
+/* Rate limiter: the host enqueues an all-gather only while at most LIMITER_DEPTH frees are pending on the
+ * device. Without it the host would run ahead and allocate memory long before earlier units free theirs.
  *
- * Invariant: without streams nothing waits. */
+ * Invariant: without streams the host never waits. */
 #ifndef FSDP_RUNTIME_LIMITER_H
 #define FSDP_RUNTIME_LIMITER_H
 
@@ -10,15 +10,17 @@
 enum { LIMITER_DEPTH = 2 };
 
 struct limiter {
-    /* owned; frees that the host has not waited for, oldest at `first` */
+    /* owned; frees that the host has not waited for, the oldest at `first` */
     stream_event frees[LIMITER_DEPTH];
     int first, count;
-    int64_t num_frees; /* since lazy init */
+    int64_t num_frees; /* number of frees since lazy init */
 };
 
 void limiter_fini(struct limiter *limiter, struct streams *streams);
-int limiter_wait(struct limiter *limiter, struct streams *streams); /* before a unit's all-gather. 0 or -1 */
-int limiter_record_free(struct limiter *limiter, struct streams *streams); /* of a unit's storage. 0 or -1 */
-void limiter_check(const struct limiter *limiter); /* the invariant, where FSDP_C_CHECK is defined */
+/* call before a unit's all-gather. 0 or -1 */
+int limiter_wait(struct limiter *limiter, struct streams *streams);
+/* call after a unit's storage was freed. 0 or -1 */
+int limiter_record_free(struct limiter *limiter, struct streams *streams);
+void limiter_check(const struct limiter *limiter); /* assert the invariant under FSDP_C_CHECK */
 
 #endif

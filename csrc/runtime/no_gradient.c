@@ -1,4 +1,4 @@
-/* Units with trainable parameters to which no backward brings a gradient: one warning for each root. */
+/* One warning per root for units whose trainable parameters never receive a gradient. */
 #include "runtime/no_gradient.h"
 
 #include "runtime/callbacks.h"

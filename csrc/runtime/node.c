@@ -1,15 +1,14 @@
-/* The autograd function of a unit. See [Note: one node per unit] in node.h. */
+/* Autograd function of a unit. See [Note: one node per unit] in node.h. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
 
-/* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
+/* owned, immortal; C apply() of the function class: torch's Python wrapper around it adds 3 us */
 static PyObject *apply;
 
-/* ---- the function's two methods ---- */
+/* ---- forward and backward of the function ---- */
 
-/* Parameters that are frozen beside others. `*frozen`: NULL, or a list; `*which`: a sum that tells such sets
- * apart. */
+/* Append the views of frozen parameters to `*frozen`, a list or NULL. `*which` is a hash of their indices. */
 static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint64_t *which) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
@@ -24,8 +23,8 @@ static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint
     return 0;
 }
 
-/* Autograd takes the history from a view that is frozen from now on, which another graph may still read: that
- * keeps the view, and the part has others. */
+/* Collect the frozen views, and replace all views if the set has changed. Autograd would drop the history of
+ * a view that is frozen now, while another graph may still read the old view with its history. */
 static int update_frozen_views(struct unit *part, PyObject **frozen) {
     Py_ssize_t before = *frozen ? PyList_Size(*frozen) : 0;
     uint64_t which = 0;
@@ -42,12 +41,12 @@ static int update_frozen_views(struct unit *part, PyObject **frozen) {
     return collect_frozen_views(part, frozen, &which);
 }
 
-/* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among
- * them get no gradient.
+/* forward(context, anchor, token, flat parameters) -> views of the trained flat parameters. Views of frozen
+ * parameters among them are non-differentiable.
  *
- * [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may
- * come when something else is frozen: a unit with segments keeps with the node which parts were in it, a byte
- * for each. */
+ * [Note: flat parameters in a node] A flat parameter without any trainable parameter is left out of its
+ * unit's node. The set may change before the backward, so a unit with segments saves the set in the context,
+ * one byte per flat parameter. */
 static PyObject *node_forward(PyObject *self, PyObject *args) {
     PyObject *context = PyTuple_GetItem(args, 0), *token = PyTuple_GetItem(args, 2);
     (void)self;
@@ -60,7 +59,7 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     Py_ssize_t count = 0;
     FOR_EACH_FLAT_PARAM(part, unit) {
         int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
-        /* what was trained before, and is not any more, has no history from now on */
+        /* a flat parameter that was trained before and is frozen now */
         if (trains < 0 || (!trains && part->node.trained_last_forward && node_detach_part(part) < 0))
             return NULL;
         part->node.trained_last_forward = trains;
@@ -93,8 +92,8 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     return views;
 }
 
-/* Gradients of gradients end here, and must not do so in silence (X-069). Grad mode is on only under
- * create_graph. */
+/* Double backward through this node is not supported: raise an error instead of returning zeros. Grad mode is
+ * on only under create_graph. */
 static int refuse_double_backward(struct unit *unit, PyObject *args) {
     if (!torch_grad_enabled())
         return 0;
@@ -114,7 +113,7 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
     return 0;
 }
 
-/* `args`: anything, then the gradients of the part's views. */
+/* `args`: one ignored value, then the gradients of the flat parameter's views. */
 static int receive_flat_param(struct unit *part, PyObject *args, bool *was_summed) {
     const struct flat_param *param = &part->handle->param;
     struct grads *grads = &part->handle->grads;
@@ -127,38 +126,37 @@ static int receive_flat_param(struct unit *part, PyObject *args, bool *was_summe
     return grads_receive(grads, args) < 0 ? unit_explain_failure(part, TRACED_SUM, false) : 0;
 }
 
-/* What one run of the node has brought, and what it answers autograd with. */
+/* One call of the node's backward. */
 struct node_call {
     PyObject *context, *args; /* borrowed */
-    PyObject *input_grads;    /* owned; tuple: for the anchor, the token and each part's flat parameter */
-    bool reaches_all_leaves;  /* the backward comes to all leaves of its graph */
-    bool was_summed;          /* a part had gradients already */
+    PyObject *input_grads;    /* owned; tuple of results: for the anchor, the token and each flat parameter */
+    bool reaches_all_leaves;  /* true if the backward reaches all leaves of its graph */
+    bool was_summed;          /* true if some flat parameter had received a gradient before */
 };
 
-/* What a backward does with an edge to a flat parameter: see [Note: flat parameters in the graph]
- * in backward.c. */
+/* Use of an edge to a flat parameter: see [Note: flat parameters in the graph] in backward.c. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 
-/* Of the part with this index. */
+/* Return the use of the edge to the flat parameter with this index, or -1. */
 static int edge_use(PyObject *context, Py_ssize_t index) {
-    OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
+    OWNED *edges = PyObject_GetAttrString(context, "next_functions"); /* the first edge is the anchor's */
     if (edges && PySequence_Size(edges) <= 1 + index)
-        return EDGE_UNUSED; /* of a forward from before there were any */
+        return EDGE_UNUSED; /* the forward ran before edges were enabled */
     OWNED *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
-    OWNED *node = edge ? PySequence_GetItem(edge, 0) : NULL; /* None where it was frozen in the forward */
+    OWNED *node = edge ? PySequence_GetItem(edge, 0) : NULL; /* None if frozen in the forward */
     if (!node)
         return -1;
     int executes = node == Py_None ? 0 : torch_will_execute(node);
     if (executes >= 0)
         return executes ? EDGE_ACCUMULATES : EDGE_UNUSED;
-    /* by which it tells of a leaf that autograd.grad() asks for */
+    /* autograd raises this error for a leaf that autograd.grad() captures */
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return -1;
     PyErr_Clear();
     return EDGE_CAPTURED;
 }
 
-/* The gradients of one part go where the backward takes them. */
+/* Route the gradients of one flat parameter: receive them, or return them to autograd.grad(). */
 static int route_flat_param_gradients(struct unit *part, PyObject *own, struct node_call *call,
                                       Py_ssize_t index) {
     if (call->reaches_all_leaves)
@@ -167,12 +165,12 @@ static int route_flat_param_gradients(struct unit *part, PyObject *own, struct n
     if (use == EDGE_ACCUMULATES)
         return unit_receive_inputs_only(part) < 0 ? -1 : receive_flat_param(part, own, &call->was_summed);
     if (use != EDGE_CAPTURED)
-        return use; /* unused, or an exception */
+        return use; /* EDGE_UNUSED, or -1 */
     PyObject *grad = grads_flat_of(&part->handle->grads, own);
     return grad ? PyTuple_SetItem(call->input_grads, 2 + index, grad) : -1;
 }
 
-/* Each part that was in the node has its own. */
+/* Route each flat parameter's slice of the gradients. */
 static int route_gradients(struct unit *unit, struct node_call *call) {
     if (!unit->next_segment)
         return route_flat_param_gradients(unit, call->args, call, 0);
@@ -194,11 +192,11 @@ static int route_gradients(struct unit *unit, struct node_call *call) {
 static int receive_gradients(struct unit *unit, struct node_call *call) {
     if (refuse_double_backward(unit, call->args) < 0)
         return -1;
-    /* under the stream that made the gradients, after which the anchor's hook comes */
+    /* follow the stream of the gradients; the anchor's hook runs later */
     if (stream_follow(&unit->runtime->schedule.streams) < 0)
         return -1;
     int reaches_all_leaves = unit_reaches_anchor(unit);
-    Py_ssize_t count = 2; /* nothing for anybody yet */
+    Py_ssize_t count = 2; /* results for the anchor and the token */
     FOR_EACH_FLAT_PARAM(part, unit->runtime->has_edges ? unit : NULL)
         count++;
     call->reaches_all_leaves = reaches_all_leaves;
@@ -207,7 +205,7 @@ static int receive_gradients(struct unit *unit, struct node_call *call) {
         PyTuple_SetItem(call->input_grads, i, Py_NewRef(Py_None));
     if (!call->input_grads || route_gradients(unit, call) < 0)
         return -1;
-    /* the earlier ones were added up here, and may have been made under another stream */
+    /* earlier gradients, perhaps of another stream, were added on this one */
     return call->was_summed ? stream_join_former(&unit->runtime->schedule.streams) : 0;
 }
 
@@ -231,8 +229,7 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     return call.input_grads;
 }
 
-/* Compiled autograd asks for it before it traces a backward. What a unit's hooks do cannot be traced (parity
- * 70). */
+/* Compiled autograd calls this before it traces a backward. The unit's hooks cannot be traced. */
 static PyObject *node_compiled_autograd_key(PyObject *self, PyObject *context) {
     PyObject *token = PyObject_GetAttr(context, torch_names.unit);
     (void)self;
@@ -255,7 +252,7 @@ static PyMethodDef forward_def = {"forward", node_forward, METH_VARARGS, NULL};
 static PyMethodDef backward_def = {"backward", node_backward, METH_VARARGS, NULL};
 static PyMethodDef key_def = {"_compiled_autograd_key", node_compiled_autograd_key, METH_O, NULL};
 
-/* class FlatParameterViews(torch.autograd.Function), with C functions as its static methods. */
+/* Create class FlatParameterViews(torch.autograd.Function), with C functions as static methods. */
 int node_init(void) {
     if (apply)
         return 0;
@@ -289,7 +286,7 @@ void node_fini(struct unit *unit) {
     Py_CLEAR(unit->node.hooks_seen);
 }
 
-/* The accumulation node of a leaf: what its expansion leads back to. */
+/* Return a leaf's accumulation node: the next node of its expansion. New reference. */
 static PyObject *accumulation_node(PyObject *leaf) {
     OWNED *expanded = PyObject_CallMethod(leaf, "expand_as", "O", leaf);
     OWNED *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
@@ -304,7 +301,7 @@ static int make_anchor(struct unit *unit) {
     OWNED *removable = NULL;
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         return -1;
-    /* the node stays with the unit, and the engine uses its stream in each backward */
+    /* The engine runs the node on the stream on which it was created, in each backward. */
     unit->node.accumulation_node = stream_enter_persistent(streams) < 0 ? NULL : accumulation_node(anchor);
     if (stream_leave(streams) == 0 && unit->node.accumulation_node)
         unit->node.anchor_hook = hook_new(unit_post_backward, unit, NULL);
@@ -319,8 +316,8 @@ static int make_anchor(struct unit *unit) {
     return 0;
 }
 
-/* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of
- * more of them. */
+/* Remove user hooks from the views. Such hooks belong to the node of the last forward, and torch would not
+ * move them to the next one. */
 static int clear_view_hooks(struct unit *unit) {
     int registered = torch_hooks_registered_since(&unit->node.hooks_seen);
     FOR_EACH_FLAT_PARAM(part, unit) {
@@ -338,9 +335,9 @@ static int clear_view_hooks(struct unit *unit) {
     return registered < 0 ? -1 : 0;
 }
 
-/* A transformation of torch.func takes no autograd function as a unit's node is: without gradients none is
- * needed (parity 54). What it has made belongs to it. 0 or -1, with the exception that is set where none is
- * under way. */
+/* A transformation of torch.func rejects the unit's autograd function. Without gradients the function is not
+ * needed, so the error is cleared and a new anchor, which the transformation owns, dropped. Return 0 or -1;
+ * without a transformation, the current exception stays. */
 static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
     PyObject *error = PyErr_GetRaisedException();
     OWNED *peek = ref_find("torch._C._functorch", "peek_interpreter_stack");
@@ -360,8 +357,8 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
                       "under torch.no_grad(), or transform the module that is not wrapped.");
 }
 
-/* In low precision the flat parameter changes its dtype for the forward and back, with which it loses its
- * accumulation node. */
+/* Return true if the node has edges. A flat parameter in low precision changes its dtype during the forward,
+ * and so loses its accumulation node. */
 static bool has_edges(struct unit *unit) {
     if (!unit->runtime->has_edges)
         return false;
@@ -371,7 +368,7 @@ static bool has_edges(struct unit *unit) {
     return true;
 }
 
-/* Its outputs are the views. New reference or NULL. */
+/* Return the views, the node's outputs. New reference, or NULL. */
 static PyObject *apply_node(struct unit *unit) {
     bool edges = has_edges(unit);
     if (!unit->next_segment)
@@ -391,16 +388,16 @@ static PyObject *apply_node(struct unit *unit) {
 }
 
 int node_attach_views(struct unit *unit) {
-    /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
+    /* record history under no_grad as well: code inside the module may enable gradients, as in FSDP1 */
     bool enabled = torch_grad_enabled();
     if ((!enabled || !unit->node.anchor) && torch_inference_mode())
-        return 0; /* nothing is recorded there, whatever is turned on */
+        return 0; /* inference mode records no history */
     OWNED *views = NULL;
     bool has_anchor = unit->node.anchor;
     if (!enabled)
         torch_set_grad_enabled(true);
-    /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit
-     * the views */
+    /* The token does not own the unit: a cycle through the views' node would be invisible to the garbage
+     * collector. */
     if (clear_view_hooks(unit) == 0 && (unit->node.anchor || make_anchor(unit) == 0))
         views = apply_node(unit);
     if (!enabled)
@@ -409,7 +406,7 @@ int node_attach_views(struct unit *unit) {
     return views ? 0 : refuse_transformed(unit, enabled, !has_anchor);
 }
 
-/* ---- the views lose their history ---- */
+/* ---- drop the history of views ---- */
 
 int node_detach_part(struct unit *part) {
     PyObject *inference_guard;

@@ -1,12 +1,12 @@
-/* A unit in autograd's graph.
+/* Autograd node of a unit.
  *
- * [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its
- * outputs are the unit's cached views and its backward receives all their gradients at once. It returns
- * no gradient for the anchor, yet autograd runs the anchor's accumulation node once per backward, after
- * every contribution: the post-backward moment.
+ * [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf. The
+ * function's outputs are the unit's cached views, so its backward receives the gradients of all of them at
+ * once. Autograd runs the anchor's accumulation node once per backward, after every contribution, although
+ * the function returns no gradient for the anchor. The post-backward is a hook on that node.
  *
- * Invariant: while `views_attached`, the views of the parts that were trained in the last forward carry its
- * history; those of others carry none. */
+ * Invariant: while `views_attached`, the views of each flat parameter that was trained in the last forward
+ * carry that forward's history. Views of other flat parameters carry none. */
 #ifndef FSDP_RUNTIME_NODE_H
 #define FSDP_RUNTIME_NODE_H
 
@@ -18,21 +18,23 @@
 struct unit;
 
 struct unit_node {
-    PyObject *anchor;            /* owned */
-    PyObject *accumulation_node; /* owned; the anchor's, which keeps the hook on it alive */
-    PyObject *anchor_hook;       /* owned; the post-backward, a hook that does not own the unit */
-    PyObject *hooks_seen;        /* owned; number of torch's latest hook when the views had none */
-    bool views_attached;         /* the views carry the history of an earlier forward */
-    bool trained_last_forward;   /* of a part: its own views do */
-    uint64_t frozen_params;      /* of a part: which of its parameters were not trained then; 0: all were */
+    PyObject *anchor; /* owned */
+    /* owned; the anchor's AccumulateGrad node, which keeps anchor_hook registered */
+    PyObject *accumulation_node;
+    PyObject *anchor_hook;     /* owned; calls unit_post_backward, does not own the unit */
+    PyObject *hooks_seen;      /* owned; id of torch's latest hook when the views had none */
+    bool views_attached;       /* true if the views carry the history of a forward */
+    bool trained_last_forward; /* true if this flat parameter's own views do */
+    /* hash of the parameters that were frozen in that forward; 0 if all were trained */
+    uint64_t frozen_params;
 };
 
-int node_init(void); /* the autograd function, for all units; once per process. 0 or -1 */
+int node_init(void); /* create the autograd function, once per process. 0 or -1 */
 void node_fini(struct unit *unit);
-void node_drop_anchor(struct unit *unit); /* and its node and hook */
-/* The views belong to a new node; its anchor is made on the first call. 0 or -1 */
+void node_drop_anchor(struct unit *unit); /* drop the node and the hook as well */
+/* Attach the views to a new node. The first call creates the anchor. Return 0 or -1. */
 int node_attach_views(struct unit *unit);
-int node_detach_part(struct unit *part);  /* its views have no history. 0 or -1 */
-int node_detach_views(struct unit *unit); /* nor those of any part. 0 or -1 */
+int node_detach_part(struct unit *part);  /* drop the history of its views. 0 or -1 */
+int node_detach_views(struct unit *unit); /* drop the history of all views. 0 or -1 */
 
 #endif

@@ -1,5 +1,4 @@
-/* The operations of a step: as the runtime has them, and as calls of what outside code has put in their
- * place. */
+/* Table of the operations of a step: the runtime's defaults, and calls of replacements. */
 #include "runtime/operations.h"
 
 #include <string.h>
@@ -19,14 +18,14 @@ const struct operations operations_default = {
     .register_post_backward_hook = unit_register_post_backward_hook,
 };
 
-/* ---- what outside code has put in their place ---- */
+/* ---- calls of replacements ---- */
 
 static PyObject *handle_or_none(const struct unit *unit) {
     return unit->handle_object ? unit->handle_object : Py_None;
 }
 
 PyObject *operations_call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
-    OWNED *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
+    OWNED *function = Py_NewRef(operations.replaced[which]); /* the function may unregister itself */
     OWNED *module = unit_module(unit);
     return PyObject_CallFunctionObjArgs(function, module ? module : Py_None, a, b, c, NULL);
 }
@@ -65,7 +64,7 @@ static int call_register_pre_backward_hooks(struct unit *unit, PyObject **output
     return 0;
 }
 
-/* The views belong to no node, unless it makes one. */
+/* Detach the views, unless the replacement attaches them to a node. */
 static int call_register_post_backward_hook(struct unit *unit) {
     if (node_detach_views(unit) < 0)
         return -1;
@@ -82,7 +81,7 @@ static const struct operations operations_replaced = {
     .register_post_backward_hook = call_register_post_backward_hook,
 };
 
-/* ---- which of the two ---- */
+/* ---- selection ---- */
 
 static const struct operations *table_for(const struct operations *table, enum replaceable which) {
     return table->replaced[which] ? &operations_replaced : &operations_default;

@@ -1,9 +1,9 @@
-/* The operations of a step that outside code may put a function of its own in the place of (H-016, H-025). A
- * step calls each through this table alone. They are called where upstream calls them, with upstream's
- * arguments; what such a function wraps are fsdp_c's functions of the same names.
+/* Operations of a step that other libraries may replace (composer, torch's own tests). A step calls each
+ * through this table, at the same points and with the same arguments as torch's FSDP1. The replacement may
+ * wrap fsdp_c's function of that name.
  *
- * Invariant: an entry is the runtime's own where nothing was put in its place, and else one that calls what
- * was. */
+ * Invariant: an entry is the runtime's default unless the operation is replaced, in which case the entry
+ * calls the replacement. */
 #ifndef FSDP_RUNTIME_OPERATIONS_H
 #define FSDP_RUNTIME_OPERATIONS_H
 
@@ -15,7 +15,7 @@
 
 struct unit;
 
-/* What can be replaced, in the order of the names in operations_replace(). */
+/* Replaceable operations, in the order of the names in operations_replace(). */
 enum replaceable {
     REPLACEABLE_UNSHARD,
     REPLACEABLE_RESHARD,
@@ -26,36 +26,35 @@ enum replaceable {
     REPLACEABLES
 };
 
-/* 0 or -1, where nothing else is said. */
+/* Entries return 0, or -1 with an exception. */
 struct operations {
-    /* FlatParamHandle.unshard(handle), which also does all that comes before an all-gather */
+    /* FlatParamHandle.unshard(handle), including writeback and allocation */
     int (*unshard)(struct unit *unit);
-    /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param), before the runtime's own; or NULL */
+    /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param), called before the runtime's own; or
+     * NULL */
     int (*reshard)(struct unit *unit, bool free_storage);
     /* _runtime_utils._post_backward_reshard(state, handle) */
     int (*post_backward_reshard)(struct unit *unit);
-    /* _runtime_utils._get_handle_to_prefetch(state, handle): prefetch what it returns, a handle or
-     * None */
+    /* _runtime_utils._get_handle_to_prefetch(state, handle): returns the handle to prefetch, or None */
     int (*prefetch)(struct unit *unit, enum training_state state);
-    /* ..._register_pre_backward_hooks(state, module, outputs, handle): *outputs become those returned */
+    /* ..._register_pre_backward_hooks(state, module, outputs, handle): the result replaces *outputs */
     int (*register_pre_backward_hooks)(struct unit *unit, PyObject **outputs);
     /* ..._register_post_backward_hook(state, handle) */
     int (*register_post_backward_hook)(struct unit *unit);
 
-    PyObject *replaced[REPLACEABLES]; /* owned; NULL where nothing was replaced */
+    PyObject *replaced[REPLACEABLES]; /* owned; NULL unless replaced */
 };
 
 extern struct operations operations;
 
-extern const struct operations operations_default; /* the runtime's */
+extern const struct operations operations_default; /* the runtime's functions */
 
-void operations_init(struct operations *table); /* the runtime's own, but for what is replaced */
-/* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for
- * another name. */
+void operations_init(struct operations *table); /* fill in all entries after a change of `replaced` */
+/* Replace operation `name` by `function`; Py_None restores the default. Return 0, or -1 with ValueError for
+ * an unknown name. */
 int operations_replace(struct operations *table, const char *name, PyObject *function);
-/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or
- * NULL. */
+/* Call replaced[which](module, a, b, c); the first NULL ends the arguments. New reference, or NULL. */
 PyObject *operations_call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c);
-void operations_check(const struct operations *table); /* the invariant, where FSDP_C_CHECK is defined */
+void operations_check(const struct operations *table); /* assert the invariant under FSDP_C_CHECK */
 
 #endif

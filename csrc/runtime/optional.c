@@ -11,7 +11,7 @@ void optional_add(struct unit *unit, struct unit *enclosing) {
     enclosing->optional.first = unit;
 }
 
-/* ---- what an optional unit may do ---- */
+/* ---- checks of optional units ---- */
 
 static int refuse(const struct unit *unit, const char *what) {
     return unit_error(
@@ -22,7 +22,7 @@ static int refuse(const struct unit *unit, const char *what) {
         what, unit->optional.enclosing->name);
 }
 
-/* A change of precision gives back what was gathered in another. */
+/* The unit may have been resharded by a change of precision, in train() or eval(). */
 int optional_check_forward(const struct unit *unit) {
     if (unit->optional.enclosing->optional.open && unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
@@ -35,7 +35,7 @@ int optional_check_backward(const struct unit *unit) {
     return refuse(unit, "a gradient comes to it where its parameters are not gathered");
 }
 
-/* ---- gathered with the unit around them ---- */
+/* ---- unshard with the enclosing unit ---- */
 
 static int unshard_optional(struct unit *unit, enum traced part) {
     TRACE(part, unit->name_index);
@@ -48,7 +48,7 @@ int optional_begin_forward(struct unit *enclosing) {
         if (unit_precision_for_forward(unit) < 0 || unit_reshard_stale(unit) < 0 ||
             unshard_optional(unit, TRACED_FORWARD_GATHER) < 0)
             return -1;
-        unit_mark_used(unit); /* run or not */
+        unit_mark_used(unit); /* also if the unit will not run */
     }
     return 0;
 }

@@ -1,21 +1,22 @@
-/* Units that a rank need not run in a step, as experts and the encoders of modalities.
+/* Optional units: units that a rank need not run in a step, such as experts and encoders of modalities.
  *
- * [Note: optional units] Collectives must come in one order on all ranks, and no rank knows which optional
- * units the others are about to run. So theirs hang on those of the enclosing unit, which every rank runs:
+ * [Note: optional units] All ranks must issue collectives in the same order, and no rank knows which optional
+ * units the others will run. The collectives of optional units are therefore tied to the enclosing unit,
+ * which every rank runs:
  *
- *   its pre-forward     all of its optional units are gathered, in the order of modules            opens
- *   its post-forward    they are given back, run or not                                           closes
- *   its pre-backward    they are gathered again; on a tensor of both it comes before theirs       opens
- *   its post-backward   their gradients are reduced before its own, zeros where there are none;   closes
- *                       at the end of the backward where it has no gradients itself
+ *   its pre-forward     unshard all of its optional units, in the order of modules            opens
+ *   its post-forward    reshard them, run or not                                              closes
+ *   its pre-backward    unshard them again; on a shared tensor its hook runs before theirs    opens
+ *   its post-backward   reduce their gradients before its own, zeros if there are none        closes
+ *                       (at the end of the backward if it has no gradients itself)
  *
- * Between these an optional unit runs as often as it likes and in any order; it sends nothing, and stays
- * gathered. What it does is this rank's own business, so nothing above may depend on it: not on what ran, nor
- * on what requires a gradient. The units inside an optional one are optional too. None is in the order of
- * units (order.h): they are neither prefetched nor validated.
+ * While open, an optional unit may run any number of times in any order; it issues no collective, and stays
+ * unsharded. Nothing outside may depend on which of them ran or which parameters require a gradient on this
+ * rank. Units inside an optional unit are optional too. Optional units have no place in the order of units
+ * (order.h), and are neither prefetched nor validated.
  *
  * Invariants: an optional unit is in the list of its enclosing unit, which is not optional itself. Outside of
- * a step nothing is open and nothing reached. */
+ * a step no unit is `open` or `reached`. */
 #ifndef FSDP_RUNTIME_OPTIONAL_H
 #define FSDP_RUNTIME_OPTIONAL_H
 
@@ -28,39 +29,41 @@
 struct runtime;
 struct unit;
 
-/* Of each unit; zeros where nothing is optional. Segments (see [Note: segments] in unit.h) go with their
- * unit. */
+/* State of a unit; all zeros if nothing is optional. Segments ([Note: segments] in unit.h) share their
+ * unit's. */
 struct optional {
-    struct unit *enclosing; /* borrowed, from the same runtime; of an optional unit, else NULL */
-    struct unit *next;      /* borrowed; the next optional unit with parameters of the same enclosing unit */
-    /* of each part: a parameter required a gradient in the last forward of the enclosing unit that a backward
-     * can follow */
+    struct unit *enclosing; /* borrowed, from the same runtime; NULL unless the unit is optional */
+    struct unit *next;      /* borrowed; next optional unit with parameters inside the same enclosing unit */
+    /* true if some parameter required a gradient in the last forward of the enclosing unit with gradients
+     * enabled */
     bool trainable;
-    bool unreduced; /* of each part: a backward under no_sync has passed it since its last reduction */
+    /* true if a backward under no_sync has passed this flat parameter since its last reduction */
+    bool unreduced;
 
-    struct unit *first; /* borrowed; of an enclosing unit: the first in it */
-    bool open;          /* they are gathered, and may run */
-    bool reached;       /* by a backward, which has not reduced their gradients yet */
+    struct unit *first; /* borrowed; first optional unit inside this one */
+    bool open;          /* true while the optional units inside are unsharded and may run */
+    bool reached;       /* true from the pre-backward until the optional units inside are reduced */
 };
 
-/* `unit` comes before those that are in the list of `enclosing` already. */
+/* Insert `unit` at the head of the list of `enclosing`. */
 void optional_add(struct unit *unit, struct unit *enclosing);
 
-/* The enclosing unit begins or ends its forward or its backward. reshard.c frees them. 0 or -1. */
+/* Begin or end a forward or backward of the enclosing unit; reshard.c has the ends. Return 0 or -1. */
 int optional_begin_forward(struct unit *enclosing);
 int optional_end_forward(struct unit *enclosing);
 int optional_begin_backward(struct unit *enclosing);
 int optional_end_backward(struct unit *enclosing);
-/* reduce.c: then their gradients, zeros where nothing came, also where the unit around them has none. 0 or -1 */
+/* reduce.c: reduce the gradients of the optional units inside, zeros for missing ones. reduce_all also covers
+ * enclosing units without gradients. Return 0 or -1. */
 int optional_reduce(struct unit *enclosing);
 int optional_reduce_all(struct runtime *runtime);
-void optional_abandon(struct unit *enclosing); /* its forward has raised; clears exceptions */
-void optional_reset(struct unit *enclosing);   /* after an exception in a step: nothing is open */
+void optional_abandon(struct unit *enclosing); /* after a failed forward; clears exceptions */
+void optional_reset(struct unit *enclosing);   /* close after an exception in a step */
 
-/* An optional unit. 0, or -1 with RuntimeError where it may not run, or where its gradient comes too late. */
+/* Check that an optional unit may run, or may receive a gradient. Return 0, or -1 with RuntimeError. */
 int optional_check_forward(const struct unit *unit);
 int optional_check_backward(const struct unit *unit);
-int optional_keep_unsharded(
-    struct unit *unit); /* it has run: it shows its shard, and stays gathered. 0 or -1 */
+/* Expose the sharded parameters of an optional unit after it ran, and keep its storage. Return 0 or -1. */
+int optional_keep_unsharded(struct unit *unit);
 
 #endif

@@ -44,7 +44,7 @@ void order_next_iteration(struct order *order) {
     CHECKED(order_check(order));
 }
 
-/* ---- recorded ---- */
+/* ---- record ---- */
 
 void order_record_pre_forward(struct order *order, struct order_place *place) {
     if (order->iteration > 0 || place->pre_forward >= 0)
@@ -53,7 +53,7 @@ void order_record_pre_forward(struct order *order, struct order_place *place) {
     order->pre[order->num_pre++] = place->unit;
 }
 
-/* Room for twice as many. 0, or -1 with MemoryError. */
+/* Double the capacity. Return 0, or -1 with MemoryError. */
 static int grow(int64_t **indices, int64_t *capacity) {
     int64_t larger = *capacity ? *capacity * 2 : 16;
     int64_t *grown = PyMem_Realloc(*indices, (size_t)larger * sizeof *grown);
@@ -68,7 +68,7 @@ static int grow(int64_t **indices, int64_t *capacity) {
 
 int order_record_post_forward(struct order *order, struct order_place *place) {
     if (place->post_forward > 0)
-        return 0; /* the unit at index 0 is recorded again, as upstream does (D-111) */
+        return 0; /* the unit at index 0 is recorded again, as in FSDP1 */
     if (order->num_post == order->capacity && grow(&order->post, &order->capacity) < 0)
         return -1;
     place->post_forward = order->num_post;

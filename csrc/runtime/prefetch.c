@@ -1,10 +1,10 @@
-/* What is gathered ahead of its use: which unit comes next, in the order of units (D-110 to D-116) or as outside
- * code or the user says; and the memory for what is gathered at a time. */
+/* Prefetch: choice of the next unit, in the order of units or by other code, and memory for the units that
+ * are unsharded at a time. */
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
 
-/* ---- which unit comes next ---- */
+/* ---- choice of the next unit ---- */
 
 static bool can_prefetch(const struct unit *unit) {
     return !unit->unsharded.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
@@ -71,7 +71,7 @@ int unit_prefetch_in_order(struct unit *unit, enum training_state state) {
     return 0;
 }
 
-/* As many times as there are units to prefetch; *chosen is NULL where there is no more. */
+/* Call the replacement of _get_handle_to_prefetch. *chosen is NULL if it returns None. */
 static int choose(struct unit *unit, struct unit **chosen) {
     const struct runtime *runtime = unit->runtime;
     OWNED *handle =
@@ -121,7 +121,7 @@ int unit_prefetch_by_user(struct unit *unit) {
                           "its full parameters are summoned: prefetch it outside of summon_full_params");
     if (runtime_begin_step_alone(runtime) < 0 || unit_precision_for_forward(unit) < 0)
         return -1;
-    /* what the last forward has left may be stale for the next one */
+    /* parameters left by the last forward may be stale for the next one */
     bool is_for_next = !runtime->num_in_forward || !runtime->num_forwards;
     if (is_for_next && unit->unsharded.for_forward != FOR_NEXT_FORWARD)
         unit->unsharded.for_forward = 0;
@@ -134,14 +134,15 @@ int unit_prefetch_by_user(struct unit *unit) {
     return 0;
 }
 
-/* ---- memory for what is gathered at a time ---- */
+/* ---- memory of unsharded parameters ---- */
 
-/* [Note: one piece] Before the first step the pool holds what as many units want as are gathered at a time.
- * It is one piece, so that torch's allocator cuts off what a unit wants, to 512 bytes; from pieces of their
- * own units would be given up to 1 MiB more, and no two of them could make room for a larger one. At the end
- * of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
+/* [Note: one piece] Before the first step the pool reserves memory for all units that are unsharded at a
+ * time. The memory is one block, from which torch's allocator splits the storage of a unit at a granularity
+ * of 512 bytes. A block per unit would waste up to 1 MiB each, and two small blocks could not hold one large
+ * unit. The input of a backward's last reduction uses the same memory, when no unit is unsharded any more. */
 
-/* In use, prefetched, and in forward held until its last use is over. */
+/* Return the number of units unsharded at a time: in use, prefetched, and in forward held until the last use
+ * is over. */
 static int64_t max_units_unsharded(const struct runtime *runtime) {
     int64_t forward = 2, backward = 1;
     FOR_EACH_UNIT(unit, runtime) {
@@ -157,7 +158,7 @@ static bool needs_storage(const struct unit *unit) {
     return unit->handle && storage_needs_alloc(&unit->handle->storage);
 }
 
-/* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
+/* Return true if the flat parameter stays unsharded between forward and backward. The root always does. */
 static bool stays_unsharded(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
     return unit->is_root || flat_param_stays_unsharded(&unit->handle->param);
@@ -175,8 +176,8 @@ static bool is_larger(struct unit *unit, struct unit *other) {
     return nbytes > nbytes_of_other || (nbytes == nbytes_of_other && unit->place.unit < other->place.unit);
 }
 
-/* The largest among the units that give their storage back in a step, after `previous`; NULL when there is
- * none. */
+/* Return the largest unit that is resharded in a step, after `previous` in descending order; NULL at the
+ * end. */
 static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
     struct unit *largest = NULL;
     FOR_EACH_UNIT(unit, runtime) {
@@ -188,7 +189,7 @@ static struct unit *next_largest(const struct runtime *runtime, struct unit *pre
     return largest;
 }
 
-/* `visit` each part whose storage is held at a time: 0 or -1. */
+/* Call `visit` for each flat parameter whose storage is held at the same time. Return 0 or -1. */
 static int for_each_held(const struct runtime *runtime, int (*visit)(struct unit *, void *), void *arg) {
     FOR_EACH_UNIT(unit, runtime) {
         if (needs_storage(unit) && stays_unsharded(unit) && visit(unit, arg) < 0)
@@ -207,8 +208,8 @@ static int add_nbytes(struct unit *part, void *nbytes) {
     return 0;
 }
 
-/* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the
- * root's, whose forward was the first to begin. -1 with an exception. */
+/* Return the input size of a backward's last reduction, which reuses all of the pool: usually the root's,
+ * whose forward begins first. -1 with an exception. */
 static int64_t last_input_nbytes(const struct runtime *runtime) {
     int64_t first = 0, most = 0;
     while (first < runtime->num_units && !runtime->units[first]->handle)
@@ -241,7 +242,8 @@ static int reserve_flat_param(struct unit *part, void *arg) {
     return 0;
 }
 
-/* Allocate and free the storage of each unit once: 1 if the piece provides some of it, 0 or -1. */
+/* Allocate and free the storage of each unit once. Return 1 if the block provides any of it, 0 if not, -1
+ * with an exception. */
 static int reserve_storages(struct runtime *runtime) {
     struct reservation reservation = {.pool = &runtime->schedule.pool};
     int result = for_each_held(runtime, reserve_flat_param, &reservation);
@@ -254,7 +256,7 @@ static int reserve_storages(struct runtime *runtime) {
     return result < 0 ? -1 : reservation.cuts_piece;
 }
 
-/* On the stream that gathers, to which the memory belongs from then on. */
+/* Runs on the stream of the all-gathers, which owns the memory. */
 int runtime_reserve(struct runtime *runtime) {
     struct streams *streams = &runtime->schedule.streams;
     struct pool *pool = &runtime->schedule.pool;
@@ -268,7 +270,7 @@ int runtime_reserve(struct runtime *runtime) {
         for_each_held(runtime, add_nbytes, &held);
     int64_t nbytes = pool_arena_nbytes(held && input > held ? input : held);
     int cuts_piece = input < 0 || pool_alloc_arena(pool, nbytes) < 0 ? -1 : reserve_storages(runtime);
-    /* a piece that nothing can be cut of would lie idle: then each storage has one of its own */
+    /* torch cannot split the block: free it, and give each storage a block of its own */
     if (cuts_piece == 0 && pool->arena_nbytes && (pool_recreate(pool) < 0 || reserve_storages(runtime) < 0))
         cuts_piece = -1;
     return stream_leave(streams) < 0 || cuts_piece < 0 ? -1 : 0;

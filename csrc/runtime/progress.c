@@ -1,4 +1,4 @@
-#define _DEFAULT_SOURCE /* sigaction beside C11 */
+#define _DEFAULT_SOURCE /* sigaction is not in C11 */
 #include "runtime/progress.h"
 
 #include <errno.h>
@@ -25,7 +25,7 @@ const char *const progress_phases[PROGRESS_PHASES] = {
 };
 
 static char unit_names[PROGRESS_CAPACITY][PROGRESS_NAME_NBYTES];
-static volatile int32_t num_unit_names; /* counts a name only once it is whole */
+static volatile int32_t num_unit_names; /* incremented after the name is complete */
 static volatile int64_t signal_rank;
 
 int32_t progress_add_unit(const char *name) {
@@ -35,7 +35,7 @@ int32_t progress_add_unit(const char *name) {
     return num_unit_names++;
 }
 
-/* ---- only calls that a signal handler may make ---- */
+/* ---- async-signal-safe functions only ---- */
 
 static char *append(char *end, const char *text) {
     size_t length = strlen(text);

@@ -1,5 +1,5 @@
-/* The way back after an exception: in the forward of one unit, in a step, and in a backward that autograd's own
- * thread lets go of. */
+/* Recovery after an exception: in the forward of one unit, in a step, and in a backward that autograd's own
+ * thread releases. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
@@ -8,17 +8,17 @@
 
 #include "torch/py_torch.h"
 
-/* ---- a forward that has raised ---- */
+/* ---- failed forward ---- */
 
-/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is
- * its whole tree's: units that had finished wait for a backward that will not come. */
+/* Reshard the unit and keep the exception. If the root fails, reset all of its tree: units that have finished
+ * wait for a backward that will not run. */
 void unit_abandon_forward(struct unit *unit) {
     PyObject *error = PyErr_GetRaisedException();
-    /* An error of a kernel on parameters that another unit keeps sharded names that unit. */
+    /* Name the other unit if a kernel failed on its sharded parameters. */
     OWNED *module = unit_module(unit);
     if (module && error)
         callbacks_call(callbacks.explain_error, error, module);
-    PyErr_Clear(); /* nothing of Python's is called with an exception set */
+    PyErr_Clear(); /* Python code must not run with an exception set */
     unit_set_phase(unit, PHASE_IDLE);
     optional_abandon(unit);
     unit_set_prefetched(unit, false);
@@ -35,10 +35,10 @@ void unit_abandon_forward(struct unit *unit) {
     PyErr_SetRaisedException(error);
 }
 
-/* ---- a whole tree ---- */
+/* ---- reset of a tree ---- */
 
-/* Keep the first exception of several in `first` and go on: a collective that fails again must not leave the
- * units behind it as they were. */
+/* Keep the first exception in `first` and continue: a collective that fails again must not stop the reset of
+ * later units. */
 static void keep_first_error(PyObject **first, int result) {
     if (result < 0 && !*first)
         *first = PyErr_GetRaisedException();
@@ -48,7 +48,7 @@ static void keep_first_error(PyObject **first, int result) {
 static void reset_unit(struct unit *unit, PyObject **first) {
     struct handle *handle = unit->handle;
     if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
-        return; /* summon_full_params ends by itself */
+        return; /* summon_full_params exits by itself */
     optional_reset(unit);
     unit->unsharded.saved_by_graph = false;
     keep_first_error(first, unit_remove_input_hooks(unit));
@@ -70,22 +70,23 @@ static int reset(struct runtime *runtime) {
     PyErr_Clear();
     runtime->reducing = NULL;
     keep_first_error(&first,
-                     schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL)); /* legal from all */
+                     /* legal from every state */
+                     schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL));
     keep_first_error(&first, schedule_join(&runtime->schedule));
     for (int64_t i = 0; i < runtime->num_units; i++)
         reset_unit(runtime->units[i], &first);
     trace_abandon();
     order_clear_forwards(&runtime->order);
     keep_first_error(&first, schedule_flush(&runtime->schedule));
-    runtime->callback_queued = false; /* at the end: until then a forward waits */
+    runtime->callback_queued = false; /* Clear last: a concurrent forward waits for this flag. */
     if (!first)
         return 0;
     PyErr_SetRaisedException(first);
     return -1;
 }
 
-/* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next
- * forward already: whoever comes second waits, or what it has gathered meanwhile would be given back. */
+/* Reset, or wait for another thread's reset. On a GPU autograd's own thread releases a failed backward, while
+ * the script may be in its next forward: a second reset would free that forward's parameters. */
 int runtime_reset(struct runtime *runtime) {
     unsigned long thread = PyThread_get_thread_ident();
     if (!runtime->resetting) {
@@ -103,15 +104,15 @@ int runtime_reset(struct runtime *runtime) {
     return 0;
 }
 
-/* ---- a backward that has raised ---- */
+/* ---- failed backward ---- */
 
-/* Is autograd running a backward in this thread? */
+/* Return 1 if autograd is running a backward in this thread, 0 if not, -1 with an exception. */
 static int in_backward(void) {
     int64_t id = torch_graph_task();
     return id == -2 ? -1 : id != -1;
 }
 
-/* A queued callback outside of any backward means that the last backward raised: what it left is dropped. */
+/* A queued callback outside of any backward belongs to a backward that raised: reset. */
 int runtime_reset_after_failed_backward(struct runtime *runtime) {
     if (!runtime->callback_queued)
         return 0;
@@ -121,9 +122,9 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
     return runtime_reset(runtime);
 }
 
-/* On a GPU the error reaches the script before autograd's own thread lets go of the backward, which takes it
- * no longer than to get the interpreter's lock. Amid a backward of another thread nothing is let go of, so
- * that the wait has an end. */
+/* On a GPU the error reaches the script before autograd's own thread releases the backward, which takes as
+ * long as acquiring the GIL. A backward of another thread that has not failed releases nothing, so the wait
+ * is bounded. */
 int runtime_await_failed_backward(const struct runtime *runtime) {
     const struct timespec moment = {.tv_nsec = 100 * 1000};
     if (!streams_are_real(&runtime->schedule.streams) || !(runtime->callback_queued || runtime->resetting))
@@ -138,23 +139,21 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
     return running < 0 ? -1 : 0;
 }
 
-/* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid
- * the backward still. */
+/* Runs in the interpreter's main thread, while the forward's thread may still be in the backward. */
 static int recover_in_pending_call(void *waiting) {
     struct runtime *runtime = waiting;
     OWNED *object = runtime->object;
     bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
     runtime->recovery_scheduled = false;
     int result = 0;
-    if (is_script) /* as a forward would, where autograd's thread has not come to it */
+    if (is_script) /* like a forward: reset if autograd's thread has not done so */
         result =
             runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
     return result;
 }
 
-/* An optimizer asks nobody before it reads or clears gradients, and what this backward hides is shown again
- * if it raises. The interpreter makes pending calls before the script's next call; where it has too many, it
- * makes none. */
+/* Recover in a pending call: an optimizer that steps after a failed backward reads gradients without calling
+ * this library. Py_AddPendingCall fails if its queue is full; then recovery waits for the next forward. */
 void runtime_schedule_recovery(struct runtime *runtime) {
     if (runtime->recovery_scheduled || !streams_are_real(&runtime->schedule.streams))
         return;

@@ -1,24 +1,24 @@
-/* Gradients of one flat parameter after the other are packed and reduced, of which at most one is on its way; with
- * those of optional units, which the unit around them brings along. */
+/* Packing and reduction of one flat parameter after the other, with at most one in flight, and of optional
+ * units with their enclosing unit. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
-/* The stream whose memory a reduction reads: see schedule.h. The last one of a backward, mostly the root's, reads
- * memory that lies idle then. */
+/* Return the stream to allocate a reduction's input on: see schedule.h. The last reduction of a backward,
+ * usually the root's, uses memory that is idle by then. */
 static enum stream_role owner_of_input(const struct runtime *runtime, const struct grads *grads) {
     bool is_anything_gathered = false;
     FOR_EACH_UNIT(unit, runtime) {
         if (!unit->handle)
             continue;
         if (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE)
-            return STREAM_POST_BACKWARD; /* its gradients are still to come: the root is found at once */
+            return STREAM_POST_BACKWARD; /* more gradients will follow; the loop ends early, at the root */
         is_anything_gathered = is_anything_gathered || unit->handle->storage.copy->full.allocated;
     }
     bool has_room = pool_arena_fits(&runtime->schedule.pool, grads_reduce_input_nbytes(grads));
     return has_room && !is_anything_gathered ? STREAM_UNSHARD : STREAM_COMPUTE;
 }
 
-/* ---- optimizers that step in a backward ---- */
+/* ---- optimizers in a backward ---- */
 
 int unit_await_step(struct unit *part) {
     bool stepping = part->stepping;
@@ -26,7 +26,7 @@ int unit_await_step(struct unit *part) {
     return stepping ? schedule_wait_reduced(&part->runtime->schedule) : 0;
 }
 
-/* Optimizers of the unit step as soon as its gradients are there (D-089). */
+/* Run the unit's optimizers as soon as its gradient is reduced. */
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct grads *grads = &unit->handle->grads;
@@ -34,7 +34,7 @@ static int step_in_backward(struct unit *unit) {
     if (has_late < 0)
         return -1;
     unit->stepping = true;
-    if (has_late) /* autograd has added what computation made */
+    if (has_late) /* autograd has accumulated gradients on COMPUTE */
         return schedule_wait_reduced(schedule) < 0 || grads_expose(grads) < 0
                    ? -1
                    : callbacks_call(callbacks.step_in_backward, unit->handle_object, NULL);
@@ -75,15 +75,15 @@ int runtime_reduce_part(struct unit *part) {
     return 0;
 }
 
-/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced
- * either: an optimizer may step next. */
+/* Reduce no_sync gradients of a unit that this synchronised backward did not reach: an optimizer may step
+ * next. */
 int runtime_reduce_no_sync_grads(struct unit *part) {
     struct grads *grads = &part->handle->grads;
     if (!part->sync_gradients || !grads->unreduced || unit_of_part(part)->optional.enclosing)
         return 0;
     if (grads_begin_backward(grads) < 0)
         return -1;
-    if (!grads->unreduced) /* the user has cleared it */
+    if (!grads->unreduced) /* cleared by the user */
         return 0;
     return runtime_reduce_part(part) < 0 ? -1 : runtime_finish_reduction(part->runtime);
 }
@@ -98,7 +98,7 @@ static int reduce_optional_part(struct unit *part) {
     return runtime_reduce_part(part);
 }
 
-/* Whether a unit ran, or has gradients, is not asked. */
+/* Reduce all trainable optional units, whether they ran or not: other ranks do too. */
 int optional_reduce(struct unit *enclosing) {
     if (optional_end_backward(enclosing) < 0)
         return -1;
@@ -119,7 +119,7 @@ int optional_reduce_all(struct runtime *runtime) {
         struct unit *unit = runtime->units[i];
         if (unit->optional.reached && optional_reduce(unit) < 0)
             return -1;
-        /* the backward has not come to the unit around it */
+        /* the backward has not reached the enclosing unit */
         bool unreduced = !runtime->num_in_forward && unit->optional.unreduced && unit->sync_gradients;
         if (unreduced && reduce_optional_part(unit) < 0)
             return -1;

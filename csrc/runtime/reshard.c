@@ -1,13 +1,13 @@
-/* When the unsharded parameters of a unit are freed: after its forward, in its backward, and where an earlier
- * forward or a prefetch has left them. */
+/* Time of reshards: after a forward, in a backward, and for parameters left by an earlier forward or a
+ * prefetch. */
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
 
 /* ---- after a forward ---- */
 
-/* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use
- * (parity 4). */
+/* Reshard unless the backward needs the parameters. Without a backward they are freed too, as they could be
+ * stale in the next forward. */
 static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     struct handle *handle = part->handle;
     bool keeps = flat_param_stays_unsharded(&handle->param);
@@ -16,14 +16,14 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
         (!handle->param.sharded || !unit->needs_pre_backward_unshard || (!unit->is_root && !keeps));
     if (handle_writeback_forward(handle) < 0 || unit_reshard(part, free_storage) < 0)
         return -1;
-    bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
+    bool views_stay = keeps && !free_storage && torch_grad_enabled();
     if (!views_stay && handle_expose_sharded(handle) < 0)
         return -1;
     return handle_set_training_state(handle, USE_IDLE);
 }
 
 int unit_reshard_after_forward(struct unit *unit) {
-    if (unit->handle && unit->optional.enclosing) { /* it may run again, and sends nothing */
+    if (unit->handle && unit->optional.enclosing) { /* the unit may run again, and issues no collective */
         FOR_EACH_FLAT_PARAM(part, unit)
             if (handle_writeback_forward(part->handle) < 0)
                 return -1;
@@ -38,7 +38,8 @@ int unit_reshard_after_forward(struct unit *unit) {
     }
     if (optional_end_forward(unit) < 0)
         return -1;
-    bool is_outermost = unit->is_root || unit->runtime->num_in_forward == 1; /* or was called by itself */
+    /* the script may have called the unit by itself */
+    bool is_outermost = unit->is_root || unit->runtime->num_in_forward == 1;
     if (is_outermost && runtime_reshard_unused(unit->runtime) < 0)
         return -1;
     return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_flush(&unit->runtime->schedule) : 0;
@@ -46,19 +47,18 @@ int unit_reshard_after_forward(struct unit *unit) {
 
 /* ---- stale parameters ---- */
 
-/* [Note: stale parameters] A forward may leave gathered what its backward will read: the root, all units of a
- * strategy that does not reshard after forward, what was prefetched and not run. The backward may never
- * come, and parameters change: by an optimizer, by a state dict that is loaded, by the user's own hand. All
- * of that goes to the shards. A change through `.data` leaves no trace, and ranks that hold nothing of a
- * parameter may be left out of one: so it is not asked whether there was any, as all ranks must gather or
- * none. Each unit knows for which forward it was gathered, and another one gathers anew: forwards are counted
- * where none is on its way yet, on each rank alike. Within one forward a unit that runs again, or that was
- * prefetched, is gathered once.
+/* [Note: stale parameters] A forward leaves parameters unsharded that its backward reads: the root's, those
+ * of strategies that do not reshard after forward, and prefetched units that did not run. The backward may
+ * never run, and the shards may change: by an optimizer, a loaded state dict, or the user. A write through
+ * `.data` leaves no trace, and a rank that holds no part of a parameter may not take part in the change. All
+ * ranks must unshard or none, so changes are not searched for. Instead each unit records the forward that it
+ * was unsharded for, and any other forward unshards it again. Only outermost forwards are counted, so all
+ * ranks count alike. Within one forward a unit that runs twice, or was prefetched, is unsharded once.
  *
- * What is gathered on the user's word is for the next forward that it runs in. So is what a backward under
- * no_sync keeps, whose use is that nothing is sent: it goes where any parameter of the root, empty or not,
- * has been written to in a way that can be seen, and in a forward without gradients, which is no part of an
- * accumulation and may be an evaluation of averaged weights. */
+ * Parameters that the user unsharded explicitly are kept for the next forward in which the unit runs.
+ * Parameters kept by a backward under no_sync, to save communication, are kept likewise, until a visible
+ * write to any parameter of the root, or a forward without gradients, which may be an evaluation of averaged
+ * weights. */
 static bool is_stale(const struct unit *unit) {
     bool unsharded = unit->handle && unit->handle->storage.param_state != PARAM_SHARDED;
     return unsharded && unit->unsharded.for_forward != unit->runtime->num_forwards &&
@@ -67,8 +67,9 @@ static bool is_stale(const struct unit *unit) {
 
 /* ---- in a backward ---- */
 
-/* Is this backward followed by another one over the graph of a backward, which reads the unsharded parameters
- * and has no all-gather? create_graph=True makes such a graph, retain_graph=True keeps it. 1, 0 or -1. */
+/* Return 1 if a later backward over this backward's graph reads the unsharded parameters, which it cannot
+ * unshard itself; 0 if not, -1 with an exception. create_graph=True creates such a graph, retain_graph=True
+ * keeps it. */
 static int is_saved_by_graph(struct unit *part) {
     if (part->handle->storage.param_state == PARAM_SHARDED)
         return 0;
@@ -77,7 +78,7 @@ static int is_saved_by_graph(struct unit *part) {
     return unit_of_part(part)->unsharded.saved_by_graph ? torch_keeps_graph() : 0;
 }
 
-/* Under no_sync a strategy that keeps parameters stays gathered (D-070). */
+/* Under no_sync a strategy that keeps parameters unsharded keeps them after the backward too, as in FSDP1. */
 static int reshard_in_backward(struct unit *part) {
     struct unit *unit = unit_of_part(part);
     int saved_by_graph = is_saved_by_graph(part);
@@ -109,7 +110,7 @@ int unit_post_backward_reshard(struct unit *unit) {
 bool unit_ends_with_backward(const struct unit *unit) {
     if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
         (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS))
-        return false; /* summon_full_params ends by itself */
+        return false; /* summon_full_params exits by itself */
     if (!unit->runtime->num_in_forward)
         return true;
     if (!unit->handle)
@@ -128,7 +129,7 @@ int runtime_reshard_units(struct runtime *runtime) {
     return 0;
 }
 
-/* ---- optional units, with the unit around them: see [Note: optional units] ---- */
+/* ---- optional units: see [Note: optional units] ---- */
 
 static int reshard_parts(struct unit *unit, bool free_storage) {
     FOR_EACH_FLAT_PARAM(part, unit)
@@ -141,12 +142,12 @@ int optional_keep_unsharded(struct unit *unit) {
     return reshard_parts(unit, false);
 }
 
-/* Whether a unit ran is not asked: a rank on which it did may need it in a backward. */
+/* Reshard all optional units alike, run or not: a rank that ran one may need it in a backward. */
 int optional_end_forward(struct unit *enclosing) {
     bool expected = enclosing->needs_pre_backward_unshard;
     enclosing->optional.open = false;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* of one strategy with the segments */
+        bool keeps = flat_param_stays_unsharded(&unit->handle->param); /* segments share the strategy */
         if (torch_grad_enabled()) {
             unit_record_precision(unit);
             FOR_EACH_FLAT_PARAM(part, unit) {
@@ -182,7 +183,7 @@ int optional_end_backward(struct unit *enclosing) {
     return 0;
 }
 
-/* ---- what an earlier forward has left ---- */
+/* ---- parameters left by an earlier forward ---- */
 
 static int reshard_unused(struct unit *unit) {
     FOR_EACH_FLAT_PARAM(part, unit) {
@@ -203,7 +204,8 @@ void unit_mark_used(struct unit *unit) {
     unit->unsharded.for_forward = unit->runtime->num_forwards;
 }
 
-/* For the memory, but for what a graph of a backward reads, which nobody would gather again. */
+/* Reshard stale units to free memory. Skip units saved by a create_graph backward: nothing would unshard them
+ * again. */
 int runtime_reshard_stale(struct runtime *runtime) {
     FOR_EACH_UNIT(unit, runtime) {
         bool will_be_unsharded_again = (unit->needs_pre_backward_unshard || unit->unsharded.prefetched) &&
@@ -223,7 +225,7 @@ int runtime_reshard_unused(struct runtime *runtime) {
     return 0;
 }
 
-/* ---- what a backward under no_sync keeps ---- */
+/* ---- parameters kept under no_sync ---- */
 
 static int64_t count_writes(const struct runtime *runtime) {
     int64_t sum = 0;

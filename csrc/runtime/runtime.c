@@ -1,4 +1,4 @@
-/* A root: its life, the start of its step, who else looks at its units, and which thread may use it. */
+/* Life of a root, start of its step, scripts that iterate over its parameters, and its thread. */
 #include "runtime/runtime.h"
 
 #include "runtime/callbacks.h"
@@ -26,7 +26,7 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
             return -1;
         runtime->units[runtime->num_units++] = units[i];
     }
-    /* the streams are those of the device where the first unit with parameters computes */
+    /* the streams belong to the device of the first unit with parameters */
     struct schedule *schedule = &runtime->schedule;
     const struct handle *first = count ? unit_handle_or_first(units[0]) : NULL;
     if (first && schedule_init(schedule, first->param.device) < 0)
@@ -37,8 +37,8 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     return 0;
 }
 
-/* Units outlive their runtime when lazy init failed half-way: they are as before it. What is still gathered
- * goes with its handle, after all that was computed on it. */
+/* Return the units to their state before lazy init: units outlive their runtime if lazy init fails half-way.
+ * Unsharded storage is freed with its handle, after the computation on it. */
 static void unbind_units(struct runtime *runtime) {
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
@@ -76,7 +76,8 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
 
 /* ---- DistributedDataParallel around the root ---- */
 
-/* DDP averages gradients of flat parameters that are whole on each rank, by hooks that come after the anchor's. */
+/* Record the active DDP around the root, and enable edges to flat parameters. DDP averages gradients of
+ * unsharded flat parameters, by hooks that run after the anchor's. */
 static int record_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
     int result = 0;
@@ -88,8 +89,8 @@ static int record_ddp(struct runtime *runtime) {
     Py_XDECREF(ddp);
     if (result < 0 || runtime->has_edges)
         return result;
-    /* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in
-     * the graph] in backward.c. */
+    /* Enable edges from the first forward in which DDP or a pipeline may read flat parameters: see [Note:
+     * flat parameters in the graph] in backward.c. */
     OWNED *name = PyUnicode_FromString("torch.distributed.pipelining");
     PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
     runtime->has_edges = module || runtime->ddp;
@@ -109,7 +110,7 @@ int runtime_pre_forward(struct runtime *runtime) {
     struct unit *root = runtime->units[0];
     OWNED *module = unit_module(root);
     TRACE(TRACED_ROOT_PRE_FORWARD, root->name_index);
-    if (module && root->options.full_precision_in_eval && /* buffers follow the mode as well (D-021) */
+    if (module && root->options.full_precision_in_eval && /* buffers follow the mode too */
         callbacks_call(callbacks.cast_buffers_for_mode, module, NULL) < 0)
         return -1;
     if (runtime_check_state_dict_thread(runtime) < 0)
@@ -123,7 +124,7 @@ int runtime_pre_forward(struct runtime *runtime) {
     return runtime_collect_user_grads(runtime);
 }
 
-/* Outside of the root's forward the script has called a unit by itself. */
+/* The script has called a unit outside of the root's forward. */
 int runtime_begin_step_alone(struct runtime *runtime) {
     if (runtime->units[0]->phase != PHASE_IDLE)
         return 0;
@@ -142,9 +143,8 @@ void runtime_leave_forward(struct runtime *runtime) {
         stream_record_external_end(&runtime->schedule.streams);
 }
 
-/* ---- scripts that walk over the parameters ---- */
+/* ---- scripts that iterate over the parameters ---- */
 
-/* Not those that were prefetched on the user's word. */
 bool unit_exposes_views(struct unit *part) {
     const struct unit *unit = unit_of_part(part);
     return part->handle && handle_keeps_views_exposed(part->handle) &&
@@ -175,12 +175,10 @@ int runtime_begin_walk(struct runtime *runtime) {
 
 /* ---- one thread at a time ---- */
 
-/* One thread at a time uses a tree.
- *
- * A state dict, or a look at whole parameters, in one thread while another steps the same model would take
- * what that one is amid for what a failed backward has left, and drop it. It is refused, and so is a step
- * that begins while another thread is amid a state dict: each before it changes anything. Both are asked once
- * per step, so that a forward of an inner unit alone is not. */
+/* A state dict, or a read of full parameters, in one thread during another thread's step would mistake that
+ * step for a failed backward and reset it. Such calls are rejected before they change anything, and so is a
+ * step that begins during another thread's state dict. The check runs once per step: the forward of an inner
+ * unit alone has none. */
 
 static int refuse(const struct runtime *runtime, const char *doing) {
     if (!runtime->num_units)
@@ -193,7 +191,7 @@ static int refuse(const struct runtime *runtime, const char *doing) {
         doing);
 }
 
-/* On a GPU autograd's own thread runs the backward of the thread of the forward. */
+/* Autograd's own thread, which runs the backward on a GPU, counts as the forward's thread. */
 static bool is_stepped_by_other_thread(const struct runtime *runtime) {
     return runtime->forward_thread != PyThread_get_thread_ident() && torch_graph_task() < 0;
 }

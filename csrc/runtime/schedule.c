@@ -28,17 +28,16 @@ void schedule_fini(struct schedule *schedule) {
     pool_fini(&schedule->pool);
 }
 
-/* The end of what stream_enter began: `*mark`, where there is one, is recorded after what was enqueued,
- * unless that failed. */
+/* Leave the stream that stream_enter entered. Record `*mark`, if given, unless `result` is an error. */
 static int leave(struct schedule *schedule, enum stream_role role, stream_event *mark, int result) {
     if (!result && mark)
         result = stream_record(&schedule->streams, role, mark);
     return stream_leave(&schedule->streams) < 0 ? -1 : result;
 }
 
-/* ---- gathers ---- */
+/* ---- unshard ---- */
 
-/* Memory of the stream that gathers is written first by the one that makes what a gather reads. */
+/* Make both unshard streams wait: PRE_UNSHARD is the first to write memory of UNSHARD. */
 static int all_gathers_wait(struct schedule *schedule, stream_event event) {
     struct streams *streams = &schedule->streams;
     return stream_wait(streams, STREAM_PRE_UNSHARD, event) < 0 ? -1
@@ -91,7 +90,7 @@ void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark) {
     stream_event_destroy(&schedule->streams, &mark->gathered);
 }
 
-/* ---- how far a reduction has come ---- */
+/* ---- state of the reduction ---- */
 
 static const bool reduction_allowed[REDUCTION_STATES][REDUCTION_STATES] = {
     [REDUCTION_NONE] = {[REDUCTION_NONE] = true, /* after an exception */
@@ -114,7 +113,8 @@ int schedule_set_reduction(struct schedule *schedule, enum reduction_state state
 
 /* ---- packing ---- */
 
-/* Of the unit before. Computation goes on when it is packed, so that its memory may be taken again. */
+/* Release the previous unit's unpacked gradients. COMPUTE waits for their packing, then the memory can be
+ * reused. */
 static int release_packed(struct schedule *schedule) {
     if (!schedule->packed_gradients)
         return 0;
@@ -130,8 +130,7 @@ static int record_received(struct schedule *schedule, struct grads *grads) {
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
 }
 
-/* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after
- * that. */
+/* Torch fills new memory in deterministic mode, on UNSHARD: the packing waits for that. */
 static int alloc_input_from_pool(struct schedule *schedule, struct grads *grads) {
     struct streams *streams = &schedule->streams;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
@@ -144,8 +143,8 @@ static int alloc_input_from_pool(struct schedule *schedule, struct grads *grads)
     return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
 }
 
-/* That of the stream which packs is taken there. Inside a pool torch's allocator before 2.13 does not give
- * back what others have freed: outside it does. */
+/* Allocate the reduction's input, unless the stream that packs does. The pool may fail: torch's allocator
+ * before 2.13 releases no cached memory of other pools there; then COMPUTE allocates. */
 static int alloc_input(struct schedule *schedule, struct grads *grads) {
     if (schedule->input_owner == STREAM_POST_BACKWARD)
         return 0;
@@ -184,14 +183,14 @@ int schedule_reduce(struct schedule *schedule, struct grads *grads) {
         return -1;
     int result = grads_reduce(grads);
     stream_event *scattered = grads_reduce_twice(grads) ? &schedule->scattered : NULL;
-    if (schedule->input_owner == STREAM_POST_BACKWARD) /* its memory is taken again on the same stream */
+    if (schedule->input_owner == STREAM_POST_BACKWARD) /* the memory is reused on the same stream */
         grads_release_reduce_input(grads);
     if (leave(schedule, STREAM_POST_BACKWARD, scattered, result) < 0)
         return -1;
     return schedule_set_reduction(schedule, REDUCTION_ENQUEUED, grads->param);
 }
 
-/* The memory of the output before goes back to the stream that took it. */
+/* Free the previous output once the stream that allocated it waits for the all-reduce. */
 static int release_scattered_output(struct schedule *schedule) {
     if (!schedule->scattered_output)
         return 0;
@@ -208,7 +207,7 @@ static int wait_for_reduction(struct schedule *schedule) {
     return reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) : 0;
 }
 
-/* Streams whose memory the input was packed into wait at once for what reads it. */
+/* Make the streams that allocated the input wait for its readers. */
 static int release_input(struct schedule *schedule, bool is_hybrid) {
     if (schedule->input_owner == STREAM_UNSHARD)
         return all_gathers_wait(schedule, is_hybrid ? schedule->scattered : schedule->reduced);
@@ -218,7 +217,7 @@ static int release_input(struct schedule *schedule, bool is_hybrid) {
                      : wait_for_reduction(schedule);
 }
 
-/* The stream of the last half of a reduction. */
+/* Return the stream of the reduction's last step. */
 static enum stream_role finishes_on(const struct schedule *schedule, const struct grads *grads) {
     bool is_hybrid = streams_are_real(&schedule->streams) && grads_reduce_twice(grads);
     return is_hybrid ? STREAM_ALL_REDUCE : STREAM_POST_BACKWARD;
@@ -230,7 +229,7 @@ int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
     bool is_hybrid = role == STREAM_ALL_REDUCE;
     stream_event *end = is_hybrid ? &schedule->all_reduced : &schedule->reduced;
     if (schedule->stepped_gradient && schedule_wait_reduced(schedule) < 0)
-        return -1; /* before the events are those of this reduction */
+        return -1; /* before the events are overwritten by this reduction */
     if (is_hybrid && (release_scattered_output(schedule) < 0 ||
                       stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0))
         return -1;
@@ -255,7 +254,7 @@ int schedule_finish_reduction(struct schedule *schedule, struct grads *grads) {
     return schedule_set_reduction(schedule, REDUCTION_NONE, grads->param);
 }
 
-/* Nothing is kept of the last all-reduce, also where the stream cannot wait. */
+/* The input of the last all-reduce is freed even if the wait fails. */
 int schedule_wait_reduced(struct schedule *schedule) {
     if (wait_for_reduction(schedule) < 0)
         return -1;
@@ -268,7 +267,7 @@ int schedule_wait_reduced(struct schedule *schedule) {
     return result;
 }
 
-/* ---- steps in a backward ---- */
+/* ---- optimizer steps in a backward ---- */
 
 int schedule_begin_stepping(struct schedule *schedule, const struct grads *grads) {
     return stream_enter(&schedule->streams, finishes_on(schedule, grads));
@@ -285,9 +284,9 @@ int schedule_end_stepping(struct schedule *schedule, const struct grads *grads, 
     return leave(schedule, role, is_hybrid ? &schedule->all_reduced : &schedule->reduced, result);
 }
 
-/* ---- ends ---- */
+/* ---- end of a step ---- */
 
-/* Computation has waited for all gathers, and they for what they read. */
+/* COMPUTE has waited for all all-gathers, and those for their inputs. */
 int schedule_synchronize(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     schedule->uploading = false;
@@ -305,7 +304,7 @@ int schedule_flush(struct schedule *schedule) {
     return deferred_free_flush(&schedule->unsharded) < 0 ? -1 : result;
 }
 
-/* The script may call a backward under another stream than its forward. */
+/* The script may call a backward under another stream than the forward. */
 int schedule_end_backward(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     if (schedule_flush(schedule) < 0 || stream_follow(streams) < 0 || stream_join_former(streams) < 0 ||
@@ -315,7 +314,7 @@ int schedule_end_backward(struct schedule *schedule) {
     return 0;
 }
 
-/* The stream of the gathers has waited for what they read. */
+/* UNSHARD has waited for PRE_UNSHARD, so the loop begins at UNSHARD. */
 int schedule_join(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     for (int role = STREAM_UNSHARD; role < STREAM_ROLES; role++) {

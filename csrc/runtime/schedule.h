@@ -1,38 +1,42 @@
-/* Which stream does what, and in which order. On the CPU there are no streams, and only the handle's verbs
- * remain. A stream waits for an event at |wait event|, and records it at |event|.
+/* Streams of a step, and the order between them. The CPU has no streams: the handle's operations run one
+ * after the other. A stream waits for an event at |wait event|, and records it at |event|.
  *
  *   PRE_UNSHARD    |wait step_begin| upload, cast |input_made|
  *   UNSHARD        |wait step_begin, input_made| all-gather |gathered|
- *   COMPUTE        |wait gathered| forward ... backward |received| backward of the next |wait packed| free
+ *   COMPUTE        |wait gathered| forward ... backward |received| next unit's backward |wait packed| free
  *   POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
  *
- * Computation waits for `reduced` at the end of the backward. Gradients that are a sum over several
- * contributions, and those that are not sharded, are packed on the compute stream, which records `received`
- * after that. Once it has the gradients of the next unit, the compute stream waits for `reduced` (`scattered`
- * below), and the input of the reduction is released. The input of a backward's last reduction, often the
- * largest, is memory that is free by then, so that the side stream never needs any for it: of the pool, if
- * nothing gathered is left in it and it has room, and both streams of the gathers wait for `reduced` (or
- * `scattered`); else of the compute stream, which waits.
+ * COMPUTE waits for `reduced` at the end of the backward. Sums of several contributions, and gradients that
+ * are not sharded, are packed on COMPUTE, which then records `received` after the packing.
  *
- * Optimizers that step in a backward do so on the stream of the unit's reduction, which is over after that.
+ * The reduction's input is allocated on the stream that packs, with one exception: the last input of a
+ * backward, often the largest, reuses memory that is idle by then, so that the side stream allocates none for
+ * it. The pool provides that memory if it has room and no unit is unsharded, and both unshard streams wait
+ * for `reduced` (`scattered` below). Otherwise COMPUTE provides it, and waits. An input packed on COMPUTE is
+ * freed after COMPUTE has waited in the same way, once it has the gradients of the next unit.
  *
- * The first and the second half of a hybrid strategy's reduction pass each other:
+ * Optimizers that step in a backward run on the stream of the unit's reduction, after the reduction.
+ *
+ * Under a hybrid strategy, the two halves of consecutive reductions overlap:
  *
  *   POST_BACKWARD  |wait received| pack |packed| reduce-scatter |scattered|
  *   ALL_REDUCE     |wait scattered| all-reduce, post-divide |all_reduced|
  *   COMPUTE        ... |wait all_reduced| at the end
  *
- * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by
- * events alone: what is gathered is held until the stream that took the memory, and the one that first writes
- * to it, wait for its last use ([Note: deferred frees] in buffer.h), and so is the output of a reduce-scatter
- * that is reduced again; gradients are held until the compute stream waits for their packing; what a side
- * stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin
- * or received first. Reduced shards that end as gradients are the compute stream's, which waits for them
- * before anybody frees them.
+ * [Note: memory of streams] The host frees and reuses memory ahead of the device, so events alone order
+ * accesses on the device:
+ *   - Unsharded parameters, and reduce-scatter outputs that are reduced again, are held until the stream
+ *     that allocated them, and the stream that writes them first, wait for the last use ([Note: deferred
+ *     frees] in buffer.h).
+ *   - Gradients are held until COMPUTE waits for their packing.
+ *   - Other memory of a side stream may be freed at any time: only that stream reuses it, after it waits
+ *     for `step_begin` or `received` first.
+ *   - Reduced shards that become gradients are allocated on COMPUTE, which waits for the reduction before
+ *     they are freed.
  *
- * Invariants: without streams nothing is held and nothing waited for. At most one reduction is on its way,
- * and `reduction` says how far it has come. What the last all-reduce was of is kept until computation waits
- * for it, and so is what the last step was with. */
+ * Invariants: without streams nothing is held and nothing waited for. One reduction at most is in flight, and
+ * `reduction` is its state. Inputs of the last all-reduce and of the last optimizer step stay alive until
+ * COMPUTE waits for them. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
@@ -41,96 +45,98 @@
 #include "torch/pool.h"
 #include "torch/stream.h"
 
-/* How far the one reduction has come that is on its way. */
+/* State of the reduction in flight. */
 enum reduction_state { REDUCTION_NONE, REDUCTION_PACKED, REDUCTION_ENQUEUED, REDUCTION_STATES };
 
-/* One root's streams and the points that others wait for. */
+/* Streams of a root, and their events. */
 struct schedule {
     struct streams streams;
-    /* owned; what the script enqueued before this step, the optimizer's work included */
+    /* owned; end of the script's work before this step, including the optimizer's */
     stream_event step_begin;
-    /* owned; the last of each */
+    /* owned; last event of each kind */
     stream_event input_made, received, packed, scattered, reduced, all_reduced, joined;
-    stream_event input_taken;       /* owned; of a last reduction, from the pool */
-    struct deferred_free unsharded; /* of gathers */
-    bool backward_ended;            /* a backward has ended since the last of them began */
-    bool uploading;                 /* the host has not waited for what reads its memory */
+    stream_event input_taken;       /* owned; allocation of a last reduction's input from the pool */
+    struct deferred_free unsharded; /* deferred free of unsharded storage */
+    bool backward_ended;            /* true if a backward has ended since the last step began */
+    bool uploading;                 /* true if the host has not waited for the last upload */
     enum reduction_state reduction; /* written by schedule_set_reduction() */
-    /* the last unit's gradients were packed on the stream that reduces them */
+    /* true if the last gradients were packed on POST_BACKWARD */
     bool packs_on_side_stream;
-    enum stream_role input_owner; /* whose memory is what they were packed into */
-    /* owned; what is packed there up to `packed`, memory of the compute stream; or NULL */
+    enum stream_role input_owner; /* stream that allocated the reduction's input */
+    /* owned, or NULL; source of that packing, alive until `packed`; memory of COMPUTE */
     PyObject *packed_gradients;
-    bool reducing;     /* the compute stream has not waited for `reduced` */
-    bool all_reducing; /* nor for `all_reduced` */
-    /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
+    bool reducing;     /* true if COMPUTE has not waited for `reduced` */
+    bool all_reducing; /* true if COMPUTE has not waited for `all_reduced` */
+    /* owned, or NULL; input of the last all-reduce, unless it became the gradient */
     PyObject *scattered_output;
-    /* owned; the gradient that optimizers step with up to `reduced` or `all_reduced`, memory of the compute
-     * stream; or NULL */
+    /* owned, or NULL; gradient of the last optimizer step, alive until `reduced` or `all_reduced`; memory of
+     * COMPUTE */
     PyObject *stepped_gradient;
     struct pool pool;
     struct limiter limiter;
 };
 
-/* What is kept of a unit's last all-gather. */
+/* Event of a unit's last all-gather. */
 struct unshard_mark {
-    stream_event gathered; /* owned; its end */
-    bool pending;          /* computation has not waited for it */
+    stream_event gathered; /* owned; end of the all-gather */
+    bool pending;          /* true if COMPUTE has not waited for it */
 };
 
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
 
-/* The only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s,
- * and both states. */
+/* Write `reduction`; the only function that does. Return 0, or -1 with RuntimeError that names the unit of
+ * `param` and both states. */
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state,
                            const struct flat_param *param);
-void schedule_check(const struct schedule *schedule); /* the invariant, where FSDP_C_CHECK is defined */
-/* nothing is on its way, and nothing is held back */
+void schedule_check(const struct schedule *schedule); /* assert the invariant under FSDP_C_CHECK */
+/* Return true if nothing is in flight, and no memory is held. */
 bool schedule_is_flushed(const struct schedule *schedule);
 
-/* ---- gathers. 0 or -1; what `begin` began is ended by `end`, with the result of what was enqueued between
- * them ---- */
+/* ---- unshard. Each `end` follows its `begin` and takes the result of the work between them. Return 0, or -1
+ * with an exception ---- */
 
-/* a gather of this step sees what the script did before it */
+/* Order the unshards of this step after the script's work. */
 int schedule_begin_step(struct schedule *schedule);
-int schedule_begin_pre_unshard(struct schedule *schedule); /* amid a gather: what it reads */
+/* input of an all-gather, inside begin_unshard */
+int schedule_begin_pre_unshard(struct schedule *schedule);
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
-int schedule_begin_unshard(struct schedule *schedule); /* an all-gather */
+int schedule_begin_unshard(struct schedule *schedule); /* all-gather */
 int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result);
-/* computation waits for it */
+/* Make COMPUTE wait for the all-gather. */
 int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark);
-/* In backward: what was freed last is the next gather's, which waits for its last use. A forward's gather
- * does not: it would wait for the forward before it. */
+/* Release deferred frees in a backward, so that the next unshard can reuse the memory after its last use. A
+ * forward keeps one unit deferred, as the unshard would wait for the previous unit's forward. */
 int schedule_release_deferred(struct schedule *schedule);
 
-void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark); /* the unit leaves its root */
+void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark); /* the unit is unbound */
 
-/* ---- reductions. 0 or -1 ---- */
+/* ---- reductions. Return 0, or -1 with an exception ---- */
 
-/* What they are packed into is memory of the stream that packs, or where that is another one, of `owner`: of
- * the compute stream, or of what is gathered, none of which is in use then. */
+/* Pack the gradients. `owner` is the stream to allocate the input on if another stream than COMPUTE packs:
+ * POST_BACKWARD, COMPUTE, or UNSHARD for the pool, in which no unit is unsharded then. */
 int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_role owner);
-int schedule_reduce(struct schedule *schedule, struct grads *grads); /* enqueue what was packed */
+/* enqueue the reduction of the packed input */
+int schedule_reduce(struct schedule *schedule, struct grads *grads);
 int schedule_finish_reduction(struct schedule *schedule, struct grads *grads);
-/* computation waits for all that was finished */
+/* Make COMPUTE wait for all finished reductions. */
 int schedule_wait_reduced(struct schedule *schedule);
 
-/* ---- a unit's optimizers step on the stream that has finished its reduction. `gradient` is what they step
- * with, or NULL. 0 or -1 ---- */
+/* ---- optimizers that step in a backward, on the stream of the finished reduction. `gradient` is theirs, or
+ * NULL. Return 0, or -1 with an exception ---- */
 
 int schedule_begin_stepping(struct schedule *schedule, const struct grads *grads);
 int schedule_end_stepping(struct schedule *schedule, const struct grads *grads, PyObject *gradient,
                           int result);
 
-/* ---- ends. 0 or -1 ---- */
+/* ---- end of a step. Return 0, or -1 with an exception ---- */
 
-int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
-/* The step is over: no storage is held back, and the host may write what was gathered from its memory. */
+int schedule_synchronize(struct schedule *schedule); /* make the host wait for COMPUTE */
+/* End a step: release all held storage, and wait for uploads, so that the host may write their source. */
 int schedule_flush(struct schedule *schedule);
-/* the same, and the stream that waits for the backward sees it all */
+/* Flush, and make the stream that waits for the backward wait for COMPUTE. */
 int schedule_end_backward(struct schedule *schedule);
-/* after an exception: computation comes after whatever was enqueued */
+/* Make COMPUTE wait for all streams, after an exception. */
 int schedule_join(struct schedule *schedule);
 
 #endif

@@ -1,8 +1,8 @@
-/* What others see of a step: ranges in torch's profiler, under the names that users grep traces for (D-130),
- * and where this rank is (progress.h). All of them are listed here, and nothing else in this
- * folder opens one. Inline, as the part is a constant nearly everywhere: what it has not costs nothing.
+/* Observability of a step: ranges in torch's profiler, under FSDP1's names (users search traces for them),
+ * and progress (progress.h). All traced parts are listed here; nothing else in csrc/runtime opens a range.
+ * The functions are inline because the part is a constant at nearly every call.
  *
- * Invariant: what was begun last ends first, also after an exception, which stays as it is. */
+ * Invariant: traced parts are nested, also when an exception is raised, which is kept. */
 #ifndef FSDP_RUNTIME_TRACE_H
 #define FSDP_RUNTIME_TRACE_H
 
@@ -36,16 +36,17 @@ enum traced {
 };
 
 struct trace {
-    PyObject *range; /* owned; NULL where no profiler is on */
-    uint64_t place;  /* that was left */
+    PyObject *range; /* owned; NULL without a profiler */
+    uint64_t place;  /* previous place */
     enum traced part;
 };
 
 static const struct traced_part {
-    const char *range; /* NULL: none */
+    const char *range; /* NULL for no range */
     enum progress_phase phase;
-    bool queries_profiler; /* whether a profiler is on; else that is as in the range around it */
-    bool stays_open;       /* the phase does, until the next one begins */
+    /* true if the profiler's state is queried, false if the enclosing range's applies */
+    bool queries_profiler;
+    bool stays_open; /* true if the phase lasts until the next one begins */
 } traced_parts[TRACED_PARTS] = {
     [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", PROGRESS_FORWARD, .queries_profiler = true},
     [TRACED_ROOT_PRE_FORWARD] = {"FullyShardedDataParallel._root_pre_forward"},
@@ -67,10 +68,10 @@ static const struct traced_part {
     [TRACED_REDUCTION] = {.phase = PROGRESS_REDUCE},
 };
 
-/* Also where a cleanup calls it, which the compiler would not do by itself. */
+/* Inline cleanup functions too, which the compiler would call. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* `unit`: its index in the table of progress.c, or -1. */
+/* `unit`: index in the table of progress.c, or -1. */
 static ALWAYS_INLINE struct trace trace_begin(enum traced part, int32_t unit) {
     const struct traced_part *traced = &traced_parts[part];
     struct trace trace = {.part = part};
@@ -88,15 +89,14 @@ static ALWAYS_INLINE void trace_end(struct trace *trace) {
     profile_end(trace->range);
 }
 
-/* The rest of the block is this part. */
+/* Trace the rest of the block as this part. */
 #define TRACE(part, unit) __attribute__((cleanup(trace_end))) struct trace trace = trace_begin(part, unit)
 
-/* A backward has ended. */
 static inline void trace_end_step(void) {
     progress_end_step();
 }
 
-/* After an exception: whatever was begun is over. */
+/* Leave all phases after an exception. */
 static inline void trace_abandon(void) {
     progress_leave(0);
 }

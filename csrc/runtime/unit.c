@@ -1,4 +1,4 @@
-/* A unit's life, and its way into and out of a step. */
+/* Life of a unit, its phase, and its binding to a root. */
 #include "runtime/unit.h"
 
 #include <stdarg.h>
@@ -7,7 +7,7 @@
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
 
-/* ---- what errors name ---- */
+/* ---- errors ---- */
 
 const struct handle *unit_handle_or_first(const struct unit *unit) {
     if (unit->handle)
@@ -31,8 +31,7 @@ int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format,
     return text ? RAISED(type, "rank %lld, unit %S: %U", (long long)rank, unit, text) : -1;
 }
 
-/* Add rank, unit and phase to the error of a collective. While it is being enqueued only errors of the backend
- * are a collective's. Returns -1. */
+/* During the enqueue only errors of the backend are errors of the collective. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     TRACE(part, unit->name_index);
     PyObject *error = PyErr_GetRaisedException();
@@ -44,12 +43,12 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     return -1;
 }
 
-/* ---- whether it is in a step ---- */
+/* ---- phase ---- */
 
 static const bool phase_allowed[UNIT_PHASES][UNIT_PHASES] = {
     [PHASE_IDLE] = {[PHASE_IDLE] = true, [PHASE_IN_STEP] = true, [PHASE_SUMMON_FULL_PARAMS] = true},
-    [PHASE_IN_STEP] = {[PHASE_IN_STEP] = true, /* forward of an earlier backward's unit, or its backward */
-                       [PHASE_IDLE] = true},
+    /* a forward after an earlier unit's backward, or the unit's own backward */
+    [PHASE_IN_STEP] = {[PHASE_IN_STEP] = true, [PHASE_IDLE] = true},
     [PHASE_SUMMON_FULL_PARAMS] = {[PHASE_IDLE] = true},
 };
 
@@ -87,7 +86,8 @@ int unit_is_training(const struct unit *unit) {
 
 /* ---- life ---- */
 
-/* The collector may find a module at any time: amid a compilation, under whose modes no view may be made. */
+/* Detach the views when the module is freed. The garbage collector may run during a compilation, whose
+ * dispatch modes would intercept the creation of views: hence the guard. */
 static int on_module_end(void *target) {
     struct unit *unit = target;
     OWNED *guard = PyObject_CallNoArgs(torch_names.no_dispatch_guard);
@@ -112,8 +112,8 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->sync_gradients = unit->nesting.can_nest = true;
     unit->name_index = -1;
     order_place_init(&unit->place, 0);
-    /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the
-     * collector does not look: it is cut when the module goes, for the whole tree when that is the root */
+    /* views -> node -> context -> unit -> views is a cycle through C++ objects, invisible to the garbage
+     * collector. module_end breaks it when the module is freed, for the whole tree if that is the root. */
     unit->module_end = hook_new(on_module_end, unit, NULL);
     if (unit->module_end)
         unit->module_ref = PyWeakref_NewRef(spec->module, unit->module_end);
@@ -128,7 +128,7 @@ void unit_add_segment(struct unit *unit, struct unit *segment) {
     segment->leader = unit;
 }
 
-/* ---- in a tree ---- */
+/* ---- binding to a root ---- */
 
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index) {
     if (unit->handle && handle_follow_flat_param(unit->handle) < 0)
@@ -180,7 +180,7 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
     return 0;
 }
 
-/* ---- after a step ---- */
+/* ---- end of a step ---- */
 
 int unit_remove_input_hooks(struct unit *unit) {
     if (!unit->reshard_hook)

@@ -1,7 +1,8 @@
-/* One FullyShardedDataParallel instance: its forward, its backward, and what they leave for each other.
+/* One FullyShardedDataParallel instance: its forward and backward, and the state that the forward leaves for
+ * the backward.
  *
  * Invariant: outside of a step the phase is IDLE or SUMMON_FULL_PARAMS, the handle is IDLE too, and no flag
- * of a step is set. A unit without a runtime has not seen lazy init, or its root has gone. */
+ * of a step is set. A unit without a runtime has not run lazy init, or its root was freed. */
 #ifndef FSDP_RUNTIME_UNIT_H
 #define FSDP_RUNTIME_UNIT_H
 
@@ -18,48 +19,51 @@
 #include "runtime/schedule.h"
 #include "runtime/trace.h"
 
-/* Whether the unit, with or without parameters, is in use. */
+/* Phase of a unit, with or without parameters. */
 enum unit_phase {
     PHASE_IDLE,
-    PHASE_IN_STEP, /* amid its forward, or its backward has begun */
+    /* during its forward, and from its pre-backward to the end of the backward */
+    PHASE_IN_STEP,
     PHASE_SUMMON_FULL_PARAMS,
     UNIT_PHASES
 };
 
 struct runtime;
 
-static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
+static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* the next forward in which the unit runs */
 
-/* The unsharded parameters, beside what the storage says of them. */
+/* State of the unsharded parameters beyond param_state. */
 struct unit_unsharded {
-    struct unshard_mark mark; /* end of the last all-gather, of all parts */
-    /* number of the forward that they are for, as runtime.num_forwards counts: see [Note: stale parameters] in
+    struct unshard_mark mark; /* end of the last all-gather of all flat parameters */
+    /* value of runtime.num_forwards that the parameters are unsharded for: see [Note: stale parameters] in
      * reshard.c */
     int64_t for_forward;
-    bool prefetched;                /* of a part: gathered ahead, and not used yet */
-    bool saved_by_graph;            /* needed by the graph of a create_graph backward: they stay gathered */
-    enum precision graph_precision; /* of a part: that of the last forward that a backward can follow */
+    bool prefetched;     /* true if this flat parameter was prefetched and is unused */
+    bool saved_by_graph; /* true if a create_graph backward has saved the parameters: keep them unsharded */
+    /* precision of this flat parameter in the last forward that a backward can follow */
+    enum precision graph_precision;
 };
 
-/* Backwards within the unit's own: [Note: checkpoints inside a unit] in backward.c. */
+/* State of nested backwards: [Note: checkpoints inside a unit] in backward.c. */
 struct unit_nesting {
-    int64_t graph_task;   /* autograd's number of the backward that the unit is in */
-    bool recomputed;      /* the last forward ran within that */
-    bool can_nest;        /* autograd is to be asked where the backward goes */
-    bool nested;          /* another backward within this one was seen */
-    bool anchor_will_run; /* the backward goes to the unit's anchor */
+    int64_t graph_task;   /* id of autograd's graph task for the backward of the unit */
+    bool recomputed;      /* true if the last forward was a recomputation inside a backward */
+    bool can_nest;        /* true if autograd must be queried for anchor_will_run */
+    bool nested;          /* true if a backward nested in this one was seen */
+    bool anchor_will_run; /* true if this backward runs the unit's anchor */
 };
 
-/* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter.
- * Then a unit has several: its own, and one for each of its segments. A segment is a struct unit too, with a handle
- * and a place among the runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and
- * frees it. They share the unit's node: where a gradient comes to any part, all that are trained are reduced, in one
- * order on all ranks. */
+/* [Note: segments] Parameters of different dtypes, or frozen and trained ones, cannot share a flat parameter.
+ * Such a unit has several: its own, and one for each of its segments. A segment is also a struct unit, with a
+ * handle and an index in the runtime, so that loops over units include it; but its unit (`leader`) unshards,
+ * exposes and reshards it. Segments share the unit's autograd node: when any of them receives a gradient, all
+ * trained ones are reduced, in the same order on all ranks. A variable or argument `part` is the struct unit
+ * of one flat parameter: a unit or a segment. */
 struct unit {
-    PyObject *object;            /* borrowed; the Python object that this struct lives in */
+    PyObject *object;            /* borrowed; the Python object that contains this struct */
     PyObject *module_ref;        /* owned; weak reference to the instance, which owns the unit */
-    PyObject *module_end;        /* owned; callback of that reference, a hook that does not own the unit */
-    PyObject *handle_object;     /* owned; or NULL without parameters */
+    PyObject *module_end;        /* owned; callback of module_ref, does not own the unit */
+    PyObject *handle_object;     /* owned; NULL without parameters */
     struct handle *handle;       /* borrowed from handle_object */
     PyObject *runtime_object;    /* owned; NULL before lazy init */
     struct runtime *runtime;     /* borrowed from runtime_object */
@@ -68,138 +72,147 @@ struct unit {
     PyObject *param_dtype;       /* owned; dtype that inputs are cast to, or NULL */
     struct unit_options options; /* the constructor's */
 
-    struct unit *leader;       /* borrowed; the unit that a segment is part of, else NULL */
-    struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
-    PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
+    struct unit *leader; /* borrowed; unit of a segment, else NULL */
+    /* borrowed; a unit's first segment, or a segment's next one; NULL at the end */
+    struct unit *next_segment;
+    PyObject *segments; /* owned; tuple of Unit objects, or NULL */
 
-    bool is_root;                    /* the first of its runtime */
-    bool sync_gradients;             /* outside of no_sync */
-    enum unit_phase phase;           /* written by unit_set_phase() */
-    struct order_place place;        /* in the order of units */
-    struct optional optional;        /* the enclosing unit, or the units inside that a rank need not run */
-    struct unit_unsharded unsharded; /* the parameters while they are gathered */
-    bool evaluating;                 /* the wrapped module is in eval mode, with full_precision_in_eval */
+    bool is_root;          /* true for the first unit of a runtime */
+    bool sync_gradients;   /* false under no_sync */
+    enum unit_phase phase; /* written by unit_set_phase() */
+    struct order_place place;
+    struct optional optional;
+    struct unit_unsharded unsharded;
+    bool evaluating; /* true if the wrapped module is in eval mode; used with full_precision_in_eval */
 
-    struct unit_node node;     /* in autograd's graph */
-    PyObject *reshard_hook;    /* owned; removable, on the inputs of a frozen unit; or NULL */
-    const void *backward_hook; /* of the last forward's outputs, where views stay: compared, never followed */
-    bool needs_pre_backward_unshard; /* a backward is expected, which will read the parameters */
-    bool ran_pre_backward;           /* that has begun */
-    bool inputs_only;                /* of a part: its node has run in a backward(inputs=...) */
-    bool stepping;                   /* of a part: its optimizers step, and nobody has waited */
-    struct unit_nesting nesting;     /* in backwards */
-    struct no_gradient no_gradient;  /* warnings where none comes */
+    struct unit_node node;
+    PyObject *reshard_hook; /* owned, or NULL; removable hook on the inputs of a frozen unit */
+    /* identity of the last forward's backward hook, if views stay exposed; never dereferenced */
+    const void *backward_hook;
+    bool needs_pre_backward_unshard; /* true if a backward is expected that reads the parameters */
+    bool ran_pre_backward;           /* true if that backward has begun */
+    bool inputs_only; /* true if this flat parameter's node has run in a backward(inputs=...) */
+    /* true if this flat parameter's optimizers step on another stream that COMPUTE has not waited for */
+    bool stepping;
+    struct unit_nesting nesting;
+    struct no_gradient no_gradient;
 };
 
-/* References are borrowed for the call of unit_init. */
+/* Arguments of unit_init. References are borrowed for the call. */
 struct unit_spec {
     PyObject *module, *handle_object /* or NULL */, *name;
-    PyObject *segments; /* tuple of Unit objects, of units that have no segments themselves */
+    PyObject *segments; /* tuple of Unit objects without segments of their own */
     struct handle *handle;
     struct config config;
 };
 
-/* The unit that a flat parameter is of: the segment's leader, or the unit itself. */
+/* Return the leader of a segment, or the unit itself. */
 static inline struct unit *unit_of_part(struct unit *part) {
     return part->leader ? part->leader : part;
 }
 
-/* The flat parameters of a unit: its own, then those of its segments. */
+/* Iterate over the flat parameters of a unit: its own, then its segments'. */
 #define FOR_EACH_FLAT_PARAM(part, first) for (struct unit *part = (first); part; part = part->next_segment)
 
-/* ---- unit.c. 0 or -1, where nothing else is said ---- */
+/* ---- unit.c. Return 0, or -1 with an exception, unless noted ---- */
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec);
 int unit_clear(struct unit *unit);
-/* which comes after those that it has; see [Note: segments] */
+/* Append a segment; see [Note: segments]. */
 void unit_add_segment(struct unit *unit, struct unit *segment);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
-/* Lazy init: the unit belongs to a root, as the one at `index` of its units. */
+/* Bind the unit to a root in lazy init, at this index of the root's units. */
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
-int unit_end_step(struct unit *unit);           /* no flag of a step is set, and it is IDLE */
-int unit_remove_input_hooks(struct unit *unit); /* of a frozen unit, whose forward has hooked them */
+int unit_end_step(struct unit *unit);           /* clear all flags of a step, and become IDLE */
+int unit_remove_input_hooks(struct unit *unit); /* of a frozen unit */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
-PyObject *
-unit_module(const struct unit *unit); /* new reference, or NULL without an exception: it was deleted */
-int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
+/* Return the instance, or NULL without an exception if it was freed. New reference. */
+PyObject *unit_module(const struct unit *unit);
+int unit_is_training(const struct unit *unit); /* 1 if the wrapped module is in training mode, 0 or -1 */
 
-/* The only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
+/* Write the phase; the only function that does. Return 0, or -1 with RuntimeError that names both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
-int unit_set_training_state(struct unit *unit, enum training_state state); /* of all its parts */
-/* its own, else the first of its runtime, or NULL */
+int unit_set_training_state(struct unit *unit, enum training_state state); /* of all flat parameters */
+/* Return the unit's handle, or the first one of its runtime, or NULL. */
 const struct handle *unit_handle_or_first(const struct unit *unit);
-long long unit_rank(const struct unit *unit); /* for messages; -1 where there are no parameters */
-/* as flat_param_error, of a unit that may have no parameters */
+long long unit_rank(const struct unit *unit); /* rank for messages, or -1 without any handle */
+/* Set an exception as flat_param_error does, for a unit that may have no parameters. Return -1. */
 int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...);
-/* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
+/* Add rank, unit and phase to the error of a collective, raised by its enqueue or later. Return -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
-/* ---- forward.c. 0 or -1, where nothing else is said ---- */
+/* ---- forward.c. Return 0, or -1 with an exception, unless noted ---- */
 
-/* The instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle
- * again. */
+/* Run the instance's forward, from root pre-forward to post-forward. New reference, or NULL with the unit
+ * IDLE. */
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
-/* The unit, the optional ones that belong to it, and by prefetching what comes after it in the order. It may
- * have no parameters. */
+/* Unshard the unit and the optional units inside, and prefetch the next units in the order. The unit may have
+ * no parameters. */
 int unit_unshard_for_forward(struct unit *unit);
-/* The gathered views belong to a new node, if gradients come. */
+/* Attach the exposed views to a new autograd node if the unit is trainable. */
 int unit_register_post_backward_hook(struct unit *unit);
-/* Where a tensor of *output is hooked, a backward can follow. */
+/* Hook the tensors of *output. A backward can follow if there is one that requires a gradient. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject **output);
 void unit_expect_backward(struct unit *unit, bool expected);
-/* Does its last forward leave the views for its backward (C-091)? Of a part. runtime.c */
+/* Return true if this flat parameter's views are exposed since its last forward. Excludes units unsharded by
+ * a user call of `_unshard()`. runtime.c */
 bool unit_exposes_views(struct unit *part);
 
-/* ---- backward.c, called by hooks. 0 or -1 with an exception, which autograd raises ---- */
+/* ---- backward.c, called by hooks. Return 0, or -1 with an exception, which autograd raises ---- */
 
 int unit_pre_backward(void *unit);
-int unit_unshard_for_backward(struct unit *unit); /* as unit_unshard_for_forward */
+int unit_unshard_for_backward(struct unit *unit); /* like unit_unshard_for_forward */
 int unit_post_backward(void *unit);
-int unit_reshard_only(void *unit);                 /* a frozen unit whose inputs have their gradients */
-int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
-/* does the backward come to the anchor, where it has come to the unit's node? 1, 0 or -1 */
+int unit_reshard_only(void *unit);                 /* a frozen unit, after the gradients of its inputs */
+int unit_refuse_backward(const struct unit *unit); /* raise an error for a unit without a runtime */
+/* Return 1 if the backward at the unit's node also runs the anchor, 0 if not, -1 with an exception. */
 int unit_reaches_anchor(struct unit *unit);
-int unit_receive_inputs_only(struct unit *part); /* its node has run, and its anchor's hook will not come */
+/* Mark a flat parameter whose node has run in a backward that does not run its anchor's hook. */
+int unit_receive_inputs_only(struct unit *part);
 
-/* ---- unshard.c. 0 or -1 ---- */
+/* ---- unshard.c. Return 0, or -1 with an exception ---- */
 
-int unit_unshard(
-    struct unit *unit); /* enqueue its all-gathers, after the limiter; no-ops where it is gathered */
-int unit_wait_unshard(struct unit *unit); /* computation waits for them */
+/* Wait for the rate limiter and enqueue the all-gathers. No-op for flat parameters that are unsharded. */
+int unit_unshard(struct unit *unit);
+int unit_wait_unshard(struct unit *unit); /* make COMPUTE wait for them */
 int unit_unshard_and_wait(struct unit *unit);
-int unit_unshard_part(struct unit *part);               /* after the limiter: for the table of operations */
-int unit_reshard(struct unit *part, bool free_storage); /* one part, after its all-gather */
-/* In which precision it is gathered next: follows the mode of the wrapped module where asked for. */
+int unit_unshard_part(struct unit *part);               /* default of operations.unshard, after the limiter */
+int unit_reshard(struct unit *part, bool free_storage); /* one flat parameter */
+/* Select the unit's precision after the wrapped module's mode, under FSDP_USE_FULL_PREC_IN_EVAL. */
 int unit_precision_for_forward(struct unit *unit);
-void unit_record_precision(struct unit *unit);      /* of a forward that a backward can follow */
-int unit_precision_for_backward(struct unit *unit); /* that of its forward */
+void unit_record_precision(struct unit *unit);      /* after a forward that a backward can follow */
+int unit_precision_for_backward(struct unit *unit); /* precision of the unit's forward */
 
-/* ---- reshard.c: when parameters are freed. 0 or -1 ---- */
+/* ---- reshard.c: time of reshards. Return 0, or -1 with an exception ---- */
 
 int unit_reshard_after_forward(struct unit *unit);
-int unit_post_backward_reshard(struct unit *unit); /* and prefetch */
-int unit_reshard_stale(struct unit *unit);         /* but not amid a backward */
-void unit_mark_used(struct unit *unit); /* what is gathered is for the forward that is on its way */
-/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain.
- * The others are amid their forward, or wait for the backward of the whole. */
+int unit_post_backward_reshard(struct unit *unit); /* reshard, then prefetch */
+int unit_reshard_stale(struct unit *unit);         /* no-op in a backward */
+void unit_mark_used(struct unit *unit);            /* the parameters are unsharded for the current forward */
+/* Return true if the unit's step ends with this backward. A backward nested in a forward ends only units that
+ * it passed through, and units prefetched for it; the others are in their forward, or wait for the outer
+ * backward. */
 bool unit_ends_with_backward(const struct unit *unit);
 
-/* ---- prefetch.c. 0 or -1, where nothing else is said ---- */
+/* ---- prefetch.c. Return 0, or -1 with an exception, unless noted ---- */
 
-/* The unit to prefetch while `unit` is in `state`, or NULL. */
+/* Return the unit to prefetch while `unit` is in `state`, or NULL. */
 struct unit *unit_next_to_prefetch(const struct unit *unit, enum training_state state);
 void unit_set_prefetched(struct unit *unit, bool prefetched);
-int unit_prefetch(struct unit *candidate, enum training_state state);     /* unless it is gathered already */
-int unit_prefetch_next(struct unit *unit, enum training_state state);     /* by the table of operations: */
-int unit_prefetch_in_order(struct unit *unit, enum training_state state); /* as order.h says, */
-int unit_prefetch_chosen(struct unit *unit, enum training_state state);   /* or as outside code does */
-/* on the user's word; the module shows the whole parameters */
+int unit_prefetch(struct unit *candidate, enum training_state state); /* no-op if unsharded or prefetched */
+/* prefetch through the table of operations */
+int unit_prefetch_next(struct unit *unit, enum training_state state);
+/* default of operations.prefetch */
+int unit_prefetch_in_order(struct unit *unit, enum training_state state);
+/* units chosen by a replacement of _get_handle_to_prefetch */
+int unit_prefetch_chosen(struct unit *unit, enum training_state state);
+/* Unshard at a user's request, and expose the views. */
 int unit_prefetch_by_user(struct unit *unit);
 
 /* ---- reduce.c, recover.c ---- */
 
-int unit_await_step(struct unit *part);       /* its optimizers have stepped. 0 or -1 */
-void unit_abandon_forward(struct unit *unit); /* it has raised; the exception stays */
+int unit_await_step(struct unit *part);       /* make COMPUTE wait for its optimizers. 0 or -1 */
+void unit_abandon_forward(struct unit *unit); /* the forward raised; keeps the exception */
 
 #endif

@@ -1,6 +1,5 @@
-/* A unit's verbs for its parameters, over all of its flat parameters: unit_unshard, unit_wait_unshard and
- * unit_reshard; and in which precision they are gathered. When they are called: forward.c, backward.c, prefetch.c
- * and reshard.c. */
+/* Unshard, wait and reshard over all flat parameters of a unit, and their precision. Called from forward.c,
+ * backward.c, prefetch.c and reshard.c. */
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/py_torch.h"
@@ -21,26 +20,27 @@ static bool unshard_is_replaced(const struct unit *part) {
     return part->runtime->operations->replaced[REPLACEABLE_UNSHARD];
 }
 
-/* The shard is the whole, where computation is: nothing is enqueued. */
+/* Return true if the shard is the unsharded parameter: nothing is enqueued. */
 static bool is_local(const struct unit *part) {
     return part->handle->storage.copy->is_local && !unshard_is_replaced(part);
 }
 
-/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes
- * on. Gathers come after that, and after a step of the unit's optimizers in this backward. */
+/* Write back user edits on the current stream: the edited tensors were allocated on it. All-gathers wait for
+ * that, and for a step of the unit's optimizers in this backward. */
 static int pre_unshard(struct unit *part) {
     bool stepping = part->stepping;
     if (unit_await_step(part) < 0)
         return -1;
     if (unshard_is_replaced(part))
-        return 0; /* by what does that as well */
+        return 0; /* a replaced `_unshard` does its own writeback */
     if (handle_pre_unshard(part->handle) < 0)
         return -1;
     bool copied = writeback_pop_copied(part->handle);
     return copied || stepping ? schedule_begin_step(&part->runtime->schedule) : 0;
 }
 
-/* What an all-gather reads is made beside the all-gather before it, in memory of the stream that gathers. */
+/* Make the all-gather's input on PRE_UNSHARD, while the previous all-gather runs. The memory belongs to
+ * UNSHARD. */
 static int make_all_gather_input(struct unit *part) {
     struct schedule *schedule = &part->runtime->schedule;
     struct storage *storage = &part->handle->storage;
@@ -58,7 +58,7 @@ int unit_unshard_part(struct unit *part) {
     return -1;
 }
 
-/* The limiter counts units. */
+/* Rate limiter: one event per unit, not per flat parameter. */
 static int begin_unshard(struct unit *part) {
     struct schedule *schedule = &part->runtime->schedule;
     bool limited = part->options.limit_all_gathers && !part->leader;
@@ -67,10 +67,9 @@ static int begin_unshard(struct unit *part) {
     return schedule_begin_unshard(schedule);
 }
 
-/* ---- of several flat parameters ---- */
+/* ---- several flat parameters ---- */
 
-/* On a GPU one launch sends them all; elsewhere nothing is won. Outside code that gathers does it part by
- * part. */
+/* Coalesce on a GPU only, where it saves launches. A replaced _unshard is called per flat parameter. */
 static bool can_coalesce(struct unit *unit) {
     if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
         unit->runtime->operations->unshard != unit_unshard_part)
@@ -93,7 +92,7 @@ static int enqueue_coalesced(struct unit *unit) {
     OWNED *work = collective_all_gather_coalesced(&unit->handle->param.shard_group, outputs, inputs);
     if (!work)
         return -1;
-    FOR_EACH_FLAT_PARAM(part, unit) /* what comes next is after the first one's */
+    FOR_EACH_FLAT_PARAM(part, unit) /* the first work covers all outputs */
         if (storage_unshard_started(&part->handle->storage, part == unit ? work : Py_None) < 0)
             return -1;
     return 0;
@@ -134,7 +133,7 @@ int unit_unshard(struct unit *unit) {
             int result = begin_unshard(part);
             if (result < 0)
                 storage_abandon_unshard(&handle->storage);
-            else /* the event of a unit's last all-gather is that of all its parts */
+            else /* the event of the last all-gather covers all flat parameters */
                 result = schedule_end_unshard(schedule, &unit->unsharded.mark,
                                               unit->runtime->operations->unshard(part));
             if (result < 0)
@@ -169,19 +168,19 @@ int unit_reshard(struct unit *part, bool free_storage) {
     struct schedule *schedule = &part->runtime->schedule;
     struct storage *storage = &part->handle->storage;
     bool frees = storage->param_state != PARAM_SHARDED && free_storage && !part->leader && !is_local(part);
-    if (wait_unshard_part(part) < 0) /* prefetched for nothing */
+    if (wait_unshard_part(part) < 0) /* prefetched, but not used */
         return -1;
-    /* wherever another function has left the storage, it is as it should be then */
+    /* A replaced `_reshard` may have freed the storage: storage_reshard() is idempotent. */
     if ((table->reshard && table->reshard(part, free_storage) < 0) ||
         storage_reshard(storage, free_storage) < 0)
         return -1;
     return frees ? limiter_record_free(&schedule->limiter, &schedule->streams) : 0;
 }
 
-/* ---- in which precision ---- */
+/* ---- precision ---- */
 
-/* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its
- * shard (D-123). */
+/* Under FSDP_USE_FULL_PREC_IN_EVAL and mixed precision, a unit in eval mode computes in the precision of its
+ * shard. */
 
 static int use_precision(struct unit *part, enum precision precision) {
     struct handle *handle = part->handle;
