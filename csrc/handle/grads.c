@@ -252,9 +252,9 @@ PyObject *grads_flat_of(struct grads *grads, PyObject *args) {
     if (param->sharded) {
         flat_param_error(
             param, PyExc_RuntimeError,
-            "torch.autograd.grad() cannot return the gradient of its flat parameter, of which each of %lld "
-            "ranks holds a part: call backward(), or backward(inputs=...), and read .grad. Schedules that "
-            "take the gradients of inputs and weights apart need FSDP units with a group of one rank",
+            "torch.autograd.grad() cannot return the gradient of the flat parameter, which is sharded over "
+            "%lld ranks. Call backward() or backward(inputs=...), and read .grad. Schedules that compute the "
+            "gradients of inputs and weights separately need FSDP units with a process group of one rank.",
             (long long)param->shard_group.world_size);
         return NULL;
     }

@@ -34,9 +34,9 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
         return flat_param_refuse(
             &handle->param, training_state_names[from], training_state_names[state],
             is_nested_backward
-                ? ": a backward inside its own forward has come to its parameters, which the rest "
-                  "of the forward needs. Call backward() on what the forward returns, after it, or "
-                  "wrap the modules that the backward inside passes through as units of their own"
+                ? ": a backward inside the unit's own forward has reached its parameters, which the rest of "
+                  "the forward reads. Call backward() on the forward's output, after the forward, or wrap "
+                  "the modules of the inner backward as units of their own."
                 : "");
     handle->training_state = state;
     return 0;
@@ -177,10 +177,10 @@ int handle_check_flat_param(const struct handle *handle) {
         return PyErr_Occurred() ? -1 : 0;
     return flat_param_error(
         &handle->param, PyExc_RuntimeError,
-        "%S is another tensor than the unit's flat parameter, as torch.func.functional_call puts one there, "
-        "and would be ignored. Make the call under torch.no_grad() inside "
-        "FullyShardedDataParallel.summon_full_params(module), with full parameters by their own names, or on "
-        "a submodule inside the unit's forward. To change the shard, assign to flat_param.data.",
+        "%S is another tensor than the unit's flat parameter, and its values would be ignored; "
+        "torch.func.functional_call swaps tensors in this way. Call it under torch.no_grad() inside "
+        "FullyShardedDataParallel.summon_full_params(module), with full parameters by their own names, or "
+        "call it on a submodule inside the unit's forward. To change the shard, assign to flat_param.data.",
         summon->flat_param_name);
 }
 
@@ -215,7 +215,7 @@ static int adopt_data(struct handle *handle, PyObject *data) {
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
     if (handle->training_state != USE_IDLE)
         return flat_param_error(&handle->param, PyExc_AssertionError,
-                                "its flat parameter cannot be moved in state %s. Move it between steps, "
+                                "the flat parameter cannot be moved in state %s. Move it between steps, "
                                 "outside of summon_full_params.",
                                 training_state_names[handle->training_state]);
     if ((!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||

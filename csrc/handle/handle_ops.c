@@ -134,7 +134,8 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     op_read_operand(&whole, flat);
     OP_CALL(torch_abi.aoti_torch_get_storage_offset(flat, &start));
     OP_CHECK(whole.numel >= handle->param.layout.numel && whole.is_contiguous,
-             "fsdp_c::segment_views: flat must be contiguous and has %lld elements, the unit has %lld",
+             "fsdp_c::segment_views: flat must be contiguous with the unit's elements: got %lld, the unit "
+             "has %lld",
              (long long)whole.numel, (long long)handle->param.layout.numel);
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
     for (int64_t i = 0; i < handle->param.num_params; i++) {

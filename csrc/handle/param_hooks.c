@@ -93,7 +93,7 @@ static int check_replacement(const struct grads *grads, PyObject *function, PyOb
     if (!torch_is_tensor(value))
         return flat_param_error(
             param, PyExc_TypeError,
-            "expected a Tensor or None from hook %R of its flat parameter, but hook returned %R", function,
+            "expected a Tensor or None from hook %R of the flat parameter, but hook returned %R", function,
             (PyObject *)Py_TYPE(value));
     if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
         return -1;
@@ -104,8 +104,8 @@ static int check_replacement(const struct grads *grads, PyObject *function, PyOb
     if (same_type && same_size)
         return 0;
     return flat_param_error(param, PyExc_RuntimeError,
-                            "hook %R of its flat parameter has changed the %s of value: a gradient is "
-                            "replaced by one of the same size, dtype and device, not by a %R",
+                            "hook %R of the flat parameter has changed the %s of value: return a gradient of "
+                            "the same size, dtype and device, not a %R.",
                             function, same_type ? "size" : "type", (PyObject *)Py_TYPE(value));
 }
 

@@ -266,9 +266,10 @@ static int check_reused_views(struct param_views *param_views, PyObject *views) 
         OWNED *fqn = flat_param_fqn(param_views->param, param_view->param);
         return flat_param_error(
             param_views->param, PyExc_RuntimeError,
-            "something else was assigned to %S after wrapping. With use_orig_params=False it would be "
-            "trained on each rank alone and never be saved. Assign or tie before wrapping, change values "
-            "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
+            "something else was assigned to %S after wrapping. With use_orig_params=False each rank would "
+            "train its own value, and no state dict would contain it. Assign or tie before wrapping, change "
+            "values inside FullyShardedDataParallel.summon_full_params(module), or pass "
+            "use_orig_params=True.",
             fqn);
     }
     param_views->assigned = false;

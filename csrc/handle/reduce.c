@@ -16,10 +16,9 @@ int grads_refuse(const struct grads *grads, int64_t index) {
         return -1;
     return flat_param_error(
         grads->param, PyExc_RuntimeError,
-        "cannot use the gradient of %S: dense strided gradients on %S are supported. Sparse gradients "
+        "cannot use the gradient of %S: only dense strided gradients on %S are supported. Sparse gradients "
         "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules, give all ranks "
-        "equal "
-        "values at the start, and average its gradients by hand.",
+        "equal initial values, and average its gradients yourself.",
         fqn, grads->param->device);
 }
 
@@ -92,7 +91,7 @@ int grads_check_hookless(const struct grads *grads) {
     if (!grads->comm_hook.function && !grads->in_backward)
         return 0;
     return flat_param_error(grads->param, PyExc_RuntimeError,
-                            "a communication hook is registered once, before a backward");
+                            "a communication hook must be registered once only, and before a backward");
 }
 
 void grads_set_comm_hook(struct grads *grads, PyObject *function, PyObject *state, bool native) {
@@ -223,10 +222,10 @@ static int check_result(struct grads *grads, PyObject *result) {
     if (tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
         view.device == grads->storage->compute_view.device)
         return 0;
-    return flat_param_error(
-        param, PyExc_RuntimeError,
-        "its communication hook left a gradient of %R, expected a dense one of %lld elements on %S",
-        (PyObject *)Py_TYPE(result), (long long)want, param->device);
+    return flat_param_error(param, PyExc_RuntimeError,
+                            "the communication hook left a gradient of %R, expected a dense tensor of %lld "
+                            "elements on %S. Fill the output that the hook is given.",
+                            (PyObject *)Py_TYPE(result), (long long)want, param->device);
 }
 
 /* Return None as the finished work, or NULL with an exception. */

@@ -43,8 +43,8 @@ int storage_read_shard(struct storage *storage) {
     if (numel == want)
         return 0;
     return flat_param_error(storage->param, PyExc_RuntimeError,
-                            "its flat parameter has %lld elements, its shard has %lld. Assign "
-                            "flat_param.data only tensors of the shard's size.",
+                            "the flat parameter has %lld elements, but its shard has %lld. Assign only "
+                            "tensors of the shard's size to flat_param.data.",
                             (long long)numel, (long long)want);
 }
 

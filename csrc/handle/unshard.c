@@ -47,9 +47,8 @@ int storage_refuse_freed_view(const struct storage *storage, const PyObject *ten
         return flat_param_error(
             storage->param, PyExc_RuntimeError,
             "the values of %S are not gathered outside of the unit's forward and backward. Read or change "
-            "them "
-            "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True: then "
-            "each rank may read and change its shard of them between steps.",
+            "them inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True, "
+            "with which each rank may read and change its shard between steps.",
             fqn);
     }
     return 0;
@@ -238,8 +237,8 @@ int handle_pre_unshard(struct handle *handle) {
         return -1;
     return flat_param_error(
         &handle->param, PyExc_AssertionError,
-        "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter back first, by "
-        "handle.flat_param_to(device) as it was moved away, or by moving the module.",
+        "Expects tensor to be on the compute device %S, was on %S. Move the flat parameter back first, with "
+        "handle.flat_param_to(device) or by moving the module.",
         handle->param.device, device);
 }
 

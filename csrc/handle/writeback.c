@@ -33,7 +33,7 @@ static int check_shape(struct handle *handle, int64_t param, PyObject *value,
     OWNED *fqn = flat_param_fqn(flat_param, param);
     return RAISED(PyExc_RuntimeError,
                   "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on "
-                  "rank %lld, this rank's part of it, but the new value has %S. Change full parameters "
+                  "rank %lld (its shard there), but the new value has shape %S. Change full parameters "
                   "inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                   fqn, flat_param->name, (long long)want, (long long)flat_param->layout.rank,
                   shape ? shape : Py_None);
@@ -80,11 +80,11 @@ static int check_registered(const struct handle *handle, int64_t param, PyObject
     OWNED *fqn = flat_param_fqn(flat_param, param);
     return flat_param_error(
         flat_param, PyExc_RuntimeError,
-        "%S is another tensor than the unit's, and was put into its module without being registered, as "
-        "torch.func.functional_call does for the time of a call. The shards would take its values for good. "
-        "Make the call under torch.no_grad() inside FullyShardedDataParallel.summon_full_params(module), or "
-        "on a submodule inside the unit's forward. To change a weight, assign an nn.Parameter to the "
-        "attribute of its module.",
+        "%S is another tensor than the unit's, set in its module without registration, and its values would "
+        "be written to the shards for good; torch.func.functional_call swaps tensors in this way. Call it "
+        "under torch.no_grad() inside FullyShardedDataParallel.summon_full_params(module), or on a submodule "
+        "inside the unit's forward. To change a weight, assign an nn.Parameter to the attribute of its "
+        "module.",
         fqn);
 }
 
@@ -104,11 +104,11 @@ static int check_removed(const struct handle *handle, int64_t param) {
     if (!replaced && !(of_class && PyObject_TypeCheck(of_class, &PyProperty_Type)))
         return 0;
     OWNED *fqn = flat_param_fqn(&handle->param, param);
-    return flat_param_error(
-        &handle->param, PyExc_RuntimeError,
-        "%S was taken from its module after wrapping, and is computed now from this rank's shard of it, as "
-        "torch.nn.utils.parametrize, weight_norm, spectral_norm and prune do. Apply these before wrapping.",
-        fqn);
+    return flat_param_error(&handle->param, PyExc_RuntimeError,
+                            "%S was taken from its module after wrapping, and is now computed from this "
+                            "rank's shard alone; torch.nn.utils.parametrize, weight_norm, spectral_norm and "
+                            "prune do so. Apply these before wrapping.",
+                            fqn);
 }
 
 /* Return the module's Parameter that replaces the unit's, borrowed; NULL if it was deleted, or with an
@@ -200,8 +200,8 @@ static int check_param_outside_shard(struct handle *handle, int64_t param, bool 
     OWNED *shape = PyObject_GetAttrString(value, "shape");
     OWNED *fqn = flat_param_fqn(&handle->param, param);
     return RAISED(PyExc_RuntimeError,
-                  "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape "
-                  "%S, and rank %lld holds none of the parameter, so that the edit would be lost. Change "
+                  "Cannot writeback when the parameter shape changes: %S of unit %S was set to data of shape "
+                  "%S, but rank %lld holds none of the parameter, so the edit would be lost. Change "
                   "parameters inside FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                   fqn, handle->param.name, shape ? shape : Py_None, (long long)handle->param.layout.rank);
 }
@@ -233,7 +233,7 @@ static int check_shared(struct handle *handle, const struct param_view *param_vi
         PyErr_Format(
             PyExc_NotImplementedError,
             "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were "
-            "one when the unit was wrapped and are two now. Untie parameters before wrapping.",
+            "one parameter when the unit was wrapped, and are two now. Untie parameters before wrapping.",
             (long long)handle->param.layout.rank, handle->param.name, fqn, param_view->name, where);
     return -1;
 }
@@ -386,10 +386,9 @@ int handle_writeback_forward(struct handle *handle) {
     OWNED *fqn = flat_param_fqn(&handle->param, last);
     return flat_param_error(
         &handle->param, PyExc_RuntimeError,
-        "its forward writes in place to %S, but did not in its first %d forwards, so that parameters were "
-        "not looked at and what it wrote in the last %d may be lost. From now on writes are kept. Have it "
-        "write in one of its first forwards as well, if only the values that are there, or keep in a buffer "
-        "what a forward changes.",
+        "its forward writes in place to %S, but its first %d forwards did not. Forwards are not checked each "
+        "time then, so writes of the last %d may be lost; later ones are kept. Write in one of the first "
+        "forwards too, if only unchanged values, or keep in a buffer the values that a forward changes.",
         fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
 }
 

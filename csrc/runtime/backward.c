@@ -93,9 +93,9 @@ static int check_inputs_only(struct unit *unit) {
         return reaches < 0 ? -1 : 0;
     return PyErr_WarnFormat(
         PyExc_UserWarning, 1,
-        "rank %lld, unit %S: a backward to named tensors has passed through it, which gives its parameters "
-        "no gradient with use_orig_params=True. Schedules that take the gradients of inputs and weights "
-        "apart need use_orig_params=False",
+        "rank %lld, unit %S: a backward to named tensors has passed through the unit without gradients for "
+        "its parameters, which use_orig_params=True does not support. Schedules that compute the gradients "
+        "of inputs and weights separately need use_orig_params=False.",
         unit_rank(unit), unit->name);
 }
 
@@ -138,11 +138,10 @@ static int pre_backward(struct unit *unit) {
 }
 
 int unit_refuse_backward(const struct unit *unit) {
-    return unit_error(
-        PyExc_RuntimeError, unit_rank(unit), unit->name,
-        "a backward has come to a forward of a tree of units that is none any more: a unit in it "
-        "has since run in a forward of another root, or the tree was reset. Call backward() before that, or "
-        "let one FullyShardedDataParallel around both roots call them in its forward.");
+    return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
+                      "a backward has come to a forward whose root no longer exists: one of its units has "
+                      "since run under another root, or the units were reset. Call backward() before that, "
+                      "or let one FullyShardedDataParallel around both roots call them in its forward.");
 }
 
 int unit_pre_backward(void *target) {
@@ -190,10 +189,10 @@ static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!unit->sync_gradients || !handle->param.sharded || handle->grads.saved_shard)
         return unit->runtime->operations->post_backward_reshard(unit);
-    return unit_error(PyExc_AssertionError, handle->param.layout.rank, unit->name,
-                      "a hook of its flat parameter has set .grad to None before the gradient was reduced, "
-                      "which the other ranks wait for: zero the gradient instead, or clear it after "
-                      "backward()");
+    return unit_error(
+        PyExc_AssertionError, handle->param.layout.rank, unit->name,
+        "a hook of the flat parameter has set .grad to None before the reduction, which the other ranks are "
+        "waiting for. Zero the gradient instead, or clear it after backward().");
 }
 
 /* Return true if `.grad` must be final before the end of the backward: DistributedDataParallel or a pipeline

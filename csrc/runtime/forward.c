@@ -309,8 +309,8 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
         if (!torch_grad_enabled())
             return PyObject_Call(wrapped, args, kwargs);
         unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
-                   "illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
-                   "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the "
+                   "illegal transition from SUMMON_FULL_PARAMS to FORWARD: summon_full_params() frees the "
+                   "parameters at its end, before a backward could run. Use torch.no_grad() around the "
                    "forward, or leave summon_full_params() first.");
         return NULL;
     }

@@ -105,8 +105,8 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
         if (requires_grad > 0)
             PyErr_Format(PyExc_RuntimeError,
                          "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() "
-                         "without create_graph=True. Gradients of inputs may be differentiated: take them by "
-                         "torch.autograd.grad(..., inputs, create_graph=True)",
+                         "without create_graph=True. Gradients of inputs may be differentiated: compute them "
+                         "with torch.autograd.grad(..., inputs, create_graph=True).",
                          (long long)unit->handle->param.layout.rank, unit->name);
         return -1;
     }
@@ -239,12 +239,13 @@ static PyObject *node_compiled_autograd_key(PyObject *self, PyObject *context) {
     Py_DECREF(token);
     if (!unit)
         return PyErr_Format(PyExc_NotImplementedError,
-                            "compiled autograd with a FullyShardedDataParallel that is gone");
+                            "compiled autograd cannot run a FullyShardedDataParallel that is gone: keep the "
+                            "model until its backward has run");
     return PyErr_Format(
         PyExc_NotImplementedError,
         "rank %lld, unit %S (FullyShardedDataParallel): compiled autograd cannot trace its backward, which "
         "gathers parameters and reduces gradients. Leave torch._dynamo.config.compiled_autograd off, or call "
-        "backward() outside of what torch.compile compiles and of compiled_autograd._enable.",
+        "backward() outside of torch.compile and compiled_autograd._enable.",
         unit_rank(unit), unit->name);
 }
 
@@ -352,9 +353,9 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
     if (!enabled)
         return 0;
     return unit_error(PyExc_NotImplementedError, unit_rank(unit), unit->name,
-                      "its forward is called inside of a transformation of torch.func (vmap, grad, jvp) "
-                      "while gradients are enabled, which cannot be recorded for sharded parameters. Call it "
-                      "under torch.no_grad(), or transform the module that is not wrapped.");
+                      "its forward is called inside a transformation of torch.func (vmap, grad, jvp) with "
+                      "gradients enabled, which sharded parameters cannot record. Call it under "
+                      "torch.no_grad(), or transform the unwrapped module.");
 }
 
 /* Return true if the node has edges. A flat parameter in low precision changes its dtype during the forward,

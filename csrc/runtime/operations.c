@@ -34,11 +34,11 @@ static int call_unshard(struct unit *unit) {
     OWNED *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
     int result = ref_done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
     if (!result && unit->handle->storage.param_state == PARAM_SHARDED)
-        result = unit_error(
-            PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
-            "the function in place of FlatParamHandle.unshard has not gathered the parameters: call the "
-            "original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
-            "_use_unsharded_flat_param");
+        result =
+            unit_error(PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
+                       "the function in place of FlatParamHandle.unshard has not gathered the parameters. "
+                       "Call the original function in it, or _alloc_padded_unsharded_flat_param, "
+                       "_all_gather_flat_param and _use_unsharded_flat_param.");
     if (result < 0)
         storage_abandon_unshard(&unit->handle->storage);
     return result;
@@ -114,8 +114,7 @@ int operations_replace(struct operations *table, const char *name, PyObject *fun
         operations_init(table);
         return 0;
     }
-    return RAISED(PyExc_ValueError, "%s is not called by this runtime, so that nothing can take its place",
-                  name);
+    return RAISED(PyExc_ValueError, "%s cannot be replaced, because this runtime does not call it", name);
 }
 
 void operations_check(const struct operations *table) {

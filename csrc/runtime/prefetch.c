@@ -83,8 +83,8 @@ static int choose(struct unit *unit, struct unit **chosen) {
     if (!handle || handle == Py_None || *chosen)
         return handle ? 0 : -1;
     return unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
-                      "the function in place of _get_handle_to_prefetch returned %R: return the "
-                      "handle of a unit below the same root, or None",
+                      "the function in place of _get_handle_to_prefetch returned %R. Return the handle of a "
+                      "unit below the same root, or None.",
                       handle);
 }
 
@@ -117,8 +117,9 @@ int unit_prefetch_by_user(struct unit *unit) {
     if (!handle || !runtime)
         return 0;
     if (handle->training_state == USE_SUMMON_FULL_PARAMS)
-        return unit_error(PyExc_RuntimeError, handle->param.layout.rank, unit->name,
-                          "its full parameters are summoned: prefetch it outside of summon_full_params");
+        return unit_error(
+            PyExc_RuntimeError, handle->param.layout.rank, unit->name,
+            "its full parameters are summoned. Prefetch the unit outside of summon_full_params.");
     if (runtime_begin_step_alone(runtime) < 0 || unit_precision_for_forward(unit) < 0)
         return -1;
     /* parameters left by the last forward may be stale for the next one */

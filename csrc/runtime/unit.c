@@ -78,7 +78,8 @@ PyObject *unit_module(const struct unit *unit) {
 int unit_is_training(const struct unit *unit) {
     OWNED *module = unit_module(unit);
     if (!module)
-        return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name, "the module was deleted");
+        return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
+                          "the module was deleted: keep the model while it is used");
     OWNED *wrapped = PyObject_GetAttrString(module, "_fsdp_wrapped_module");
     OWNED *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
     return training ? PyObject_IsTrue(training) : -1;
