@@ -113,7 +113,7 @@ void grads_fini(struct grads *grads) {
     Py_CLEAR(grads->stashed);
     grads_unwatch(grads);
     if (grads->watch_callback)
-        PyCapsule_SetName(PyCFunction_GetSelf(grads->watch_callback), "of a unit that has gone");
+        PyCapsule_SetName(PyCFunction_GetSelf(grads->watch_callback), "freed unit");
     Py_CLEAR(grads->watch_callback);
     Py_CLEAR(grads->unsharded);
     Py_CLEAR(grads->shard_sizes);
@@ -311,16 +311,16 @@ int grads_is_zero(PyObject *tensor) {
 
 /* ---- stash during a backward ---- */
 
-/* Set each original parameter's .grad to None if it is a view of `whole_grad`. `stash`: keep the views, to
+/* Set each original parameter's .grad to None if it is a view of `full_grad`. `stash`: keep the views, to
  * restore them after an exception. Return 0 or -1. */
-static int unexpose(struct grads *grads, PyObject *whole_grad, bool stash) {
-    struct tensor_view whole, view;
+static int unexpose(struct grads *grads, PyObject *full_grad, bool stash) {
+    struct tensor_view full, view;
     if (!grads->param->use_orig_params)
         return 0;
     ref_set(&grads->stashed, PyList_New(0));
-    if (!grads->stashed || tensor_view_of(whole_grad, &whole) < 0)
+    if (!grads->stashed || tensor_view_of(full_grad, &full) < 0)
         return -1;
-    uintptr_t nbytes = (uintptr_t)(tensor_view_numel(&whole) * dtype_nbytes(whole.dtype));
+    uintptr_t nbytes = (uintptr_t)(tensor_view_numel(&full) * dtype_nbytes(full.dtype));
     for (int64_t i = 0; i < grads->param->num_params; i++) {
         PyObject *param = PyList_GetItem(grads->param->params, i);
         OWNED *grad = torch_get_grad(param);
@@ -328,10 +328,10 @@ static int unexpose(struct grads *grads, PyObject *whole_grad, bool stash) {
         if (!grad)
             return -1;
         if (grad != Py_None && tensor_view_of(grad, &view) == 0)
-            is_part = (uintptr_t)view.data - (uintptr_t)whole.data < nbytes;
+            is_part = (uintptr_t)view.data - (uintptr_t)full.data < nbytes;
         PyErr_Clear(); /* raised for a gradient without memory */
-        PyObject *kept = !is_part ? Py_None : stash ? grad : Py_True;
-        if (PyList_Append(grads->stashed, kept) < 0 || (is_part && torch_set_grad(param, Py_None) < 0))
+        PyObject *entry = !is_part ? Py_None : stash ? grad : Py_True;
+        if (PyList_Append(grads->stashed, entry) < 0 || (is_part && torch_set_grad(param, Py_None) < 0))
             return -1;
     }
     return 0;
@@ -363,10 +363,10 @@ int grads_add_from_autograd(struct grads *grads, PyObject **shard) {
     for (int64_t i = begin; i < end; i++) {
         if (i >= 0 && grads_offset(grads, i) < 0)
             continue;
-        OWNED *late = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
-        if (!late)
+        OWNED *accumulated = torch_get_grad(i < 0 ? param->tensor : PyList_GetItem(param->params, i));
+        if (!accumulated)
             return -1;
-        if (late == Py_None)
+        if (accumulated == Py_None)
             continue;
         if (!shard)
             return 1;
@@ -374,7 +374,7 @@ int grads_add_from_autograd(struct grads *grads, PyObject **shard) {
             return -1;
         OWNED *part = i < 0 ? Py_NewRef(*shard) : grads_part(grads, *shard, i);
         /* same device and dtype as `part` */
-        OWNED *moved = part ? PyObject_CallMethod(late, "to", "O", part) : NULL;
+        OWNED *moved = part ? PyObject_CallMethod(accumulated, "to", "O", part) : NULL;
         if (ref_done(moved ? PyObject_CallMethod(part, "add_", "O", moved) : NULL) < 0)
             return -1;
     }
@@ -404,13 +404,13 @@ int grads_zero_reduced(struct grads *grads, int64_t index) {
 
 /* The gradient reduced before no_sync and the no_sync gradient are one gradient for the user: if one was
  * zeroed in place, zero the other. FSDP1 adds the old gradient again. */
-static int zero_reduced_of_zeroed(struct grads *grads) {
+static int zero_reduced_if_zeroed(struct grads *grads) {
     const struct flat_param *param = grads->param;
     for (int64_t i = 0; grads->saved_shard && i < param->num_params; i++) {
-        OWNED *shown =
+        OWNED *exposed =
             torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
         /* version of the exposed tensor: number of writes by users and optimizers */
-        int64_t writes = !shown ? -1 : shown == Py_None ? 0 : torch_version(shown);
+        int64_t writes = !exposed ? -1 : exposed == Py_None ? 0 : torch_version(exposed);
         OWNED *part = writes > 0 ? grads_part(grads, grads->unsharded, i) : NULL;
         int zeroed = writes <= 0 ? (int)writes : part ? grads_is_zero(part) : -1;
         if (zeroed < 0 || (zeroed && grads_zero_reduced(grads, i) < 0))
@@ -440,7 +440,7 @@ static int stash_flat_grad(struct grads *grads) {
     if (grad == Py_None)
         return grads_clear_accumulated(grads);
     if (grads->kind == GRAD_UNSHARDED)
-        return zero_reduced_of_zeroed(grads);
+        return zero_reduced_if_zeroed(grads);
     if (grads_set_kind(grads, GRAD_NONE) < 0 || unexpose(grads, grad, true) < 0)
         return -1;
     if (tensor_view_of(grad, &view) < 0)
@@ -459,9 +459,9 @@ static int stash_flat_grad(struct grads *grads) {
 }
 
 int grads_begin_backward(struct grads *grads) {
-    bool begins = !grads->in_backward;
+    bool is_first = !grads->in_backward;
     grads->in_backward = true;
-    return begins ? stash_flat_grad(grads) : 0;
+    return is_first ? stash_flat_grad(grads) : 0;
 }
 
 /* ---- zeros ---- */
@@ -572,9 +572,9 @@ static int expose_flat_unsharded(struct grads *grads) {
 }
 
 static int expose_no_sync(struct grads *grads) {
-    bool shown = grads->kind == GRAD_UNSHARDED && !grads->has_unexposed_grads;
+    bool exposed = grads->kind == GRAD_UNSHARDED && !grads->has_unexposed_grads;
     grads->has_unexposed_grads = false;
-    if (shown)
+    if (exposed)
         return 0; /* accumulated in place */
     if (grads->kind == GRAD_UNSHARDED)
         return expose_grads(grads, grads->unsharded);

@@ -127,8 +127,8 @@ static int has_shard_data(const struct handle *handle) {
 }
 
 int handle_lazy_init(struct handle *handle) {
-    int known = handle->storage.local_shard && !handle->initialized ? has_shard_data(handle) : 0;
-    if (known < 0 || (known && writeback_replace_shard(handle) < 0))
+    int same_data = handle->storage.local_shard && !handle->initialized ? has_shard_data(handle) : 0;
+    if (same_data < 0 || (same_data && writeback_replace_shard(handle) < 0))
         return -1;
     if (init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
@@ -151,9 +151,9 @@ int handle_follow_flat_param(struct handle *handle) {
     PyObject *inference_guard;
     if (!handle->initialized)
         return handle_lazy_init(handle);
-    int known = has_shard_data(handle);
-    if (known)
-        return known < 0 ? -1 : 0;
+    int same_data = has_shard_data(handle);
+    if (same_data)
+        return same_data < 0 ? -1 : 0;
     if (torch_leave_inference_mode(&inference_guard) < 0)
         return -1;
     writeback_mark_copied(handle);
@@ -170,10 +170,10 @@ int handle_follow_flat_param(struct handle *handle) {
  * in writeback.c. */
 int handle_check_flat_param(const struct handle *handle) {
     const struct summon *summon = &handle->summon;
-    PyObject *shown = handle->param.use_orig_params || !summon->flat_param_owner
-                          ? NULL
-                          : PyDict_GetItemWithError(summon->flat_param_owner, summon->flat_param_name);
-    if (!shown || shown == handle->param.tensor)
+    PyObject *registered = handle->param.use_orig_params || !summon->flat_param_owner
+                               ? NULL
+                               : PyDict_GetItemWithError(summon->flat_param_owner, summon->flat_param_name);
+    if (!registered || registered == handle->param.tensor)
         return PyErr_Occurred() ? -1 : 0;
     return flat_param_error(
         &handle->param, PyExc_RuntimeError,
@@ -267,11 +267,11 @@ int handle_unexpose_views(struct handle *handle) {
     return handle_writeback_views(handle) < 0 ? -1 : handle_expose_sharded(handle);
 }
 
-static int detach_views(struct handle *handle, bool shows) {
+static int detach_views(struct handle *handle, bool exposes_views) {
     if (storage_detach_views(&handle->storage) < 0)
         return -1;
     param_views_drop_wrapped(&handle->param_views);
-    if (!shows)
+    if (!exposes_views)
         return 0;
     return param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING) < 0 ? -1
                                                                               : handle_expose_views(handle);
@@ -279,11 +279,11 @@ static int detach_views(struct handle *handle, bool shows) {
 
 /* Retry once: a module that keeps a view with autograd history would leak the unit. */
 int handle_detach_views(struct handle *handle) {
-    bool shows = handle->param_views.exposed == EXPOSED_VIEWS;
-    if (detach_views(handle, shows) == 0)
+    bool exposes_views = handle->param_views.exposed == EXPOSED_VIEWS;
+    if (detach_views(handle, exposes_views) == 0)
         return 0;
     PyErr_Clear();
-    return detach_views(handle, shows);
+    return detach_views(handle, exposes_views);
 }
 
 /* ---- precision ---- */
@@ -291,18 +291,18 @@ int handle_detach_views(struct handle *handle) {
 int handle_use_precision(struct handle *handle, enum precision precision) {
     if (storage_precision(&handle->storage) == precision)
         return 0;
-    bool orig = handle->param.use_orig_params, shows_views = handle->param_views.exposed == EXPOSED_VIEWS;
+    bool orig = handle->param.use_orig_params, exposes_views = handle->param_views.exposed == EXPOSED_VIEWS;
     if (storage_reshard(&handle->storage, true) < 0)
         return -1;
     /* Drop the views of the former copy. Without use_orig_params modules always expose views, so those of the
      * new copy follow below. */
-    if (shows_views && (orig ? handle_expose_sharded(handle)
-                             : param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING)) < 0)
+    if (exposes_views && (orig ? handle_expose_sharded(handle)
+                               : param_views_set_exposed(&handle->param_views, EXPOSED_NOTHING)) < 0)
         return -1;
     if (storage_use_copy(&handle->storage, precision) < 0)
         return -1;
     param_views_drop_wrapped(&handle->param_views);
-    return shows_views && !orig ? handle_expose_views(handle) : 0;
+    return exposes_views && !orig ? handle_expose_views(handle) : 0;
 }
 
 /* The hook's dtype also holds for copies that a later lazy init makes. */

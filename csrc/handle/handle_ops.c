@@ -52,12 +52,12 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     run("fsdp_c::unshard", handle, handle_unshard_outside_step);
     op_read_operand(&full, tensor);
     const struct storage *storage = &handle->storage;
-    const struct tensor_view *gathered =
+    const struct tensor_view *unsharded =
         storage->copy->is_local ? &storage->local_view : &storage->copy->full.view;
-    if (full.view.data != gathered->data)
-        handle->storage.kernels->cast_divide(full.view.data, handle->storage.copy->kind, gathered->data,
+    if (full.view.data != unsharded->data)
+        handle->storage.kernels->cast_divide(full.view.data, handle->storage.copy->kind, unsharded->data,
                                              handle->storage.copy->kind, full.numel, 1.0,
-                                             tensor_kernel_stream(gathered));
+                                             tensor_kernel_stream(unsharded));
 }
 
 static void reshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
@@ -129,14 +129,14 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     OP_OWNED flat = op_tensor(stack[0]);
     const struct handle *handle = find("fsdp_c::segment_views", op_int(stack[1]));
     StableListHandle views = NULL;
-    struct op_operand whole;
+    struct op_operand operand;
     int64_t start = 0;
-    op_read_operand(&whole, flat);
+    op_read_operand(&operand, flat);
     OP_CALL(torch_abi.aoti_torch_get_storage_offset(flat, &start));
-    OP_CHECK(whole.numel >= handle->param.layout.numel && whole.is_contiguous,
+    OP_CHECK(operand.numel >= handle->param.layout.numel && operand.is_contiguous,
              "fsdp_c::segment_views: flat must be contiguous with the unit's elements: got %lld, the unit "
              "has %lld",
-             (long long)whole.numel, (long long)handle->param.layout.numel);
+             (long long)operand.numel, (long long)handle->param.layout.numel);
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
     for (int64_t i = 0; i < handle->param.num_params; i++) {
         AtenTensorHandle view = alias(flat, start + layout_param_offset(&handle->param.layout, i),

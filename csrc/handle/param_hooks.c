@@ -161,8 +161,8 @@ static int accumulate(struct grads *grads, PyObject *grad) {
     if (sum && sum != Py_None) {
         result = ref_done(PyObject_CallMethod(sum, "add_", "O", grad));
     } else if (sum) {
-        bool kept = Py_REFCNT(grad) > 1;
-        OWNED *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
+        bool is_referenced = Py_REFCNT(grad) > 1;
+        OWNED *own = is_referenced ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
         result = own ? torch_set_foreign_grad(grads->param->tensor, own) : -1;
     }
     Py_DECREF(grad);
@@ -174,28 +174,28 @@ static int accumulate(struct grads *grads, PyObject *grad) {
 static int take_hooked_grad(struct grads *grads, PyObject *padded) {
     const struct flat_param *param = grads->param;
     OWNED *grad = torch_get_grad(param->tensor);
-    OWNED *taken = NULL;
+    OWNED *result = NULL;
     struct tensor_view inner, outer;
     if (!grad)
         return -1;
     if (grad != Py_None) {
-        bool known = tensor_view_of(grad, &inner) == 0 && tensor_view_of(padded, &outer) == 0;
+        bool has_memory = tensor_view_of(grad, &inner) == 0 && tensor_view_of(padded, &outer) == 0;
         PyErr_Clear();
-        if (known && inner.data == outer.data && inner.dtype == outer.dtype &&
+        if (has_memory && inner.data == outer.data && inner.dtype == outer.dtype &&
             tensor_view_is_contiguous(&inner) && tensor_view_numel(&inner) == param->layout.numel) {
-            taken = Py_NewRef(padded);
+            result = Py_NewRef(padded);
         } else {
             OWNED *dtype = PyObject_GetAttr(grad, torch_names.dtype);
-            taken = dtype ? torch_empty(param->layout.padded_numel, dtype, param->device) : NULL;
-            OWNED *part = taken && torch_zero(taken) == 0 ? without_padding(grads, taken) : NULL;
+            result = dtype ? torch_empty(param->layout.padded_numel, dtype, param->device) : NULL;
+            OWNED *part = result && torch_zero(result) == 0 ? without_padding(grads, result) : NULL;
             if (!part || torch_copy(part, grad) < 0)
                 return -1;
         }
         if (torch_set_grad(param->tensor, Py_None) < 0)
             return -1;
     }
-    grads->hooked = taken != NULL;
-    ref_set(grads_accumulator(grads), Py_XNewRef(taken));
+    grads->hooked = result != NULL;
+    ref_set(grads_accumulator(grads), Py_XNewRef(result));
     return grads_set_kind(grads, GRAD_NONE); /* until grads_expose */
 }
 

@@ -246,8 +246,8 @@ static PyObject *call_comm_hook(struct grads *grads) {
 
 int grads_alloc_output(struct grads *grads) {
     /* a custom hook may replace the output's memory */
-    bool is_hooked = grads->comm_hook.function && !grads->comm_hook.native;
-    if (!grads->param->sharded || grads->saved_shard || is_hooked || grads_reduce_twice(grads))
+    bool has_custom_hook = grads->comm_hook.function && !grads->comm_hook.native;
+    if (!grads->param->sharded || grads->saved_shard || has_custom_hook || grads_reduce_twice(grads))
         return 0;
     const struct storage *storage = grads->storage;
     bool is_output = storage->copy->reduce_kind == storage->orig_kind;
@@ -323,8 +323,8 @@ int grads_save_reduced(struct grads *grads) {
     if (grads->comm_hook.function && tensor_view_of(output, &view) < 0)
         return -1;
     bool keeps_low = !param->sharded && param->keep_low_precision_grads && !grads->comm_hook.native;
-    bool keep = view.dtype == grads->storage->orig_kind || keeps_low;
-    ref_set(&grads->saved_shard, keep ? Py_NewRef(output) : grads_cast_to_shard_dtype(grads, output));
+    bool keeps_output = view.dtype == grads->storage->orig_kind || keeps_low;
+    ref_set(&grads->saved_shard, keeps_output ? Py_NewRef(output) : grads_cast_to_shard_dtype(grads, output));
     return grads->saved_shard ? enqueue_download(grads) : -1;
 }
 

@@ -71,13 +71,13 @@ const struct kernel_stream *storage_stream(const struct storage *storage) {
 }
 
 int storage_apply(const struct storage *storage, elementwise_kernel *kernel, PyObject *output,
-                  PyObject *input, double divisor, const char *what) {
+                  PyObject *input, double divisor, const char *operation) {
     struct tensor_view to, from;
     if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
         return -1;
     return tensor_check(kernel(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from), divisor,
                                storage_stream(storage)),
-                        what);
+                        operation);
 }
 
 int storage_wait_in_stream(const struct storage *storage, PyObject **work) {

@@ -123,10 +123,10 @@ void storage_share(struct storage *storage, struct deferred_free *full, struct p
 
 /* current stream of the compute device */
 const struct kernel_stream *storage_stream(const struct storage *storage);
-/* Run an elementwise kernel over contiguous tensors of `input`'s size. `what` names the operation in errors.
+/* Run an elementwise kernel over contiguous tensors of `input`'s size. `operation` is its name in errors.
  * Return 0 or -1. */
 int storage_apply(const struct storage *storage, elementwise_kernel *kernel, PyObject *output,
-                  PyObject *input, double divisor, const char *what);
+                  PyObject *input, double divisor, const char *operation);
 /* Make the current stream wait for `*work`, if there are streams, so that an event recorded on the stream
  * covers a backend with a stream of its own. Return 0, or -1 with *work NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);

@@ -60,7 +60,7 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
     return to ? copy_to(to, from) : -1;
 }
 
-static int write_back(struct handle *handle) {
+static int writeback_full(struct handle *handle) {
     OWNED *views = flat_param_views(&handle->param, handle->summon.full);
     if (!views)
         return -1;
@@ -161,7 +161,7 @@ int handle_summon_exit(struct handle *handle) {
     int result = 0;
     if (handle->summon.full) {
         if (handle->summon.writeback || !full_is_copy(handle))
-            result = write_back(handle);
+            result = writeback_full(handle);
         result = run_cleanup(handle, unexpose_full, result);
     } else {
         result = restore_flat_param(handle);

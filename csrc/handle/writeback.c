@@ -40,7 +40,7 @@ static int check_shape(struct handle *handle, int64_t param, PyObject *value,
 }
 
 /* Warn about the writeback of a parameter or gradient under TORCH_DISTRIBUTED_DEBUG=INFO. Return 0 or -1. */
-static int warn_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value) {
+static int warn_writeback(struct handle *handle, int64_t param, const char *subject, PyObject *value) {
     if (!handle->param.verbose)
         return 0;
     OWNED *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
@@ -51,7 +51,7 @@ static int warn_writeback(struct handle *handle, int64_t param, const char *what
         result = PyErr_WarnFormat(PyExc_UserWarning, 1,
                                   "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, "
                                   "shape=%S device=%S, expected device=%S",
-                                  (long long)handle->param.layout.rank, what,
+                                  (long long)handle->param.layout.rank, subject,
                                   training_state_names[handle->training_state], fqn, handle->param.name,
                                   shape, device, handle->param.device);
     return result;

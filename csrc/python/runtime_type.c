@@ -58,7 +58,7 @@ OBJECT_LIFE(runtime_from_object, runtime_visit, runtime_clear)
 /* ---- methods ---- */
 
 METHOD(final_callback, runtime_from_object, runtime_final_callback)
-METHOD(await_failed_backward, runtime_from_object, runtime_await_failed_backward)
+METHOD(await_failed_backward, runtime_from_object, runtime_wait_failed_backward)
 METHOD(begin_walk, runtime_from_object, runtime_begin_walk)
 METHOD(reset_grad_info, runtime_from_object, runtime_collect_user_grads)
 

@@ -367,7 +367,7 @@ static int finalise_units(struct runtime *runtime) {
         if (unit_remove_input_hooks(unit) < 0)
             return -1;
         if (handle &&
-            (unit_await_step(unit) < 0 || (handle->grads.in_backward && grads_expose(&handle->grads) < 0) ||
+            (unit_wait_step(unit) < 0 || (handle->grads.in_backward && grads_expose(&handle->grads) < 0) ||
              grads_restore_param_hooks(&handle->grads) < 0 ||
              handle_set_training_state(handle, USE_IDLE) < 0))
             return -1;

@@ -25,10 +25,10 @@ int no_gradient_warn(struct runtime *runtime) {
     OWNED *names = NULL;
     for (int64_t i = 0; !runtime->no_gradient.warned && i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        bool lacks = unit->no_gradient.expected && runtime->no_gradient.ended_backward &&
-                     !unit->no_gradient.had_gradient;
+        bool lacks_gradient = unit->no_gradient.expected && runtime->no_gradient.ended_backward &&
+                              !unit->no_gradient.had_gradient;
         unit->no_gradient.expected = false;
-        if (lacks &&
+        if (lacks_gradient &&
             ((!names && !(names = PyList_New(0))) || PyList_Append(names, unit->handle->param.name) < 0))
             return -1;
     }

@@ -8,14 +8,14 @@ static PyObject *apply;
 
 /* ---- forward and backward of the function ---- */
 
-/* Append the views of frozen parameters to `*frozen`, a list or NULL. `*which` is a hash of their indices. */
-static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint64_t *which) {
+/* Append the views of frozen parameters to `*frozen`, a list or NULL. `*set_hash` is a hash of their indices. */
+static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint64_t *set_hash) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
         int trains = torch_requires_grad(PyList_GetItem(param->params, i));
         if (trains > 0)
             continue;
-        *which = *which * 31 + (uint64_t)i + 1;
+        *set_hash = *set_hash * 31 + (uint64_t)i + 1;
         if (trains < 0 || (!*frozen && !(*frozen = PyList_New(0))) ||
             PyList_Append(*frozen, PyTuple_GetItem(part->handle->storage.copy->views, i)) < 0)
             return -1;
@@ -27,18 +27,18 @@ static int collect_frozen_views(const struct unit *part, PyObject **frozen, uint
  * a view that is frozen now, while another graph may still read the old view with its history. */
 static int update_frozen_views(struct unit *part, PyObject **frozen) {
     Py_ssize_t before = *frozen ? PyList_Size(*frozen) : 0;
-    uint64_t which = 0;
-    if (collect_frozen_views(part, frozen, &which) < 0)
+    uint64_t set_hash = 0;
+    if (collect_frozen_views(part, frozen, &set_hash) < 0)
         return -1;
-    bool same = which == part->node.frozen_params;
-    part->node.frozen_params = which;
-    if (same || !unit_of_part(part)->node.views_attached)
+    bool same_set = set_hash == part->node.frozen_params;
+    part->node.frozen_params = set_hash;
+    if (same_set || !unit_of_part(part)->node.views_attached)
         return 0;
     if ((*frozen && PyList_SetSlice(*frozen, before, PyList_Size(*frozen), NULL) < 0) ||
         node_detach_part(part) < 0)
         return -1;
     part->node.trained_last_forward = true;
-    return collect_frozen_views(part, frozen, &which);
+    return collect_frozen_views(part, frozen, &set_hash);
 }
 
 /* forward(context, anchor, token, flat parameters) -> views of the trained flat parameters. Views of frozen
@@ -66,11 +66,11 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         count++;
     }
     if (unit->next_segment) {
-        OWNED *kept = PyBytes_FromStringAndSize(NULL, count);
-        char *is_in = kept ? PyBytes_AsString(kept) : NULL;
-        FOR_EACH_FLAT_PARAM(part, is_in ? unit : NULL)
-            *is_in++ = part->node.trained_last_forward;
-        if (!kept || PyObject_SetAttr(context, torch_names.parts, kept) < 0)
+        OWNED *trained_flags = PyBytes_FromStringAndSize(NULL, count);
+        char *trained = trained_flags ? PyBytes_AsString(trained_flags) : NULL;
+        FOR_EACH_FLAT_PARAM(part, trained ? unit : NULL)
+            *trained++ = part->node.trained_last_forward;
+        if (!trained_flags || PyObject_SetAttr(context, torch_names.parts, trained_flags) < 0)
             return NULL;
     }
     OWNED *frozen = NULL;
@@ -174,11 +174,11 @@ static int route_flat_param_gradients(struct unit *part, PyObject *own, struct n
 static int route_gradients(struct unit *unit, struct node_call *call) {
     if (!unit->next_segment)
         return route_flat_param_gradients(unit, call->args, call, 0);
-    OWNED *kept = PyObject_GetAttr(call->context, torch_names.parts);
-    const char *is_in = kept ? PyBytes_AsString(kept) : NULL;
+    OWNED *trained_flags = PyObject_GetAttr(call->context, torch_names.parts);
+    const char *trained = trained_flags ? PyBytes_AsString(trained_flags) : NULL;
     Py_ssize_t begin = 0, index = -1;
-    FOR_EACH_FLAT_PARAM(part, is_in ? unit : NULL) {
-        if (!is_in[++index])
+    FOR_EACH_FLAT_PARAM(part, trained ? unit : NULL) {
+        if (!trained[++index])
             continue;
         Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
         OWNED *own = PyTuple_GetSlice(call->args, begin, begin + 1 + count);
@@ -186,7 +186,7 @@ static int route_gradients(struct unit *unit, struct node_call *call) {
             return -1;
         begin += count;
     }
-    return is_in ? 0 : -1;
+    return trained ? 0 : -1;
 }
 
 static int receive_gradients(struct unit *unit, struct node_call *call) {

@@ -13,12 +13,12 @@ void optional_add(struct unit *unit, struct unit *enclosing) {
 
 /* ---- checks of optional units ---- */
 
-static int refuse(const struct unit *unit, const char *what) {
+static int refuse(const struct unit *unit, const char *problem) {
     return unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
                       "%s. An optional unit is unsharded and reduced with %S, the unit around it, on every "
                       "rank: call it inside that unit's forward, do not switch between train() and eval() "
                       "there, and let its output reach the loss through that unit's outputs.",
-                      what, unit->optional.enclosing->name);
+                      problem, unit->optional.enclosing->name);
 }
 
 /* The unit may have been resharded by a change of precision, in train() or eval(). */

@@ -53,7 +53,7 @@ static void reset_unit(struct unit *unit, PyObject **first) {
     unit->unsharded.saved_by_graph = false;
     keep_first_error(first, unit_remove_input_hooks(unit));
     if (handle) {
-        keep_first_error(first, unit_await_step(unit));
+        keep_first_error(first, unit_wait_step(unit));
         keep_first_error(first, grads_restore_stashed(&handle->grads));
         keep_first_error(first, grads_restore_param_hooks(&handle->grads));
         if (handle->grads.in_backward)
@@ -125,7 +125,7 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
 /* On a GPU the error reaches the script before autograd's own thread releases the backward, which takes as
  * long as acquiring the GIL. A backward of another thread that has not failed releases nothing, so the wait
  * is bounded. */
-int runtime_await_failed_backward(const struct runtime *runtime) {
+int runtime_wait_failed_backward(const struct runtime *runtime) {
     const struct timespec moment = {.tv_nsec = 100 * 1000};
     if (!streams_are_real(&runtime->schedule.streams) || !(runtime->callback_queued || runtime->resetting))
         return 0;
@@ -148,7 +148,7 @@ static int recover_in_pending_call(void *waiting) {
     int result = 0;
     if (is_script) /* like a forward: reset if autograd's thread has not done so */
         result =
-            runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
+            runtime_wait_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
     return result;
 }
 

@@ -6,21 +6,21 @@
 /* Return the stream to allocate a reduction's input on: see schedule.h. The last reduction of a backward,
  * usually the root's, uses memory that is idle by then. */
 static enum stream_role owner_of_input(const struct runtime *runtime, const struct grads *grads) {
-    bool is_anything_gathered = false;
+    bool is_any_unsharded = false;
     FOR_EACH_UNIT(unit, runtime) {
         if (!unit->handle)
             continue;
         if (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE)
             return STREAM_POST_BACKWARD; /* more gradients will follow; the loop ends early, at the root */
-        is_anything_gathered = is_anything_gathered || unit->handle->storage.copy->full.allocated;
+        is_any_unsharded = is_any_unsharded || unit->handle->storage.copy->full.allocated;
     }
     bool has_room = pool_arena_fits(&runtime->schedule.pool, grads_reduce_input_nbytes(grads));
-    return has_room && !is_anything_gathered ? STREAM_UNSHARD : STREAM_COMPUTE;
+    return has_room && !is_any_unsharded ? STREAM_UNSHARD : STREAM_COMPUTE;
 }
 
 /* ---- optimizers in a backward ---- */
 
-int unit_await_step(struct unit *part) {
+int unit_wait_step(struct unit *part) {
     bool stepping = part->stepping;
     part->stepping = false;
     return stepping ? schedule_wait_reduced(&part->runtime->schedule) : 0;
@@ -30,11 +30,11 @@ int unit_await_step(struct unit *part) {
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct grads *grads = &unit->handle->grads;
-    int has_late = grads_add_from_autograd(grads, NULL);
-    if (has_late < 0)
+    int has_autograd_grads = grads_add_from_autograd(grads, NULL);
+    if (has_autograd_grads < 0)
         return -1;
     unit->stepping = true;
-    if (has_late) /* autograd has accumulated gradients on COMPUTE */
+    if (has_autograd_grads) /* autograd has accumulated gradients on COMPUTE */
         return schedule_wait_reduced(schedule) < 0 || grads_expose(grads) < 0
                    ? -1
                    : callbacks_call(callbacks.step_in_backward, unit->handle_object, NULL);
@@ -90,7 +90,7 @@ int runtime_reduce_no_sync_grads(struct unit *part) {
 
 /* ---- optional units ---- */
 
-static int reduce_optional_part(struct unit *part) {
+static int reduce_optional_flat_param(struct unit *part) {
     struct handle *handle = part->handle;
     part->optional.unreduced = false;
     if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || grads_begin_backward(&handle->grads) < 0)
@@ -108,7 +108,7 @@ int optional_reduce(struct unit *enclosing) {
                 continue;
             if (!part->sync_gradients)
                 part->optional.unreduced = true;
-            else if (reduce_optional_part(part) < 0)
+            else if (reduce_optional_flat_param(part) < 0)
                 return -1;
         }
     return 0;
@@ -121,7 +121,7 @@ int optional_reduce_all(struct runtime *runtime) {
             return -1;
         /* the backward has not reached the enclosing unit */
         bool unreduced = !runtime->num_in_forward && unit->optional.unreduced && unit->sync_gradients;
-        if (unreduced && reduce_optional_part(unit) < 0)
+        if (unreduced && reduce_optional_flat_param(unit) < 0)
             return -1;
     }
     return runtime_finish_reduction(runtime);

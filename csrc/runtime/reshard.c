@@ -131,7 +131,7 @@ int runtime_reshard_units(struct runtime *runtime) {
 
 /* ---- optional units: see [Note: optional units] ---- */
 
-static int reshard_parts(struct unit *unit, bool free_storage) {
+static int reshard_flat_params(struct unit *unit, bool free_storage) {
     FOR_EACH_FLAT_PARAM(part, unit)
         if (unit_reshard(part, free_storage) < 0 || handle_expose_sharded(part->handle) < 0)
             return -1;
@@ -139,7 +139,7 @@ static int reshard_parts(struct unit *unit, bool free_storage) {
 }
 
 int optional_keep_unsharded(struct unit *unit) {
-    return reshard_parts(unit, false);
+    return reshard_flat_params(unit, false);
 }
 
 /* Reshard all optional units alike, run or not: a rank that ran one may need it in a backward. */
@@ -157,7 +157,7 @@ int optional_end_forward(struct unit *enclosing) {
                     return -1;
             }
         }
-        if (reshard_parts(unit, !(keeps && expected) && !unit->unsharded.saved_by_graph) < 0)
+        if (reshard_flat_params(unit, !(keeps && expected) && !unit->unsharded.saved_by_graph) < 0)
             return -1;
     }
     return 0;
@@ -166,7 +166,7 @@ int optional_end_forward(struct unit *enclosing) {
 void optional_abandon(struct unit *enclosing) {
     enclosing->optional.open = false;
     for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
-        reshard_parts(unit, true);
+        reshard_flat_params(unit, true);
         PyErr_Clear();
     }
 }

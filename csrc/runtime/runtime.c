@@ -153,7 +153,7 @@ bool unit_exposes_views(struct unit *part) {
 }
 
 int runtime_begin_walk(struct runtime *runtime) {
-    if (runtime_await_failed_backward(runtime) < 0)
+    if (runtime_wait_failed_backward(runtime) < 0)
         return -1;
     if (runtime->num_in_forward || runtime->callback_queued)
         return 0;

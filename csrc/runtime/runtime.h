@@ -135,7 +135,7 @@ void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
 int runtime_reset(struct runtime *runtime);
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* call before a forward */
 /* Wait until autograd's thread has released a failed backward, before reading parameters. */
-int runtime_await_failed_backward(const struct runtime *runtime);
+int runtime_wait_failed_backward(const struct runtime *runtime);
 /* Restore stashed gradients from a pending call if this backward raises, so that an optimizer sees them.
  * Called in a backward that stashes gradients. */
 void runtime_schedule_recovery(struct runtime *runtime);

@@ -15,9 +15,9 @@ int schedule_init(struct schedule *schedule, PyObject *device) {
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     stream_event *events[] = {
-        &schedule->step_begin,  &schedule->input_made,        &schedule->received,    &schedule->packed,
-        &schedule->scattered,   &schedule->reduced,           &schedule->all_reduced, &schedule->joined,
-        &schedule->input_taken, &schedule->unsharded.last_use};
+        &schedule->step_begin,      &schedule->input_made,        &schedule->received,    &schedule->packed,
+        &schedule->scattered,       &schedule->reduced,           &schedule->all_reduced, &schedule->joined,
+        &schedule->input_allocated, &schedule->unsharded.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     limiter_fini(&schedule->limiter, streams);
@@ -138,9 +138,9 @@ static int alloc_input_from_pool(struct schedule *schedule, struct grads *grads)
     int result = pool_enter(&schedule->pool) < 0 ? -1 : grads_alloc_reduce_input(grads);
     if (pool_leave(&schedule->pool) < 0)
         result = -1;
-    if (leave(schedule, STREAM_UNSHARD, &schedule->input_taken, result) < 0)
+    if (leave(schedule, STREAM_UNSHARD, &schedule->input_allocated, result) < 0)
         return -1;
-    return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
+    return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_allocated);
 }
 
 /* Allocate the reduction's input, unless the stream that packs does. The pool may fail: torch's allocator

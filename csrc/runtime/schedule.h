@@ -55,7 +55,7 @@ struct schedule {
     stream_event step_begin;
     /* owned; last event of each kind */
     stream_event input_made, received, packed, scattered, reduced, all_reduced, joined;
-    stream_event input_taken;       /* owned; allocation of a last reduction's input from the pool */
+    stream_event input_allocated;   /* owned; allocation of a last reduction's input from the pool */
     struct deferred_free unsharded; /* deferred free of unsharded storage */
     bool backward_ended;            /* true if a backward has ended since the last step began */
     bool uploading;                 /* true if the host has not waited for the last upload */

@@ -212,7 +212,7 @@ int unit_prefetch_by_user(struct unit *unit);
 
 /* ---- reduce.c, recover.c ---- */
 
-int unit_await_step(struct unit *part);       /* make COMPUTE wait for its optimizers. 0 or -1 */
+int unit_wait_step(struct unit *part);        /* make COMPUTE wait for its optimizers. 0 or -1 */
 void unit_abandon_forward(struct unit *unit); /* the forward raised; keeps the exception */
 
 #endif

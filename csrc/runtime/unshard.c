@@ -29,7 +29,7 @@ static bool is_local(const struct unit *part) {
  * that, and for a step of the unit's optimizers in this backward. */
 static int pre_unshard(struct unit *part) {
     bool stepping = part->stepping;
-    if (unit_await_step(part) < 0)
+    if (unit_wait_step(part) < 0)
         return -1;
     if (unshard_is_replaced(part))
         return 0; /* a replaced `_unshard` does its own writeback */
@@ -123,11 +123,11 @@ int unit_unshard(struct unit *unit) {
     FOR_EACH_FLAT_PARAM(part, unit) {
         struct handle *handle = part->handle;
         if (handle->storage.param_state != PARAM_SHARDED) {
-            if (unit_await_step(part) < 0 || handle_check_flat_param(handle) < 0 ||
+            if (unit_wait_step(part) < 0 || handle_check_flat_param(handle) < 0 ||
                 writeback_check_views(handle) < 0)
                 return -1;
         } else if (is_local(part)) {
-            if (unit_await_step(part) < 0 || handle_unshard(handle) < 0)
+            if (unit_wait_step(part) < 0 || handle_unshard(handle) < 0)
                 return -1;
         } else {
             int result = begin_unshard(part);
