@@ -25,9 +25,9 @@ static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
                    [GRAD_SHARDED] = true,     /* a reduced gradient is exposed */
                    [GRAD_UNSHARDED] = true},  /* after no_sync */
     [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* stashed in a backward, or cleared by the user */
-                      [GRAD_SHARDED] = true}, /* the user set others */
+                      [GRAD_SHARDED] = true}, /* replaced by the user */
     [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or consumed by hooks */
-                        [GRAD_SHARDED] = true /* the user set others */},
+                        [GRAD_SHARDED] = true /* replaced by the user */},
 };
 
 static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", "GRAD_UNSHARDED"};

@@ -111,7 +111,7 @@ void grads_discard(struct grads *grads); /* drop all gradients of this backward,
 void grads_set_comm_hook(struct grads *grads, PyObject *function, PyObject *state, bool native);
 /* Raise RuntimeError if a hook is registered, or during a backward. */
 int grads_check_hookless(const struct grads *grads);
-/* raise RuntimeError for a gradient that cannot be packed; -1 */
+/* Raise RuntimeError for a gradient that cannot be packed. Return -1. */
 int grads_refuse(const struct grads *grads, int64_t index);
 int grads_add_pending(struct grads *grads, PyObject *output); /* output += pending */
 /* Return the sum of all contributions, padded, and drop them. New reference, or NULL. */
@@ -179,8 +179,8 @@ int grads_add_from_autograd(struct grads *grads, PyObject **shard);
 int grads_clear_accumulated(struct grads *grads);
 /* Zero this parameter's part of the shard that was reduced before no_sync. Return 0 or -1. */
 int grads_zero_reduced(struct grads *grads, int64_t index);
-/* Set the flat parameter's .grad to zeros of the shard, or do so only if it is None. New reference, or
- * NULL. */
+/* Set the flat parameter's .grad to zeros of the shard; grads_flat_or_zeros keeps an existing .grad. New
+ * reference, or NULL. */
 PyObject *grads_zeros(struct grads *grads);
 PyObject *grads_flat_or_zeros(struct grads *grads);
 /* Return the sharded gradient of this backward as reduced so far, or .grad. New reference. */

@@ -47,7 +47,7 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg);
 /* Write training_state; the only function that does. Return 0, or -1 with RuntimeError that names the unit
  * and both states. IDLE is legal from every state. */
 int handle_set_training_state(struct handle *handle, enum training_state state);
-/* assert the invariants of all components under FSDP_C_CHECK; requires `initialized` */
+/* Assert the invariants of all components under FSDP_C_CHECK; requires `initialized`. */
 void handle_check(const struct handle *handle);
 
 /* handle_table.c. Return the handle's id, or -1 with MemoryError. Ids count from 1 and are never reused. */
@@ -61,7 +61,7 @@ int handle_ops_init(void); /* handle_ops.c: register the ops once per process. 0
 
 /* ---- lazy init. Return 0, or -1 with an exception ---- */
 
-/* read the flat parameter, then build storage, views and dtypes */
+/* Read the flat parameter, then build storage, views and dtypes. */
 int handle_lazy_init(struct handle *handle);
 /* Run lazy init, again if the flat parameter has new data. */
 int handle_follow_flat_param(struct handle *handle);
@@ -121,7 +121,7 @@ int handle_collect_user_grads(struct handle *handle); /* gradients zeroed or rep
 int handle_expose_views(struct handle *handle);
 int handle_expose_sharded(struct handle *handle);
 int handle_detach_views(struct handle *handle); /* replace the views by views without autograd history */
-/* expose sharded parameters again: no backward will need the views */
+/* Expose sharded parameters again: no backward will need the views. */
 int handle_unexpose_views(struct handle *handle);
 int handle_mark_assigned(struct handle *handle);
 /* Return true if a layer called now would compute with sharded parameters. */

@@ -121,7 +121,7 @@ int storage_leave_device(struct storage *storage);
 /* Bind the storage to a root's streams and pool. NULL: memory is freed at once. */
 void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_segment);
 
-/* current stream of the compute device */
+/* Current stream of the compute device. */
 const struct kernel_stream *storage_stream(const struct storage *storage);
 /* Run an elementwise kernel over contiguous tensors of `input`'s size. `operation` is its name in errors.
  * Return 0 or -1. */

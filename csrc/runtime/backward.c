@@ -195,8 +195,8 @@ static int post_backward_without_gradient(struct unit *unit) {
         "waiting for. Zero the gradient instead, or clear it after backward().");
 }
 
-/* Return true if `.grad` must be final before the end of the backward: DistributedDataParallel or a pipeline
- * reads it, and no other rank of FSDP contributes. */
+/* Return true if `.grad` must be final before the end of the backward: DistributedDataParallel reads it
+ * there, or a pipeline may and no other rank contributes. */
 static bool is_exposed_at_once(const struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     bool alone = param->shard_group.world_size == 1 && !param->replicate_group.group;

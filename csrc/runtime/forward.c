@@ -8,7 +8,7 @@
 /* ---- inputs ---- */
 
 /* Return true if an input needs no conversion. Containers, tensors on another device and floating tensors of
- * another dtype do. `device_owner` is NULL if inputs are not moved. */
+ * another dtype are converted. `device_owner` is NULL if inputs are not moved. */
 static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *device_owner,
                            bool cast) {
     struct tensor_view view;

@@ -17,9 +17,9 @@ struct limiter {
 };
 
 void limiter_fini(struct limiter *limiter, struct streams *streams);
-/* call before a unit's all-gather. 0 or -1 */
+/* Call before a unit's all-gather. 0 or -1. */
 int limiter_wait(struct limiter *limiter, struct streams *streams);
-/* call after a unit's storage was freed. 0 or -1 */
+/* Call after a unit's storage was freed. 0 or -1. */
 int limiter_record_free(struct limiter *limiter, struct streams *streams);
 void limiter_check(const struct limiter *limiter); /* assert the invariant under FSDP_C_CHECK */
 

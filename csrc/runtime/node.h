@@ -24,7 +24,7 @@ struct unit_node {
     PyObject *anchor_hook;     /* owned; calls unit_post_backward, does not own the unit */
     PyObject *hooks_seen;      /* owned; id of torch's latest hook when the views had none */
     bool views_attached;       /* true if the views carry the history of a forward */
-    bool trained_last_forward; /* true if this flat parameter's own views do */
+    bool trained_last_forward; /* true if this flat parameter's own views carry history */
     /* hash of the parameters that were frozen in that forward; 0 if all were trained */
     uint64_t frozen_params;
 };

@@ -32,7 +32,7 @@ struct order_place {
 int order_init(struct order *order, int64_t num_units);
 void order_fini(struct order *order);
 void order_check(const struct order *order); /* assert the invariant under FSDP_C_CHECK */
-/* assert a unit's invariant under FSDP_C_CHECK */
+/* Assert a unit's invariant under FSDP_C_CHECK. */
 void order_check_place(const struct order *order, const struct order_place *place);
 void order_set_limits(struct order *order, int64_t backward, int64_t forward);
 void order_set_validation(struct order *order, PyObject *validate);

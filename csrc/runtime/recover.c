@@ -85,7 +85,7 @@ static int reset(struct runtime *runtime) {
     return -1;
 }
 
-/* Reset, or wait for another thread's reset. On a GPU autograd's own thread releases a failed backward, while
+/* Reset, or wait for another thread's reset. Autograd's own thread releases a failed backward on a GPU, while
  * the script may be in its next forward: a second reset would free that forward's parameters. */
 int runtime_reset(struct runtime *runtime) {
     unsigned long thread = PyThread_get_thread_ident();
@@ -112,7 +112,7 @@ static int in_backward(void) {
     return id == -2 ? -1 : id != -1;
 }
 
-/* A queued callback outside of any backward belongs to a backward that raised: reset. */
+/* Reset if a callback is queued outside of any backward, which means that its backward raised. */
 int runtime_reset_after_failed_backward(struct runtime *runtime) {
     if (!runtime->callback_queued)
         return 0;
@@ -122,9 +122,9 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
     return runtime_reset(runtime);
 }
 
-/* On a GPU the error reaches the script before autograd's own thread releases the backward, which takes as
- * long as acquiring the GIL. A backward of another thread that has not failed releases nothing, so the wait
- * is bounded. */
+/* Wait until autograd's own thread has released a failed backward. The error reaches the script first on a
+ * GPU, and the release takes as long as acquiring the GIL. A backward of another thread that has not failed
+ * releases nothing, so the wait is bounded. */
 int runtime_wait_failed_backward(const struct runtime *runtime) {
     const struct timespec moment = {.tv_nsec = 100 * 1000};
     if (!streams_are_real(&runtime->schedule.streams) || !(runtime->callback_queued || runtime->resetting))
@@ -146,7 +146,7 @@ static int recover_in_pending_call(void *waiting) {
     bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
     runtime->recovery_scheduled = false;
     int result = 0;
-    if (is_script) /* like a forward: reset if autograd's thread has not done so */
+    if (is_script) /* reset as a forward would, unless autograd's thread has */
         result =
             runtime_wait_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
     return result;

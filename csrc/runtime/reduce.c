@@ -98,7 +98,7 @@ static int reduce_optional_flat_param(struct unit *part) {
     return runtime_reduce_part(part);
 }
 
-/* Reduce all trainable optional units, whether they ran or not: other ranks do too. */
+/* Reduce all trainable optional units, run or not: another rank may have run the unit. */
 int optional_reduce(struct unit *enclosing) {
     if (optional_end_backward(enclosing) < 0)
         return -1;

@@ -6,8 +6,8 @@
 
 /* ---- after a forward ---- */
 
-/* Reshard unless the backward needs the parameters. Without a backward they are freed too, as they could be
- * stale in the next forward. */
+/* Reshard unless the backward needs the parameters. Parameters are freed without a backward too, as they
+ * could be stale in the next forward. */
 static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     struct handle *handle = part->handle;
     bool keeps = flat_param_stays_unsharded(&handle->param);
@@ -78,7 +78,8 @@ static int is_saved_by_graph(struct unit *part) {
     return unit_of_part(part)->unsharded.saved_by_graph ? torch_keeps_graph() : 0;
 }
 
-/* Under no_sync a strategy that keeps parameters unsharded keeps them after the backward too, as in FSDP1. */
+/* Reshard the flat parameter. Strategies that keep parameters unsharded also do so under no_sync, as in
+ * FSDP1. */
 static int reshard_in_backward(struct unit *part) {
     struct unit *unit = unit_of_part(part);
     int saved_by_graph = is_saved_by_graph(part);

@@ -80,7 +80,7 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 void runtime_check(const struct runtime *runtime);
 
 int runtime_pre_forward(struct runtime *runtime); /* begin a step of the root */
-/* begin a step of one unit; no-op inside a root's step */
+/* Begin a step of one unit; no-op inside a root's step. */
 int runtime_begin_step_alone(struct runtime *runtime);
 int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* count one more unit in its forward */
@@ -111,7 +111,7 @@ int runtime_reshard_stale(struct runtime *runtime);
 int runtime_reshard_unused(struct runtime *runtime);
 int runtime_reshard_units(struct runtime *runtime); /* reshard units at the end of a backward */
 int runtime_record_kept(struct runtime *runtime);   /* record writes at the end of a backward under no_sync */
-/* mark kept units as stale after a visible write, when a forward begins */
+/* Mark kept units as stale after a visible write, when a forward begins. */
 int runtime_check_kept(struct runtime *runtime);
 
 /* ---- reduce.c. Return 0, or -1 with an exception ---- */
@@ -120,7 +120,7 @@ int runtime_check_kept(struct runtime *runtime);
  * none. */
 int runtime_reduce_part(struct unit *part);
 int runtime_finish_reduction(struct runtime *runtime); /* finish the reduction in flight, if any */
-/* reduce gradients accumulated under no_sync that this backward did not pass */
+/* Reduce gradients accumulated under no_sync that this backward did not pass. */
 int runtime_reduce_no_sync_grads(struct unit *part);
 
 /* ---- backward.c. Return 0, or -1 with an exception ---- */

@@ -286,7 +286,8 @@ int schedule_end_stepping(struct schedule *schedule, const struct grads *grads, 
 
 /* ---- end of a step ---- */
 
-/* COMPUTE has waited for all all-gathers, and those for their inputs. */
+/* Waiting for COMPUTE suffices, as COMPUTE has waited for all all-gathers, and each all-gather for its
+ * input. */
 int schedule_synchronize(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     schedule->uploading = false;

@@ -79,7 +79,7 @@ struct schedule {
 /* Event of a unit's last all-gather. */
 struct unshard_mark {
     stream_event gathered; /* owned; end of the all-gather */
-    bool pending;          /* true if COMPUTE has not waited for it */
+    bool pending;          /* true if COMPUTE has not waited for the all-gather */
 };
 
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
@@ -98,7 +98,7 @@ bool schedule_is_flushed(const struct schedule *schedule);
 
 /* Order the unshards of this step after the script's work. */
 int schedule_begin_step(struct schedule *schedule);
-/* input of an all-gather, inside begin_unshard */
+/* Input of an all-gather, inside begin_unshard. */
 int schedule_begin_pre_unshard(struct schedule *schedule);
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
 int schedule_begin_unshard(struct schedule *schedule); /* all-gather */
@@ -116,7 +116,7 @@ void schedule_drop_mark(struct schedule *schedule, struct unshard_mark *mark); /
 /* Pack the gradients. `owner` is the stream to allocate the input on if another stream than COMPUTE packs:
  * POST_BACKWARD, COMPUTE, or UNSHARD for the pool, in which no unit is unsharded then. */
 int schedule_pack(struct schedule *schedule, struct grads *grads, enum stream_role owner);
-/* enqueue the reduction of the packed input */
+/* Enqueue the reduction of the packed input. */
 int schedule_reduce(struct schedule *schedule, struct grads *grads);
 int schedule_finish_reduction(struct schedule *schedule, struct grads *grads);
 /* Make COMPUTE wait for all finished reductions. */
