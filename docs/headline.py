@@ -20,7 +20,7 @@ def newest(name: str) -> str:
 
 
 def row(text: str, first: str) -> list[float]:
-    """The numbers of the first row that begins with ``first``, each cell's first."""
+    """The first number of each cell, in the first row that begins with ``first``."""
     (cells,) = re.findall(rf"^\| {re.escape(first)} \|(.*)\|$", text, re.MULTILINE)[:1]
     return [float(number[0]) for cell in cells.split("|") if (number := re.findall(r"-?\d[\d.]*", cell))]
 
@@ -32,13 +32,13 @@ def host_work() -> dict[str, list[float]]:
 
 
 def state_dicts(rows: list[str]) -> dict[str, list[float]]:
-    """CPU milliseconds of rank 0, of the table of 200 units."""
+    """CPU milliseconds of rank 0, from the table of 200 units."""
     text = newest("state_dict")
     return {name: [row(text, one)[column] for one in rows] for column, name in enumerate(COLORS)}
 
 
 def steps(models: list[str]) -> dict[str, list[float]]:
-    """Milliseconds of a step on one H100: of ``models``, then of 1.3B with CPU offload."""
+    """Milliseconds of a step on one H100: ``models``, then 1.3B with CPU offload."""
     text = newest("h100")
     offload = text[text.index("## CPU offload") :]
     rows = {"FSDP1": "torch.fsdp1", "FSDP2": "torch.fsdp2", "fsdp_c": "fsdp_c"}

@@ -23,8 +23,7 @@ get_source = pdoc.doc_ast.get_source
 
 
 def source_of(thing: Any) -> str:
-    """Not of torch.Tensor: from Python 3.13 on that is looked for in the file of the module that it says it
-    is in."""
+    """The source, empty for torch.Tensor: Python 3.13 looks for it in a file that does not have it."""
     return "" if thing is torch.Tensor else get_source(thing)
 
 

@@ -1,5 +1,4 @@
-"""What `mkdocs build` asks for the site: the README as its first page, the API reference, no links out of the
-site."""
+"""Hooks of `mkdocs build`: add the README as first page and the API reference, remove links out of the site."""
 
 from __future__ import annotations
 
@@ -30,5 +29,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **context: Any) -> str:
-    """Of a link to a file of the repository that is no page, its text."""
+    """Replace links to files that are no pages by their text."""
     return OUT.sub(r"\1", markdown)

@@ -226,7 +226,7 @@ def load(
     Collective over ``process_group`` (default: the ranks that hold the model's units). Raises CheckpointError on
     every rank, naming the rank on which something failed. Model, optimizer and its groups are then what they
     were on every rank, unless it was the data of tensors, which are read into place, or a module's
-    set_extra_state(): docs/reliability.md says what is left.
+    set_extra_state(): docs/checkpoints.md lists what is left.
     """
     in_background.finish(raises=False)
     ranks = _Ranks(process_group or group_of_model(model))
