@@ -139,7 +139,7 @@ def install() -> None:
             setattr(module, name, pairs[id(value)][1])
     if HAS_FSDP1:
         installed.handed_on = _hand_on(_torchs_class())
-        # functions that replace the runtime's there are called from now on
+        # a replaced function of _runtime_utils is called from now on: tests of torch and composer replace some
         _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     else:
         installed.added = put_public_names(importlib.import_module(_FSDP))

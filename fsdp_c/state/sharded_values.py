@@ -362,7 +362,7 @@ def sharded_values(
     module: ShardedModule, rows: Sequence[Tensor], layouts: Sequence[ParamLayout]
 ) -> list[Any]:
     """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else
-    ShardedTensors (F-031, F-032), which are contiguous whatever the parameters are; plain tensors for
+    ShardedTensors, which are contiguous whatever the parameters are; plain tensors for
     parameters without dimensions."""
     if (mesh := module._device_mesh) is not None:
         values = []
@@ -393,7 +393,7 @@ def _refuse_address(types: object, args: object, kwargs: object, process_group: 
 
 
 def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTensor:
-    """The flat parameter of ``numel`` elements, of which ``local`` are this rank's (F-040)."""
+    """The flat parameter of ``numel`` elements, of which ``local`` are this rank's."""
     places = _Places.of(module, local.device.type)
     step = handle_of(module).layout.shard_numel
     shards = [
@@ -430,7 +430,7 @@ class _Places:
         return known
 
     def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
-        """Where each rank's rows of a tensor of ``shape`` begin, and how many they are (F-031)."""
+        """Where each rank's rows of a tensor of ``shape`` begin, and how many they are."""
         if shape not in self.rows:
             step = -(-shape[0] // len(self.devices)) if shape.numel() else 1
             starts = range(0, shape[0], step) if shape.numel() else [0]
@@ -484,7 +484,7 @@ def strides_in(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int
 
 
 def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
-    """Rows over the last dimension of the mesh, replicas over the others (F-032)."""
+    """Rows over the last dimension of the mesh, replicas over the others."""
     last: Placement = ShardPlacement(0) if has_rows else Replicate()
     return (*[Replicate()] * (mesh.ndim - 1), last)
 
@@ -502,8 +502,8 @@ def dtype_of(value: Any) -> torch.dtype:
 def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
     """This rank's rows of a loaded value. Collective only for one of other ranks or placements.
 
-    Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is
-    not divided into rows over the ranks of its group (X-142).
+    Raises AssertionError for a value that is neither sharded type, and for a ShardedTensor that is
+    not divided into rows over the ranks of its group.
     """
     if isinstance(value, DTensor):
         mesh = value.device_mesh

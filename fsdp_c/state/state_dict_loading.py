@@ -240,10 +240,10 @@ def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> N
 
 
 def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> Mark:
-    """Copy the flat parameter's local shard into the unit's (F-042). No collective.
+    """Copy the flat parameter's local shard into the unit's. No collective.
 
     Original parameters, which stand beside it, have the same elements, and are taken from the dict.
-    Raises AssertionError for a missing flat parameter (X-140), or one that does not fit (X-141).
+    Raises AssertionError for a missing flat parameter, or one that does not fit.
     """
     handle, layout = handle_of(module), handle_of(module).layout
     key = prefix + module._flat_param_name

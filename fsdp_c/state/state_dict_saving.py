@@ -180,7 +180,7 @@ def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[T
 
 
 def _rows_of_shown(module: ShardedModule) -> list[Tensor]:
-    """Of a parallel unit's parameters as DTensors over all dimensions of the mesh (F-032)."""
+    """Of a parallel unit's parameters as DTensors over all dimensions of the mesh."""
     extension, mesh = module._fsdp_extension, module._device_mesh
     copies = _copies_of_shown(module)
     if extension is None:
@@ -202,7 +202,7 @@ def names_shown(module: ShardedModule) -> Iterator[None]:
 def put_sharded_values(
     module: ShardedModule, state_dict: StateDict, prefix: str, rows: Sequence[Tensor]
 ) -> None:
-    """Put a sharded value of its own under every name of the unit's parameters (F-030)."""
+    """Put a sharded value of its own under every name of the unit's parameters."""
     state_dict.pop(prefix + module._flat_param_name, None)
     used: set[int] = set()
     layouts = param_layouts(module)
@@ -218,10 +218,9 @@ def put_sharded_values(
 
 
 def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
-    """Put the unit's flat parameter, a view of this rank's shard without its padding (F-040), into the dict.
+    """Put the unit's flat parameter, a view of this rank's shard without its padding, into the dict.
 
-    Beside it stand the original parameters of ``use_orig_params``, 1-D views of their parts of the same shard
-    (F-041).
+    Beside it stand the original parameters of ``use_orig_params``, 1-D views of their parts of the same shard.
     """
     handle = handle_of(module)
     handle.writeback()

@@ -1,4 +1,4 @@
-"""A hook before each optimizer's step: it ends the time in which a forward leaves unsharded parameters on modules."""
+"""Optimizer pre-step hook: reshard units that a forward left unsharded, as the optimizer needs shards."""
 
 from __future__ import annotations
 
