@@ -76,8 +76,8 @@ def start_of_save(way: str, model: Any, optimizer: Any, path: Path) -> Callable[
     if not way.startswith("FSDP2"):
         from fsdp_c import checkpoint
 
-        handle = checkpoint.save(model, optimizer, path, background=way == "background")  # type: ignore[call-overload]
-        return lambda: handle is None or handle.done()
+        handle = checkpoint.save(model, optimizer, path, background=way == "background")
+        return handle.done
     own, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": own, "optim": of_optimizer}
     if way == "FSDP2 dcp.save":

@@ -24,9 +24,19 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import layout_file, metadata
-from fsdp_c.checkpoint.folder import LAYOUT, METADATA, Counted, Footer, file_of, with_footer
-from fsdp_c.checkpoint.storage import Item, read_items
-from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
+from fsdp_c.checkpoint.folder import (
+    LAYOUT,
+    METADATA,
+    Counted,
+    Footer,
+    file_of,
+    read_footer,
+    size_and_crc32,
+    with_footer,
+)
+from fsdp_c.checkpoint.planning import RECORD, RankResult, merged, put_records
+from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint
+from fsdp_c.checkpoint.table import metadata_content
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.checkpoint.writing import Writer
 
@@ -61,8 +71,8 @@ HEADINGS = [
 HEADINGS += ["MB", "rank 0 +MB", "check s", "load ms", "load +MB"]
 DATA = "fsdp_c-data-000000000000"
 COUNTED = """\
-"plan B" is what a rank sends; "local ms" the longest a rank takes to make it, "rank 0 s" what rank 0 takes to decide on
-all of them, "table s" to put together where everything was written, and what it takes to write `.metadata` and
+"plan B" is what a rank sends; "local ms" the longest a rank takes to make it, "rank 0 s" what each rank takes to decide
+on all of them, "table s" to put together where everything was written, and what it takes to write `.metadata` and
 `fsdp_c.layout`, with their sizes. "check s" is how long one rank of a load compares both with their checksums; "load"
 is a rank of three quarters as many, from the layout to the list of what it reads; the files of ranks are not looked at.
 Processor time; "+MB" is resident memory over what there was before.
@@ -115,7 +125,7 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     longest, sent, first = 0.0, [], None
     for rank in range(ranks):
         state, paths = flatten_state_dict(state_of(model, ranks, rank))
-        writer = Writer(state, paths, rank == 0, folder, print, print, {})
+        writer = Writer(state, paths, folder, {})
         start = time.process_time()
         sent.append(pickle.dumps(writer.plan()))
         longest = max(longest, time.process_time() - start)
@@ -124,20 +134,21 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     gc.collect()
     before, start = resident_mb(), time.process_time()
     plans = [pickle.loads(each) for each in sent]
-    first.divided(plans)
+    first.planned = merged(plans)
     times = [time.process_time() - start]
     grown = resident_mb() - before
     results = {rank: made_up(first, plan, rank) for rank, plan in enumerate(plans)}
     pieces = sum(len(one) for each in results.values() for one in each.records) // RECORD.size
     before, start, order = resident_mb(), time.process_time(), [*first.state]
-    table = stored(first.planned, results)
+    put_records(first.planned, results)
+    groups = first.planned.groups
     times.append(time.process_time() - start)
     files = {rank: f"{DATA}/{file_of(rank)}" for rank in results}
     listed = {file_of(rank): (2**40, 0) for rank in results}
     top = 0.0
     (folder / DATA).mkdir()
-    layout = Counted(layout_file.layout_content(table, order))
-    contents = {"pickled": metadata_content(table, order, folder, files), f"{DATA}/{LAYOUT}": layout}
+    layout = Counted(layout_file.layout_content(groups, order))
+    contents = {"pickled": metadata_content(groups, order, folder, files), f"{DATA}/{LAYOUT}": layout}
     for name, content in contents.items():
         start = time.process_time()
         with (folder / name).open("wb") as file:
@@ -151,10 +162,11 @@ def measured(model: str, ranks: int, folder: Path) -> list[str]:
     (folder / METADATA).write_bytes(b"".join(whole))
     grown += top - before
     plan_nbytes = sum(map(len, sent)) // ranks
-    del table, results, plans, sent, first
+    del groups, results, plans, sent, first
     gc.collect()
     start = time.process_time()
-    assert layout_file.checked_layout(folder) is not None
+    footer = read_footer(folder, compare=True)
+    assert footer is not None and size_and_crc32(folder / DATA / LAYOUT) == footer.files[LAYOUT]
     check = time.process_time() - start
     load, load_mb = loading(model, ranks, folder)
     numbers = [plan_nbytes, f"{longest * 1e3:.0f}", *(f"{each:.2f}" for each in times[:3]), f"{sizes[0]:.0f}"]
@@ -170,9 +182,9 @@ def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
     fewer = max(1, ranks * 3 // 4)
     wanted = [*ranges(shapes, fewer, fewer // 2)]
     before, start = resident_mb(), time.process_time()
-    given = {"folder": folder, "sizes": sizes, "framing": {}}
-    with mock.patch.object(metadata.Files, "__init__", lambda self, *_: vars(self).update(given)):
-        found = layout_file.read_layout(folder)
+    given = {"folder": folder, "sizes": sizes}
+    with mock.patch.object(metadata.Checkpoint, "__init__", lambda self, *_: vars(self).update(given)):
+        found = read_checkpoint(folder, compare=False)
     items: list[Item] = []
     for layer in range(layers):
         for name, shape, begin, numel in wanted:
@@ -181,7 +193,7 @@ def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
                 entry = found.entries[each]
                 assert isinstance(entry, metadata.TensorEntry)
                 for offsets, sizes in _C.flat_range_boxes(shape, begin, begin + numel):
-                    items += read_items(each, entry, offsets, torch.empty(sizes, device="meta"))
+                    items += items_of(each, entry, offsets, torch.empty(sizes, device="meta"))
     took = time.process_time() - start
     assert sum(item.target.numel() for item in items) == layers * 3 * sum(numel for *_, numel in wanted)
     return took, resident_mb() - before

@@ -617,19 +617,6 @@ class FullyShardedDataParallel(UnitNames):
             return keys
 
 
-<<<<<<< HEAD
-=======
-# ---- communication
-
-
-def _low_precision_dtype(hook: object) -> torch.dtype | None:
-    """The dtype of one of torch's low-precision hooks, known by identity; None for any other."""
-    if hook is fp16_compress_hook:
-        return torch.float16
-    return torch.bfloat16 if hook is bf16_compress_hook else None
-
-
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 # ---- lazy initialisation
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA, read_footer, with_footer
-from fsdp_c.checkpoint.metadata import read_checkpoint
-from fsdp_c.checkpoint.storage import read_entry
+from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
 from tests.processes import ROOT
 
 PAGE = ROOT / "docs" / "checkpoints.md"
@@ -34,7 +33,7 @@ def code_of_page(heading: str) -> str:
 def contents(path: Path) -> dict[str, Any]:
     """Every entry of a checkpoint, whole, by key."""
     found = read_checkpoint(path)
-    return {key: read_entry(found, key) for key in found.entries}
+    return read_entries(found, found.entries)
 
 
 def pickle_of(content: bytes) -> bytes:
@@ -43,15 +42,13 @@ def pickle_of(content: bytes) -> bytes:
     return content[: -len(last) - int(last.split()[2], 16)]
 
 
-def with_right_checksums(path: Path, pickled: bytes | None = None, layout: bytes | None = None) -> None:
-    """Put another pickle into ``.metadata``, or another layout beside the data, as who forges one would."""
+def with_right_checksums(path: Path, layout: bytes) -> None:
+    """Put another layout beside the data, as who forges one would."""
     footer, content = read_footer(path), (path / METADATA).read_bytes()
     assert footer is not None
-    if layout is not None:
-        (path / footer.data / LAYOUT).write_bytes(layout)
-        footer.files[LAYOUT] = len(layout), zlib.crc32(layout)
-    pickled = pickle_of(content) if pickled is None else pickled
-    (path / METADATA).write_bytes(b"".join(with_footer([pickled], footer)))
+    (path / footer.data / LAYOUT).write_bytes(layout)
+    footer.files[LAYOUT] = len(layout), zlib.crc32(layout)
+    (path / METADATA).write_bytes(b"".join(with_footer([pickle_of(content)], footer)))
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -121,13 +118,10 @@ def save_version(
 ) -> None:
     """In the background beside writes to all that was saved."""
     extra = {"version": version}
-    if background:
-        handle = checkpoint.save(model, optimizer, path, extra=extra, background=True)
-        fill(model, optimizer, -1)
-        extra["version"] = -1
-        handle.wait()
-    else:
-        checkpoint.save(model, optimizer, path, extra=extra)
+    handle = checkpoint.save(model, optimizer, path, extra=extra, background=background)
+    fill(model, optimizer, -1)
+    extra["version"] = -1
+    handle.wait()
 
 
 _CALLS = {

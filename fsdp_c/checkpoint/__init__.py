@@ -5,10 +5,9 @@ verifies a checkpoint and exports its model to safetensors, without ranks.
 """
 
 from fsdp_c.checkpoint.background import BackgroundSave
-from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.folder import CheckpointError, latest
 from fsdp_c.checkpoint.model_state import model_state
 from fsdp_c.checkpoint.optim_state import optim_state
 from fsdp_c.checkpoint.saving import load, save
-from fsdp_c.checkpoint.series import latest
 
 __all__ = ["BackgroundSave", "CheckpointError", "latest", "load", "model_state", "optim_state", "save"]

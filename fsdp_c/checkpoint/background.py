@@ -14,25 +14,21 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from fsdp_c import _C
-from fsdp_c.sharding.common import tell
 from fsdp_c.tools import phases
-
-T = TypeVar("T")
 
 
 class BackgroundSave:
-    """A save that is being written. ``fsdp_c.checkpoint.save(..., background=True)`` returns it."""
+    """A save that is being written, or over. ``fsdp_c.checkpoint.save`` returns it."""
 
-    def __init__(self, what: str, work: Callable[[], object]) -> None:
+    def __init__(self, what: str, work: Callable[[], object] = bool) -> None:
+        """``work``: what its thread does, once that is started."""
         self._what, self._work = what, work
         self._error: BaseException | None = None
         self._is_told = False
@@ -53,7 +49,8 @@ class BackgroundSave:
         ``timeout`` seconds.
         """
         with phases.enter(_C.PROGRESS_SAVE):
-            self._thread.join(timeout)
+            if self._thread.ident is not None:
+                self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self._what} is not over after {timeout:g} s")
         self._is_told = True
@@ -98,43 +95,10 @@ atexit.register(_at_exit)
 # ----------------------------------------------------------------- ranks
 
 
-class GlooRanks(_DistWrapper):
-    """DCP's collectives over a group that torch.distributed does not know, and so cannot tell the ranks of."""
-
-    group: dist.ProcessGroup
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group, False, 0)
-        self.rank, self.is_coordinator = group.rank(), group.rank() == 0
-
-    def get_world_size(self) -> int:
-        return self.group.size()
-
-    def broadcast_object(self, object: T | None) -> T:
-        told: list[Any] = [object]
-        dist.broadcast_object_list(told, group=self.group, group_src=0)
-        made: T = told[0]
-        return made
-
-    def gather_object(self, object: T) -> list[T] | None:
-        told = [object] * self.get_world_size() if self.is_coordinator else None
-        dist.gather_object(object, told, group=self.group, group_dst=0)
-        return told
-
-    def all_gather_object(self, object: T) -> list[T]:
-        return tell(object, self.group)
-
-    def scatter_object(self, object_list: list[T] | None) -> T:
-        told: list[Any] = [None]
-        dist.scatter_object_list(told, object_list, group=self.group, group_src=0)
-        made: T = told[0]
-        return made
-
-
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def gloo_ranks(group: dist.ProcessGroup | None) -> GlooRanks:
+def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The ranks of ``group`` in a group of their own. Collective for the first time."""
     group = group or _get_default_group()
     own = _groups.get(group)
@@ -145,4 +109,4 @@ def gloo_ranks(group: dist.ProcessGroup | None) -> GlooRanks:
         gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
         own = _groups[group] = dist.ProcessGroup(store, group.rank(), group.size())
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return GlooRanks(own)
+    return own

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TextIO
 
 from fsdp_c.checkpoint.export import CASTS, export
-from fsdp_c.checkpoint.folder import LAYOUT, METADATA, CheckpointError, check_path, unless_replaced
-from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, check_path, unless_replaced
+from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, TensorEntry
 from fsdp_c.checkpoint.pieces import crc32_of
-from fsdp_c.checkpoint.storage import read_chunk, read_object
+from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk, read_object
 
 EPILOG = """\
 PATH is a folder of torch.distributed.checkpoint, as fsdp_c.checkpoint.save, torch's FSDP1 and FSDP2 write them.
@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (CheckpointError, OSError, ValueError) as error:
         _print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, CheckpointError) and args.command == "verify":
+            return 1
     except (RuntimeError, MemoryError) as error:  # torch's, which do not name the path
         _print(f"error: {args.path}: {(str(error) or 'out of memory').splitlines()[0]}", file=sys.stderr)
     except Exception:  # a bug; 1 would say that the checkpoint is damaged
@@ -72,7 +74,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     def opened() -> Checkpoint:
         checkpoint = read_checkpoint(path)
-        checkpoint.hold(checkpoint.file_sizes)
+        checkpoint.hold(checkpoint.sizes)
         return checkpoint
 
     check_path(path)
@@ -85,10 +87,10 @@ def _verify(args: argparse.Namespace) -> int:
     for problem in problems(checkpoint):
         count += 1
         _print(problem)
-    writer = "fsdp_c, with checksums" if checkpoint.framing else "torch, without checksums"
+    writer = "fsdp_c, with checksums" if checkpoint.footer else "torch, without checksums"
     nbytes = sum(entry.nbytes for entry in checkpoint.entries.values() if isinstance(entry, TensorEntry))
     _print(
-        f"{args.path}: written by {writer}: {len(checkpoint.file_sizes)} files, {len(checkpoint.entries)} entries, "
+        f"{args.path}: written by {writer}: {len(checkpoint.sizes)} files, {len(checkpoint.entries)} entries, "
         f"{nbytes} bytes: {count or 'no'} problems"
     )
     return 1 if count else 0
@@ -96,31 +98,27 @@ def _verify(args: argparse.Namespace) -> int:
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Read everything, a piece at a time, and describe each damage; without checksums, each unreadable part."""
-    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
+    data: dict[str, set[tuple[int, int]]] = {}
     for key, entry in checkpoint.entries.items():
         for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
-            if part.place is not None and part.file in data:
-                data[part.file].add((part.place.offset, part.place.offset + part.place.nbytes))
+            data.setdefault(part.file, set()).add((part.start, part.start + part.nbytes))
             try:
                 if isinstance(part, BytesEntry):
                     read_object(checkpoint, key)
                 else:
-                    with checkpoint.open(part.file) as file:
-                        read_chunk(checkpoint, key, part, file)
+                    read_chunk(checkpoint, key, part)
             except (CheckpointError, OSError) as error:
                 yield str(error)
-    for name, ranges in data.items():
-        crc32 = last = 0
-        size = checkpoint.file_sizes[name]
-        with checkpoint.open(name) as file:
-            for start, end in [*sorted(ranges), (size, size)]:
+    footer = checkpoint.footer
+    for name, (size, framing_crc32) in footer.files.items() if footer else ():
+        if footer is None or name == LAYOUT:
+            continue
+        path, crc32, last = f"{footer.data}/{name}", 0, 0
+        with checkpoint.open(path) as file:
+            for start, end in [*sorted(data.get(path, ())), (size, size)]:
                 crc32, last = crc32_of(file, last, start, crc32), max(last, end)
-        if crc32 != checkpoint.framing[name]:
-            path = checkpoint.folder / name
-            if path.name == LAYOUT:
-                yield f"{path}: damaged: loads read {METADATA} in its place"
-            else:
-                yield f"{path}: damaged outside of the tensors' data: torch may not read it"
+        if crc32 != framing_crc32:
+            yield f"{checkpoint.folder / path}: damaged outside of the tensors' data: torch may not read it"
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ import torch
 from fsdp_c.checkpoint.folder import CheckpointError, absolute, check_path, sync_folder, write_file
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.pieces import memory
-from fsdp_c.checkpoint.storage import read_tensor
+from fsdp_c.checkpoint.storage import read_entries
 from fsdp_c.sharding.traversal import is_flat_param_name
 
 CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -156,7 +156,7 @@ def _content(checkpoint: Checkpoint, tensors: list[_Tensor]) -> Iterator[bytes |
 
 def _data(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[memoryview]:
     """A generator of its own, so that no tensor is held while the next is read."""
-    flat = read_tensor(checkpoint, tensor.key).contiguous().view(-1)
+    flat = read_entries(checkpoint, [tensor.key])[tensor.key].contiguous().view(-1)
     for part in flat.split(_CAST_NUMEL):
         cast = part.to(tensor.dtype)
         if cast.dtype != part.dtype and not torch.equal(cast.isinf(), part.isinf()):

@@ -1,4 +1,5 @@
-"""The folder of a checkpoint: publication by one rename, one writer at a time, the end of ``.metadata``.
+"""The folder of a checkpoint: publication by one rename, one writer at a time, the end of ``.metadata``, and the
+folders beside it.
 
 [Note: In place at once]
 A save makes a new folder of data, ``fsdp_c-data-TOKEN``, inside the checkpoint's folder. Ranks write their files
@@ -52,7 +53,7 @@ METADATA = ".metadata"
 LAYOUT = "fsdp_c.layout"
 LOCK = ".saving.lock"
 
-_DATA = "fsdp_c-data-[0-9a-f]{12}"
+DATA = re.compile("fsdp_c-data-[0-9a-f]{12}")  # the name of a folder of data
 _REMOVED = ".removed"  # the end of a data folder's name while it is removed
 _FILE = r"__[0-9]+_[0-9]+\.distcp"
 _OWN_FILE = re.compile("|".join([_FILE, re.escape(METADATA), re.escape(LAYOUT)]))
@@ -229,7 +230,7 @@ def footer_of(file: BinaryIO, folder: Path, *, compare: bool) -> Footer | None:
             raise CheckpointError(f"{path}: damaged: its checksum is not the one in its last line")
         file.seek(max(0, size - _LAST_LINE_NBYTES - nbytes))
         data, files, replaced = json.loads(file.read(min(nbytes, size)))
-        names = (re.fullmatch(_DATA, data), *map(_OWN_FILE.fullmatch, files))
+        names = (DATA.fullmatch(data), *map(_OWN_FILE.fullmatch, files))
         require(all(names) and all(len(info) == 2 for info in files.values()), "it names something else")
         return Footer(data, {name: tuple(info) for name, info in files.items()}, replaced, (size, crc32))
 
@@ -391,7 +392,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def has_data(folder: Path) -> bool:
     """Whether there are data of a checkpoint, whole or not, or a save's lock."""
-    names = f"{_DATA}({_REMOVED})?|{_FILE}|{re.escape(LOCK)}"
+    names = f"{DATA.pattern}({_REMOVED})?|{_FILE}|{re.escape(LOCK)}"
     return any(re.fullmatch(names, each.name) for each in folder.iterdir())
 
 
@@ -420,7 +421,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _data_in(path: Path) -> list[Path]:
-    return [each for each in path.iterdir() if re.fullmatch(f"{_DATA}({_REMOVED})?", each.name)]
+    return [each for each in path.iterdir() if re.fullmatch(f"{DATA.pattern}({_REMOVED})?", each.name)]
 
 
 def _remove_files(path: Path, names: Iterable[str]) -> None:
@@ -441,3 +442,65 @@ def _remove(data: Path) -> None:
             if _OWN_FILE.fullmatch(file.name):
                 file.unlink()
         data.rmdir()
+
+
+# ----------------------------------------------------------------- checkpoints side by side: runs/lm/step-000200
+
+
+class _Name(NamedTuple):
+    before: str
+    number: int
+    after: str
+
+    @classmethod
+    def of(cls, name: str) -> _Name | None:
+        found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
+        return cls(found[1], int(found[2]), found[3]) if found and not name.startswith(".") else None
+
+
+def latest(folder: StrPath) -> Path | None:
+    """The whole checkpoint in ``folder`` whose name has the largest last number: step-200 of step-100 and
+    step-200.
+
+    None where there is none. A checkpoint is whole if all files that it names are there; ``load`` finds
+    damage in them. Not collective: call it before a save may run, so that all ranks find the same.
+    """
+    check_path(folder)
+    try:
+        found = [(name.number, path) for path in Path(folder).iterdir() if (name := _Name.of(path.name))]
+    except FileNotFoundError:
+        return None
+    return next((path for _, path in sorted(found, reverse=True) if is_whole(path)), None)
+
+
+def check_keep(path: Path, keep: int | None) -> None:
+    """Raise ValueError where ``keep`` does not say which checkpoints beside ``path`` are to stay."""
+    if keep is None:
+        return
+    if keep < 1:
+        raise ValueError(f"keep={keep}: the checkpoint that is saved would be removed")
+    if _Name.of(path.name) is None:
+        raise ValueError(
+            f"keep={keep}: {path} has no number in its name, so none is older: call it step-100, or such"
+        )
+
+
+def remove_older(path: Path, keep: int) -> None:
+    """Of the checkpoints beside ``path`` whose names differ in the last number alone, leave it and those with
+    the largest numbers, ``keep`` together. A warning where one cannot be removed."""
+    own = _Name.of(path.name)
+    assert own is not None
+    others = []
+    for each in path.parent.iterdir():
+        name = _Name.of(each.name)
+        if name and (name.before, name.after) == (own.before, own.after) and each != path and each.is_dir():
+            others.append((name.number, each))
+    kept = 1
+    for number, each in sorted(others, reverse=True):
+        try:
+            if is_whole(each) and kept < keep:
+                kept += 1
+            elif has_data(each) and (is_whole(each) or number < own.number):  # or another job is saving it
+                remove_checkpoint(each)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"{each}: not removed, as keep={keep} asks for: {error}", stacklevel=2)

@@ -1,8 +1,8 @@
 """One copy of what is saved, in memory of the host's, so that training may go on while it is written.
 
 [Note: A copy beside the next step]
-What comes from one storage and lies close together is copied as one piece: the shard of a unit, not its
-parameters. On a GPU shards and the optimizer's state are copied by a stream of their own, into pinned memory,
+Storages are copied as they are: the shard of a unit, not its parameters, unless more than half of a storage is not
+saved. On a GPU shards and the optimizer's state are copied by a stream of their own, into pinned memory,
 beside the forward and the backward of the next step, which only read them. The host does not wait. Who writes
 to them next is an optimizer: its step is preceded by a wait of its stream for the copy, through torch's hook
 for steps of all optimizers. What a forward may change, buffers and what the script passes in ``extra``, is
@@ -14,7 +14,7 @@ such a save fails.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,31 +24,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import Pickled
-from fsdp_c.checkpoint.pieces import span
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import first_names
 
 EXTRA = "extra"  # its key in a checkpoint
 _ALIGNMENT = 64
-_GAP_NBYTES = 4096  # between what is copied in one piece
 
 
 class _Source(NamedTuple):
     key: str
     value: Tensor  # as it is saved
     tensor: Tensor  # its memory
-    is_contiguous: bool
-    start: int  # bytes of its storage
-    end: int
 
 
-class _Piece(NamedTuple):
-    """Bytes of one storage, and the first of them in the copy."""
+class _Storage(NamedTuple):
+    """A storage that is copied, and where its copy begins."""
 
     sources: list[_Source]
-    start: int
-    end: int
+    content: Tensor  # all of its bytes
     at: int
 
 
@@ -77,35 +71,34 @@ class HostCopies:
             if _is_constant(value) or (isinstance(value, RangeTensor) and not value.is_saved):
                 copies[key] = value  # such a part of a tensor is written by others
             elif isinstance(value, Tensor):
-                source = _source(key, value)
-                if source is None:
-                    copies[key] = value.detach().to("cpu", copy=True)
-                else:
-                    sources.append(source)
+                sources.append(
+                    _Source(key, value, value.local if isinstance(value, RangeTensor) else value.detach())
+                )
             else:
                 try:
                     copies[key] = Pickled(value)
                 except TypeError as error:
                     raise CheckpointError(f"{key}: {error}") from error
-        pieces = list(_pieces(sources))
-        on_device = [piece for piece in pieces if not piece.sources[0].tensor.is_cpu]
-        memory = self._memory(pieces, pinned=bool(on_device))
+        storages = _storages(sources)
+        on_device = [storage for storage in storages if not storage.content.is_cpu]
+        memory = self._memory(storages, pinned=bool(on_device))
         self._watched, self._written = {}, []
         if on_device:
             self._watch(params)
-        streams = {self._copy(piece, memory, paths): piece.sources[0].tensor.device for piece in on_device}
+        streams = {self._copy(storage, memory, paths): storage.content.device for storage in on_device}
         # copied in one call, with Python's part before it: what it moves is not in any cache after
-        on_cpu: list[tuple[Tensor, Tensor]] = []
-        views = {dtype: memory.view(dtype) for dtype in {one.tensor.dtype for one in sources}}
-        for piece in pieces:
-            for one in piece.sources:
-                copy = _like(one, piece, views[one.tensor.dtype])
+        dtypes = {one.tensor.dtype for storage in storages for one in storage.sources}
+        views = {dtype: memory.view(dtype) for dtype in dtypes}
+        for storage in storages:
+            for one in storage.sources:
+                copy = _like(one, storage, views[one.tensor.dtype])
                 copies[one.key] = one.value._like(copy) if isinstance(one.value, RangeTensor) else copy
-            if one.tensor.is_cpu:
-                is_whole = len(piece.sources) == 1 and one.is_contiguous
-                on_cpu.append((copy, one.tensor) if is_whole else (_place(piece, memory), _bytes(piece)))
-        if on_cpu:
-            torch._foreach_copy_([copy for copy, _ in on_cpu], [given for _, given in on_cpu])
+        if on_cpu := [storage for storage in storages if storage.content.is_cpu]:
+            places = [_place(storage, memory) for storage in on_cpu]
+            torch._foreach_copy_(places, [storage.content for storage in on_cpu])
+        for one in sources:
+            if copies[one.key] is None:
+                copies[one.key] = one.value.detach().to("cpu", copy=True)
         self._follow(streams)
         return copies
 
@@ -135,28 +128,27 @@ class HostCopies:
             self._written += [name for name, (one, was) in self._watched.items() if one._version != was]
             self._watched = {}
 
-    def _memory(self, pieces: list[_Piece], pinned: bool) -> Tensor:
-        nbytes = _aligned(pieces[-1].at + pieces[-1].end - pieces[-1].start) if pieces else 0
+    def _memory(self, storages: list[_Storage], pinned: bool) -> Tensor:
+        nbytes = storages[-1].at + _aligned(storages[-1].content.nbytes) if storages else 0
         if self.memory is None or self.memory.nbytes < nbytes or (pinned and not self.memory.is_pinned()):
             self.memory = None  # before there is another
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self.memory
 
-    def _copy(self, piece: _Piece, memory: Tensor, paths: dict[str, PathInDict]) -> Any:
+    def _copy(self, storage: _Storage, memory: Tensor, paths: dict[str, PathInDict]) -> Any:
         """Of memory of a device. Returns the stream that copies."""
-        device = piece.sources[0].tensor.device
+        device = storage.content.device
         module = torch.get_device_module(device)
         stream = module.current_stream(device)
-        given = _bytes(piece)
-        if all(_is_of_training(one, paths[one.key]) for one in piece.sources):
-            self._watch((one.key, one.tensor) for one in piece.sources if _is_of_optimizer(paths[one.key]))
+        if all(_is_of_training(one, paths[one.key]) for one in storage.sources):
+            self._watch((one.key, one.tensor) for one in storage.sources if _is_of_optimizer(paths[one.key]))
             own = self._streams.get(device) or module.Stream(device)
             self._streams[device] = own
             own.wait_stream(stream)
             stream = own
         with module.stream(stream):
-            _place(piece, memory).copy_(given, non_blocking=True)
-        self._held.append(given)
+            _place(storage, memory).copy_(storage.content, non_blocking=True)
+        self._held.append(storage.content)
         return stream
 
     def _follow(self, streams: dict[Any, torch.device]) -> None:
@@ -193,56 +185,34 @@ def _is_of_training(source: _Source, path: PathInDict) -> bool:
     return is_param or _is_of_optimizer(path)
 
 
-def _source(key: str, value: Tensor) -> _Source | None:
-    """The memory of a value; None for what has none that can be copied as bytes."""
-    tensor = value.local if isinstance(value, RangeTensor) else value.detach()
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    is_contiguous = tensor.is_contiguous()
-    nbytes = tensor.nbytes if is_contiguous else span(tensor) * tensor.itemsize
-    if nbytes > 2 * tensor.nbytes:
-        return None
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return _Source(key, value, tensor, is_contiguous, start, start + nbytes)
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pieces(sources: list[_Source]) -> Iterator[_Piece]:
+def _storages(sources: list[_Source]) -> list[_Storage]:
+    """The storages to copy as they are, with what is saved of each; sources that cannot be are left out."""
     by_storage: dict[tuple[torch.device, int], list[_Source]] = {}
     for one in sources:
-        by_storage.setdefault((one.tensor.device, one.tensor.untyped_storage().data_ptr()), []).append(one)
-    at = 0
+        tensor = one.tensor
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if is_plain and not (tensor.is_meta or tensor.is_conj() or tensor.is_neg()):
+            by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(one)
+    storages, at = [], 0
     for own in by_storage.values():
-        own.sort(key=lambda one: one.start)
-        first = 0
-        while first < len(own):
-            start, end, last = own[first].start // _ALIGNMENT * _ALIGNMENT, own[first].end, first + 1
-            while last < len(own) and own[last].start <= end + _GAP_NBYTES:
-                end = max(end, own[last].end)
-                last += 1
-            yield _Piece(own[first:last], start, end, at)
-            at += _aligned(end - start)
-            first = last
+        source = max((one.tensor.untyped_storage() for one in own), key=lambda storage: storage.nbytes())
+        if source.nbytes() <= 2 * sum(one.tensor.nbytes for one in own):
+            content = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
+            storages.append(_Storage(own, content, at))
+            at += _aligned(content.nbytes)
+    return storages
 
 
-def _bytes(piece: _Piece) -> Tensor:
-    source = piece.sources[0].tensor
-    given = torch.empty(0, dtype=torch.uint8, device=source.device)
-    size = (piece.end - piece.start,)
-    given.set_(source.untyped_storage(), piece.start, size)  # type: ignore[call-overload]  # is not declared
-    return given
+def _place(storage: _Storage, memory: Tensor) -> Tensor:
+    return memory[storage.at : storage.at + storage.content.nbytes]
 
 
-def _place(piece: _Piece, memory: Tensor) -> Tensor:
-    return memory[piece.at : piece.at + piece.end - piece.start]
-
-
-def _like(source: _Source, piece: _Piece, view: Tensor) -> Tensor:
+def _like(source: _Source, storage: _Storage, view: Tensor) -> Tensor:
     """Its place in the copy, of which ``view`` is all in its dtype."""
-    own, offset = source.tensor, piece.at + source.start - piece.start
-    return view.as_strided(own.size(), own.stride(), offset // own.itemsize)
+    own = source.tensor
+    offset = storage.at // own.itemsize + int(own.storage_offset())
+    return view.as_strided(own.size(), own.stride(), offset)

@@ -5,12 +5,11 @@
 header (JSON) with the keys and, for tensors that are divided in the same way, shape, dtype, boxes, the starts of
 the ranges in which each box was written, and how many pieces came before; and one record of 24 bytes for each
 piece, by range first: so the records that a rank reads of all layers lie together. It is not mapped, as a file
-that is cut while it is read would end the process.
+that is cut while it is read would end the process. ``.metadata`` has no checksums of pieces: it is for torch.
 
-The end of ``.metadata`` has a checksum of the whole file, and of ``.metadata``: before a load one rank compares
-both, so that a load without ``.metadata`` does not pass over its damage; a layout that does not fit is not used.
-Damage to the parts that each rank reads shows by itself: the header has a checksum, the records lead to data that
-have one. As all of it may come from a stranger, no size in it is believed.
+The end of ``.metadata`` has a checksum of the whole layout, and of ``.metadata``: before a load one rank compares
+both. Damage to the parts that each rank reads shows by itself: the header has a checksum, the records lead to data
+that have one. As all of it may come from a stranger, no size in it is believed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import json
 import math
 import os
 import struct
-import warnings
 import weakref
 import zlib
 from bisect import bisect_right
@@ -34,10 +32,9 @@ from fsdp_c.checkpoint import pieces, planning
 from fsdp_c.checkpoint.folder import (
     LAYOUT,
     METADATA,
+    CheckpointError,
     Footer,
     file_of,
-    locate,
-    read_footer,
     refusing,
     require,
     size_and_crc32,
@@ -48,105 +45,79 @@ from fsdp_c.checkpoint.metadata import (
     Checkpoint,
     Chunk,
     Entry,
-    Files,
     PathInDict,
     TensorEntry,
     check_boxes,
     check_shape,
     checked_paths,
+    dtype_named,
     ints,
     overlap,
-    read_checkpoint,
 )
-from fsdp_c.checkpoint.pickles import dtype_named
-from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
-from fsdp_c.checkpoint.planning import Held, HeldBox, boxes_of_pieces, key_of
-from fsdp_c.checkpoint.table import RECORD, Stored
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES
+from fsdp_c.checkpoint.planning import RECORD, Group, Held, HeldBox, boxes_of_pieces, key_of
 
 MAGIC = b"fsdp_c.layout 1\n"
 _HEAD = struct.Struct("<16sQI4x")  # the length and the checksum of the header; behind it are the records
 _BLOCK = 1024  # records that are read at once
 
 
-def layout_content(table: list[Stored], order: list[str]) -> Iterator[bytes]:
+def layout_content(groups: list[Group], order: list[str]) -> Iterator[bytes]:
     """The file, part by part. ``order``: of keys."""
-    found = {key_of(path): path for each in table for path in each.group.paths}
+    found = {key_of(path): path for group in groups for path in group.paths}
     paths: list[PathInDict] = [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
     numbers = {path: number for number, path in enumerate(paths)}
-    groups = []
-    for each in table:
-        group: dict[str, Any] = {"keys": [numbers[path] for path in each.group.paths], "boxes": None}
-        if each.group.boxes:
-            held = each.group.boxes[0].held
-            boxes = [*map(_box_content, each.group.boxes)]
-            group |= {"dtype": str(held.dtype).removeprefix("torch."), "shape": held.shape, "boxes": boxes}
-        groups.append(group)
-    text = json.dumps({"piece_nbytes": pieces.MAX_NBYTES, "paths": paths, "groups": groups}).encode()
+    told = []
+    for group in groups:
+        one: dict[str, Any] = {"keys": [numbers[path] for path in group.paths], "boxes": None}
+        if group.boxes:
+            held = group.boxes[0].held
+            boxes = [*map(_box_content, group.boxes)]
+            one |= {"dtype": str(held.dtype).removeprefix("torch."), "shape": held.shape, "boxes": boxes}
+        told.append(one)
+    text = json.dumps({"piece_nbytes": pieces.MAX_NBYTES, "paths": paths, "groups": told}).encode()
     yield _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
-    yield from (each.records for each in table)
+    yield from (group.records for group in groups)
 
 
 def _box_content(box: planning.Box) -> dict[str, Any]:
     counts = [len(held.boxes()) for held in box.ranges()]
-    held = {name: getattr(box.held, name) for name in ("order", "offsets", "sizes", "is_one_piece")}
+    held = {name: getattr(box.held, name) for name in ("order", "offsets", "sizes")}
     return held | {"starts": box.starts, "pieces": [*itertools.accumulate(counts, initial=0)]}
 
 
 # ----------------------------------------------------------------- reading
 
 
-def checked_layout(folder: Path) -> tuple[int, int] | None:
-    """Size and CRC-32 of ``.metadata`` if a load may read the layout in its place; None if it must read that.
-
-    One rank compares both files with their checksums, without parsing them. Warns of a layout that does not
-    fit; raises CheckpointError for a ``.metadata`` that does not.
-    """
-    footer = read_footer(folder, compare=True)
-    path = _layout_of(folder, footer)
-    if footer is None or path is None:
-        return None
-    with path.open("rb") as file:
-        is_known = file.read(len(MAGIC)) == MAGIC
-    fits = size_and_crc32(path) == footer.files.get(LAYOUT)
-    if not fits:
-        warnings.warn(
-            f"{path}: damaged, or of another checkpoint: its checksum is not the one in {METADATA}. All ranks read "
-            f"{METADATA} in its place, which takes longer: copy the file again, or remove it",
-            stacklevel=2,
+def read_layout(folder: Path, footer: Footer, compare: bool) -> Checkpoint:
+    """What the layout in the folder of data says. ``compare``: all of it with its checksum."""
+    checkpoint, path = Checkpoint(folder, footer, footer.identity), folder / footer.data / LAYOUT
+    if compare and size_and_crc32(path) != footer.files.get(LAYOUT):
+        raise CheckpointError(
+            f"{path}: damaged: its checksum is not the one in {METADATA}. Copy the file again, or read the checkpoint "
+            "with torch.distributed.checkpoint.load, which does not need it"
         )
-    return footer.identity if fits and is_known else None
-
-
-def read_layout(path: Path) -> Checkpoint:
-    """As ``read_checkpoint(path, whole=False)``, from the layout where there is one."""
-    folder = locate(path)
-    footer = read_footer(folder)
-    layout = _layout_of(folder, footer)
-    if footer is None or layout is None:
-        return read_checkpoint(path, whole=False)
-    with _refusing(layout):
-        return _Layout(layout, Files(folder, footer), footer).checkpoint()
-
-
-def _layout_of(folder: Path, footer: Footer | None) -> Path | None:
-    path = folder / footer.data / LAYOUT if footer else None
-    return path if path and path.is_file() else None
+    with _refusing(path):
+        _Layout(path, checkpoint, footer.data).read()
+    return checkpoint
 
 
 def _refusing(path: Path) -> AbstractContextManager[None]:
-    return refusing(lambda error: f"{path}: damaged, or not of this checkpoint ({error})")
+    return refusing(lambda error: f"{path}: damaged, or of another version of fsdp_c ({error})")
 
 
 class _Layout:
-    def __init__(self, path: Path, files: Files, footer: Footer) -> None:
-        self.path, self.files, self.footer = path, files, footer
+    def __init__(self, path: Path, checkpoint: Checkpoint, data: str) -> None:
+        """``data``: the name of the folder of data."""
+        self.path, self.contents, self.data = path, checkpoint, data
         self.descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
         self.nbytes = os.fstat(self.descriptor).st_size
         self.blocks: dict[int, bytes] = {}
         self.records_at = 0  # the next record
 
-    def checkpoint(self) -> Checkpoint:
+    def read(self) -> None:
+        """Make the entries and paths of the checkpoint."""
         magic, nbytes, crc32 = _HEAD.unpack(self._read(0, _HEAD.size))
         self.begin = _HEAD.size + nbytes
         require(magic == MAGIC and self.begin <= self.nbytes, "it is torn, or no layout")
@@ -159,27 +130,22 @@ class _Layout:
         keys, made = [*paths], dict[str, Entry]()
         for group in header["groups"]:
             made.update(self._entries(group, [keys[number] for number in group["keys"]]))
-        entries = {key: made[key] for key in keys}
-        return Checkpoint(self.files, entries, checked_paths(paths, entries), self.footer.identity)
+        self.contents.entries = {key: made[key] for key in keys}
+        self.contents.paths = checked_paths(paths, self.contents.entries)
 
     def _entries(self, group: Any, keys: list[str]) -> Iterator[tuple[str, Entry]]:
         if group["boxes"] is None:
             at = self._take(len(keys))
             for slot, key in enumerate(keys):
                 start, nbytes, crc32, rank = self.record(at + slot)
-                file = self._file(key, rank, start + nbytes)
-                yield key, BytesEntry(file, start, nbytes, Place(start, nbytes, crc32, None))
+                yield key, BytesEntry(self._file(key, rank, start + nbytes), start, nbytes, crc32)
             return
         shape, dtype = check_shape(group["shape"], keys[0]), dtype_named("torch", group["dtype"])
         if dtype is None:
             raise ValueError(f"{keys[0]} has no dtype")
-        stored = [
-            self._box(box, Held(dtype, shape, None, (), (), 0, 0, box["is_one_piece"]), keys)
-            for box in group["boxes"]
-        ]
-        check_boxes(
-            keys[0], shape, dtype, [(each.held.offsets, each.held.sizes) for each in stored], self.files
-        )
+        stored = [self._box(box, Held(dtype, shape, None, (), (), 0, 0), keys) for box in group["boxes"]]
+        boxes = [(each.held.offsets, each.held.sizes) for each in stored]
+        check_boxes(keys[0], shape, dtype, boxes, self.contents)
         for slot, key in enumerate(keys):
             yield key, TensorEntry(shape, dtype, functools.partial(self._find, key, slot, len(keys), stored))
 
@@ -216,8 +182,8 @@ class _Layout:
 
     def _file(self, key: str, rank: int, end: int) -> str:
         """The file of a rank, in which something of ``key`` ends there."""
-        name = f"{self.footer.data}/{file_of(rank)}"
-        self.files.check_end(name, end, key)
+        name = f"{self.data}/{file_of(rank)}"
+        self.contents.check_end(name, end, key)
         return name
 
     def _find(
@@ -235,10 +201,9 @@ class _Layout:
 
     def _chunk(self, key: str, number: int, part: HeldBox, held: Held) -> Chunk:
         start, before, crc32, rank = self.record(number)
-        nbytes = part.numel * held.dtype.itemsize
-        length = before + nbytes + TAIL_NBYTES
-        place = Place(start + before, nbytes, crc32, part.strides)
-        return Chunk(part.offsets, part.sizes, self._file(key, rank, start + length), start, length, place)
+        start, nbytes = start + before, part.numel * held.dtype.itemsize
+        file = self._file(key, rank, start + nbytes + TAIL_NBYTES)
+        return Chunk(part.offsets, part.sizes, file, start, nbytes, crc32, part.strides)
 
 
 class _StoredBox(NamedTuple):
@@ -272,7 +237,7 @@ class _StoredBox(NamedTuple):
         start, end = [*self.starts[number : number + 2], self.held.numel][:2]
         numel, count = end - start, self.before[number + 1] - self.before[number]
         # no more boxes are computed than there are records
-        fits = self.held.is_one_piece or numel * self.held.dtype.itemsize <= 2 * count * self.piece_nbytes
+        fits = numel * self.held.dtype.itemsize <= 2 * count * self.piece_nbytes
         require(0 <= numel <= self.held.numel - start and fits, "its ranges overlap, or pieces are missing")
         boxes = boxes_of_pieces(self.held._replace(start=start, numel=numel), self.piece_nbytes)
         require(len(boxes) == count, f"{count} pieces where there are {len(boxes)} boxes")

@@ -1,43 +1,40 @@
-"""Reading what DCP's ``.metadata`` says, without trusting it.
+"""What a checkpoint contains, and how torch's ``.metadata`` says it, which is not trusted.
 
-``.metadata`` is read as [Note: A pickle from a stranger] says. Then every value is checked: types, sizes
-against the files that are there, names of files. A ``Checkpoint`` remains, from which all readers work.
+Every value of it is checked: types, sizes against the files that are there, names of files. A ``Checkpoint`` remains,
+from which all readers work.
+
+[Note: A pickle from a stranger]
+A pickle can call every function that it names, and set attributes of every class that it names. So classes of DCP are
+replaced by empty classes that are made for one reading, and other names are refused. A few bytes can also ask for all
+memory, by the size of a string or of the memo: such a pickle is refused before it is read.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import io
 import math
 import os
 import pathlib
+import pickle
+import pickletools
+import re
 import reprlib
 import resource
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from fsdp_c.checkpoint.folder import (
-    LAYOUT,
-    METADATA,
-    CheckpointError,
-    Footer,
-    footer_of,
-    locate,
-    refusing,
-    require,
-)
-from fsdp_c.checkpoint.pickles import read_metadata
-from fsdp_c.checkpoint.pieces import Place
+from fsdp_c.checkpoint.folder import DATA, METADATA, CheckpointError, Footer, refusing, require
 from fsdp_c.sharding.common import collector_paused
-from fsdp_c.sharding.flattening import are_dense
 
 _MAX_METADATA_NBYTES = 8 * 2**30
 MAX_DIMS = 64  # as torch has it for most operations
@@ -60,13 +57,10 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # of the whole entry: what torch.load reads
-    length: int
-    place: Place | None  # of the data, where fsdp_c wrote them
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
+    start: int  # of the data; of a file of torch.save, where torch wrote it
+    nbytes: int
+    crc32: int | None = None  # of the data; None where torch wrote it
+    strides: tuple[int, ...] | None = None  # None for contiguous data
 
 
 def overlap(one: Box, other: Box) -> bool:
@@ -97,24 +91,26 @@ class BytesEntry:
 
     file: str
     start: int
-    length: int
-    place: Place | None
+    nbytes: int
+    crc32: int | None = None  # None where torch wrote it
 
 
 Entry = TensorEntry | BytesEntry
 PathInDict = tuple[str | int, ...]
 
 
-class Files:
-    """The files of a checkpoint, by their paths in its folder."""
+class Checkpoint:
+    """The folder of a checkpoint, its files, and what they contain."""
 
-    def __init__(self, folder: Path, footer: Footer | None) -> None:
-        """CheckpointError for a file in ``footer`` that is missing or torn. A layout may be missing: copies of a
-        checkpoint need none."""
-        self.folder = folder
-        self.sizes: dict[str, int] = {}
-        # CRC-32 of all bytes but the data of pieces; empty for torch's checkpoints
-        self.framing: dict[str, int] = {}
+    def __init__(self, folder: Path, footer: Footer | None, identity: tuple[int, int]) -> None:
+        """``identity``: size and CRC-32 of its ``.metadata``. Raise CheckpointError for a file in ``footer`` that
+        is missing or torn."""
+        self.folder, self.footer, self.identity = folder, footer, identity
+        self.entries: dict[str, Entry] = {}
+        self.paths: dict[str, PathInDict] = {}  # of each key in the nested dict that was saved
+        self.sizes: dict[str, int] = {}  # of files, by their paths in the folder
+        self.held: dict[str, BinaryIO] = {}  # files that stay open
+        weakref.finalize(self, _close_all, self.held)
         if footer is None:
             return
         data = folder / footer.data
@@ -125,14 +121,10 @@ class Files:
                     for each in found
                     if each.name in footer.files and each.is_file(follow_symlinks=False)
                 }
-        for name, (size, crc32) in footer.files.items():
-            path = f"{footer.data}/{name}"
-            if name == LAYOUT and not (folder / path).is_file():
-                continue
-            self.framing[path] = crc32
-            if self.size(path) != size and name != LAYOUT:
+        for name, (size, _) in footer.files.items():
+            if (written := self.size(f"{footer.data}/{name}")) != size:
                 raise CheckpointError(
-                    f"{folder / path}: {self.size(path)} bytes where {size} were written: torn or replaced"
+                    f"{data / name}: {written} bytes where {size} were written: torn or replaced"
                 )
 
     def size(self, name: Any) -> int:
@@ -157,22 +149,8 @@ class Files:
 
     @functools.cached_property
     def nbytes(self) -> int:
+        """The sizes of all files that entries are in."""
         return sum(self.sizes.values())
-
-
-@dataclass
-class Checkpoint:
-    """What a checkpoint folder contains."""
-
-    files: Files
-    entries: dict[str, Entry]
-    paths: dict[str, PathInDict]  # of each key in the nested dict that was saved
-    identity: tuple[int, int]  # size and CRC-32 of its metadata
-    held: dict[str, BinaryIO] = field(default_factory=dict)  # files that stay open
-
-    def __post_init__(self) -> None:
-        self.folder, self.file_sizes, self.framing = self.files.folder, self.files.sizes, self.files.framing
-        weakref.finalize(self, _close_all, self.held)
 
     def tensor(self, key: str) -> TensorEntry:
         """The entry of what is known to be a tensor."""
@@ -220,89 +198,68 @@ def _close_all(files: dict[str, BinaryIO]) -> None:
         files.popitem()[1].close()
 
 
-def read_checkpoint(path: Path, *, whole: bool = True) -> Checkpoint:
-    """The contents of the folder ``path``, as its ``.metadata`` tells them; tensors' data are not read.
-
-    Not ``whole``: chunks of tensors are looked at when they are asked for, and damage raises then.
-    FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or not of DCP.
-    """
-    folder = locate(path)
-    with _reading(folder):
-        with (folder / METADATA).open("rb") as file:
-            footer = footer_of(file, folder, compare=True)
-            size = os.fstat(file.fileno()).st_size
-            require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
-            file.seek(0)
-            content = file.read()
-        files = Files(folder, footer)
-        entries, paths = _Reader(files).read(content, is_ours=footer is not None)
-        if whole:
-            _make_all(entries)
-        identity = footer.identity if footer else (len(content), zlib.crc32(content))
-        return Checkpoint(files, entries, paths, identity)
-
-
-def _make_all(entries: dict[str, Entry]) -> None:
-    for entry in entries.values():
-        if isinstance(entry, TensorEntry):
-            _ = entry.chunks
-
-
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Around making entries by the hundred thousand."""
+def reading(folder: Path) -> Iterator[None]:
+    """Around making entries by the hundred thousand of ``.metadata``."""
     say = f"{folder / METADATA}: damaged, or not written by DCP"
     with collector_paused(), refusing(lambda error: f"{say} ({error})"):
         yield
 
 
-class _Reader:
+def checkpoint_of_torch(folder: Path, file: BinaryIO) -> Checkpoint:
+    """What ``.metadata``, opened as ``file``, says. Chunks of tensors are looked at when they are asked for."""
+    with reading(folder):
+        size = os.fstat(file.fileno()).st_size
+        require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
+        file.seek(0)
+        content = file.read()
+        checkpoint = Checkpoint(folder, None, (len(content), zlib.crc32(content)))
+        _MetadataReader(checkpoint).read(content)
+    return checkpoint
+
+
+class _MetadataReader:
     """Makes entries of what a pickle says."""
 
-    def __init__(self, files: Files) -> None:
-        self.files, self.folder = files, files.folder
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
 
-    def read(self, content: bytes, is_ours: bool) -> tuple[dict[str, Entry], dict[str, PathInDict]]:
+    def read(self, content: bytes) -> None:
         metadata = read_metadata(content)
         require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
         require(type(metadata.state_dict_metadata) is dict, "it has no entries")
         require(type(metadata.storage_data) is dict, "it does not say where entries are")
-        stored, has_pieces = self._stored(metadata.storage_data)
-        entries = {}
+        stored = self._stored(metadata.storage_data)
+        entries = self.checkpoint.entries
         for key, value in metadata.state_dict_metadata.items():
             require(type(key) is str, f"a key is {type(key).__name__}")
             entries[key] = self._entry(key, value, stored.get(key, []))
-        if has_pieces and not is_ours:
-            _make_all(entries)  # what is wrong with an entry says more
-            raise CheckpointError(
-                f"{self.folder / METADATA}: its last line, which has its checksum, is missing or damaged (an "
-                "interrupted copy?)"
-            )
-        return entries, checked_paths(metadata.planner_data, entries)
+        self.checkpoint.paths = checked_paths(metadata.planner_data, entries)
 
-    def _stored(self, storage_data: dict[Any, Any]) -> tuple[dict[str, list[tuple[Any, Any]]], bool]:
-        """The places by key, of which no more is looked at than the file; and whether any is of fsdp_c."""
+    def _stored(self, storage_data: dict[Any, Any]) -> dict[str, list[tuple[Any, Any]]]:
+        """The places by key, of which no more is looked at than the file."""
         stored: dict[str, list[tuple[Any, Any]]] = {}
-        has_pieces = False
         for index, info in storage_data.items():
             require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
             require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
-            self.files.size(info.relative_path)
-            has_pieces = has_pieces or info.piece is not None
+            self.checkpoint.size(info.relative_path)
+            if DATA.match(info.relative_path):
+                raise CheckpointError(
+                    f"{self.checkpoint.folder / METADATA}: its last line, which has its checksum, is missing or "
+                    "damaged (an interrupted copy?)"
+                )
             stored.setdefault(index.fqn, []).append((index.offset, info))
-        return stored, has_pieces
+        return stored
 
-    def _places(
-        self, key: str, stored: list[tuple[Any, Any]]
-    ) -> dict[Any, tuple[str, int, int, Place | None]]:
+    def _places(self, key: str, stored: list[tuple[Any, Any]]) -> dict[Any, tuple[str, int, int]]:
         """The places of one key, by offsets."""
         places, what = {}, f"the place of {key}"
         for index, info in stored:
             require(not info.transform_descriptors, f"{key} is compressed or encrypted")
             offset = None if index is None else ints(index, what)
             start, length = ints((info.offset, info.length), what)
-            self.files.check_end(info.relative_path, start + length, key)
-            places[offset] = (info.relative_path, start, length, _place(info.piece, start, length, what))
+            self.checkpoint.check_end(info.relative_path, start + length, key)
+            places[offset] = info.relative_path, start, length
         return places
 
     def _entry(self, key: str, value: Any, stored: list[tuple[Any, Any]]) -> Entry:
@@ -312,14 +269,15 @@ class _Reader:
             return BytesEntry(*places[None])
         require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
         shape = check_shape(value.size, key)
-        dtype = _dtype(value.properties)
+        state = value.properties.state
+        dtype = state[0] if isinstance(state, tuple) and state else value.properties.dtype
         require(
             isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks"
         )
 
         @functools.cache
         def chunks() -> list[Chunk]:
-            with _reading(self.folder):
+            with reading(self.checkpoint.folder):
                 return self._chunks(key, shape, dtype, value.chunks, self._places(key, stored))
 
         def find(box: Box | None) -> Iterable[Chunk]:
@@ -333,26 +291,15 @@ class _Reader:
         kinds = {"ChunkStorageMetadata", *map(_kind, raw)}
         require(len(kinds) == 1, f"{key} has chunks of other kinds: {kinds}")
         boxes = [(ints(each.offsets, key), check_shape(each.sizes, key)) for each in raw]
-        check_boxes(key, shape, dtype, boxes, self.files)
+        check_boxes(key, shape, dtype, boxes, self.checkpoint)
         return [self._chunk(key, dtype, box, places.get(box[0]) or places.get(None)) for box in boxes]
 
-    def _chunk(self, key: str, dtype: torch.dtype, box: Box, place: Any) -> Chunk:
-        require(place is not None, f"the chunk {box[0]} of {key} is nowhere")
-        found = Chunk(*box, *place)
-        nbytes = found.numel * dtype.itemsize
-        require(nbytes <= found.length, f"{key} has {nbytes} bytes in {found.length} bytes of a file")
-        if found.place is not None:
-            strides = found.place.strides
-            fits = strides is None or (len(strides) == len(found.sizes) and are_dense(found.sizes, strides))
-            require(
-                found.place.nbytes == nbytes and fits, f"the size or strides of {key} do not fit its data"
-            )
-        return found
-
-
-def _dtype(properties: Any) -> Any:
-    state = properties.state
-    return state[0] if isinstance(state, tuple) and state else properties.dtype
+    def _chunk(self, key: str, dtype: torch.dtype, box: Box, place: tuple[str, int, int] | None) -> Chunk:
+        if place is None:
+            raise ValueError(f"the chunk {box[0]} of {key} is nowhere")
+        (file, start, length), nbytes = place, math.prod(box[1]) * dtype.itemsize
+        require(nbytes <= length, f"{key} has {nbytes} bytes in {length} bytes of a file")
+        return Chunk(*box, file, start, length)
 
 
 def ints(values: object, what: str) -> tuple[int, ...]:
@@ -370,7 +317,7 @@ def check_shape(values: object, what: str) -> tuple[int, ...]:
 
 
 def check_boxes(
-    key: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box], files: Files
+    key: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box], checkpoint: Checkpoint
 ) -> None:
     """ValueError unless the boxes are a tensor, each element once, which the files can hold."""
     for offsets, sizes in boxes:
@@ -379,18 +326,8 @@ def check_boxes(
         require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
     total = sum(math.prod(sizes) for _, sizes in boxes)
     require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
-    require(total * dtype.itemsize <= files.nbytes, f"{key} is larger than all files")
+    require(total * dtype.itemsize <= checkpoint.nbytes, f"{key} is larger than all files")
     require(do_tile(boxes, shape), f"chunks of {key} overlap")
-
-
-def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
-    if piece is None:
-        return None
-    require(isinstance(piece, tuple) and len(piece) == 4, f"{what} is damaged")
-    offset, nbytes, crc32, strides = piece
-    ints((offset, nbytes, crc32), what)
-    require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
-    return Place(offset, nbytes, crc32, None if strides is None else ints(strides, what))
 
 
 def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
@@ -428,3 +365,103 @@ def checked_paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, Pat
             raise ValueError(f"the path of {key} in the dict is {reprlib.repr(path)}")
         paths[key] = tuple(path)
     return paths
+
+
+# ----------------------------------------------------------------- the pickle
+
+_PATHS = ("Path", "PosixPath", "PurePosixPath")
+_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # of Python 3.13
+    # CPython 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name): here it gets no attribute
+    "builtins": ("getattr",),
+    "__builtin__": ("getattr",),
+}
+
+
+class Value:
+    """Stands in for an object that was pickled. An attribute that it lacks is None: readers check what they need."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = (state[0] or {}) | state[1]  # of a class with slots
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self.classes: dict[str, type[Value]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (dtype := dtype_named(module, name)) is not None:
+            return dtype
+        if name not in _NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata has")
+        return self.classes.setdefault(name, type(name, (Value,), {}))
+
+
+def read_metadata(content: bytes) -> Any:
+    """The object that ``.metadata`` is the pickle of, made of ``Value``. Raises what is wrong with it, of any type."""
+    _check_sizes(content)
+    return _Unpickler(content).load()
+
+
+def dtype_named(module: str, name: str) -> torch.dtype | None:
+    found = getattr(torch, name, None) if module == "torch" else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+_OPCODES = {ord(op.code): op for op in pickletools.opcodes}
+_PUTS = ("PUT", "LONG_BINPUT")
+
+
+def _fixed_opcodes() -> re.Pattern[bytes]:
+    """Up to 4096 opcodes whose argument has a fixed length, or is an integer of up to eight bytes."""
+    each = [b"\\x8a(?:%s)" % b"|".join(b"\\x%02x.{%d}" % (nbytes, nbytes) for nbytes in range(1, 9))]
+    by_nbytes: dict[int, bytes] = {}
+    for code, op in _OPCODES.items():
+        nbytes = 0 if op.arg is None else op.arg.n
+        if nbytes >= 0 and op.name not in (*_PUTS, "STOP"):
+            by_nbytes[nbytes] = by_nbytes.get(nbytes, b"") + b"\\x%02x" % code
+    each += [b"[%s].{%d}" % (codes, nbytes) for nbytes, codes in by_nbytes.items()]
+    return re.compile(b"(?:%s){0,4096}" % b"|".join(each), re.DOTALL)
+
+
+_FIXED = _fixed_opcodes()
+
+
+def _check_sizes(content: bytes) -> None:
+    """ValueError for a pickle that says it has more bytes than it has, or whose memo is larger than itself."""
+    file, at = io.BytesIO(content), 0
+    while at < len(content):
+        found = _FIXED.match(content, at)
+        if found is not None and found.end() > at:
+            at = found.end()
+            continue
+        op = _OPCODES.get(content[at])
+        if op is None or op.arg is None:
+            return  # the end, or damaged
+        file.seek(at + 1)
+        argument = op.arg.reader(file)  # raises ValueError where bytes are missing
+        require(op.name not in _PUTS or argument <= at, f"its memo would have {argument} places")
+        at = file.tell()

@@ -7,9 +7,10 @@ what torch saves loads here and the other way round.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def _as_copy(part: object) -> object:
     """Quantized state in float32, marked as memory that no optimizer has."""
     if not isinstance(part, Tensor) or not part.dim():
         return part
-    marked = part if isinstance(part, RangeTensor) else in_box(part, part.shape, None)
+    marked = part if isinstance(part, RangeTensor) else in_box(part, part.shape)
     marked.is_copy = True
     return marked
 
@@ -167,7 +168,10 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
     """One state of a parameter, under the name of each original one that it stands for."""
     _check_state(known, name, value)
     if isinstance(value, WholeState):
-        yield known.fqns[0], value.mapped(_on_holder).value
+        yield (
+            known.fqns[0],
+            value.mapped(lambda one: _nothing_of(one) if one.is_meta else whole_value(one)).value,
+        )
     elif known.module is None:
         yield known.fqns[0], mapped_tensors(name, value, whole_value)
     elif not isinstance(value, Tensor) or value.dim() == 0:
@@ -191,27 +195,14 @@ def _sharded(known: OptimParam, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield fqn, part_value(known.owner, layout, part)
 
 
-def _on_holder(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return RangeTensor(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.shape, 0)
-    return whole_value(tensor)
+def _nothing_of(tensor: Tensor) -> RangeTensor:
+    return RangeTensor(torch.empty(0, dtype=tensor.dtype, device="cpu"), tensor.shape, 0)
 
 
 # ----------------------------------------------------------------- loading
 
 
-def _is_without_elements(known: OptimParam, fqn: str) -> bool:
-    """Of an original parameter: there may be no state of it where there is of others in the flat one."""
-    if known.module is None:
-        return False
-    return known.layouts[fqn].shape.numel() == 0
-
-
-class _Whole(NamedTuple):
-    """Whole state: the keys of what it is made of, each with its path within lists and dicts."""
-
-    keys: list[tuple[PathInDict, str]]
-    is_of_unit: bool = False
+Parts = dict[PathInDict, str]  # the keys of a state, by its paths in lists and dicts; of () for one value
 
 
 class OptimTarget:
@@ -232,8 +223,6 @@ class OptimTarget:
         self.groups = _params_of(model, optimizer)
         groups = zip(optimizer.param_groups, self.groups, strict=True)
         self._group_of = {param: group for group, params in groups for param, _ in params}
-        # whole state, by FQN and name, see [Note: Whole state] in fsdp_c/state/whole_state.py
-        self.whole: dict[str, dict[str, _Whole]] = {}
         self.found = self._states()
         self._numbers = names_of_numbers(
             (layout.full_shape, self._saved_shapes(fqn))
@@ -243,34 +232,34 @@ class OptimTarget:
             for fqn, layout in known.layouts.items()
         )
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
-        # keys of entries to read before anything is changed, and their values: what must agree, objects, and groups'
+        # keys of entries to read before anything is changed: what must agree, objects, and groups'
         self.early_keys: list[str] = []
-        self.early: dict[str, Any] = {}
-        self.memory: dict[str, Tensor] = {}  # of whole state, by key
-        self._state: dict[nn.Parameter, dict[str, Tensor | list[str] | _Whole]] = {}
+        self.values: dict[str, Any] = {}  # of them, once read, and memory of whole state, by key
+        # by the parameter and the name of a state, what returns it once everything has been read
+        self._state: dict[nn.Parameter, dict[str, Callable[[], object]]] = {}
         for param, known in (each for group in self.groups for each in group):
-            self._add_param(param, known)
+            if state := self._state_of(param, known):
+                self._state[param] = state
         self._group_keys = self._keys_of_groups()
 
-    def _states(self) -> dict[str, dict[str, str]]:
+    def _states(self) -> dict[str, dict[str, Parts]]:
         """The keys of the saved states, by FQN and name of the state."""
         prefix = f"{self.prefix}state."
-        found: dict[str, dict[str, str]] = {}
+        found: dict[str, dict[str, Parts]] = {}
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):
-                fqn, _, name = key.removeprefix(prefix).rpartition(".")
-                below = path_below(path, prefix[:-1])
-                if len(below) > 2:
-                    whole = self.whole.setdefault(str(below[0]), {})
-                    whole.setdefault(str(below[1]), _Whole([])).keys.append((below[2:], key))
-                    continue
-                if below:
-                    fqn, name = map(str, below)
-                found.setdefault(fqn, {})[name] = key
+                fqn, name, *below = (
+                    path_below(path, prefix[:-1]) or key.removeprefix(prefix).rpartition(".")[::2]
+                )
+                found.setdefault(str(fqn), {}).setdefault(str(name), {})[tuple(below)] = key
         return found
 
     def _saved_shapes(self, fqn: str) -> dict[str, tuple[int, ...]]:
-        entries = {name: self.checkpoint.entries[key] for name, key in self.found.get(fqn, {}).items()}
+        entries = {
+            name: self.checkpoint.entries[parts[()]]
+            for name, parts in self.found.get(fqn, {}).items()
+            if () in parts
+        }
         return {name: entry.shape for name, entry in entries.items() if isinstance(entry, TensorEntry)}
 
     def strangers(self) -> set[str]:
@@ -279,86 +268,114 @@ class OptimTarget:
         if not self.found and not self._group_keys:
             raise CheckpointError(f"{self.checkpoint.folder} holds no optimizer under {self.prefix[:-1]!r}")
         own = {fqn for group in self.groups for _, known in group for fqn in known.fqns}
-        return {*self.found, *self.whole} - own
+        return {*self.found} - own
 
     # ------------------------------------------------------------- state
 
-    def _add_whole_states(self, param: nn.Parameter, known: OptimParam) -> None:
-        owns = known.module is None
-        if isinstance(self.optimizer, WholeParameters) and known.module is not None:
-            owns = known.name in self.optimizer.owned_names()
-            self._take_other_shapes(known)
-        (fqn, *_) = [fqn for fqn in known.fqns if fqn in self.whole] or [""]
-        if fqn and known.module is not None and not isinstance(self.optimizer, WholeParameters):
+    def _state_of(self, param: nn.Parameter, known: OptimParam) -> dict[str, Callable[[], object]]:
+        found = {fqn: self.found[fqn] for fqn in known.fqns if fqn in self.found}
+        whole = {
+            name: parts
+            for fqn, states in found.items()
+            for name, parts in states.items()
+            if self._is_whole(known, parts, self._saved_shapes(fqn).get(name))
+        }
+        state: dict[str, Callable[[], object]] = {}
+        if whole and known.module is not None and not isinstance(self.optimizer, WholeParameters):
             raise ValueError(
-                f"{self.checkpoint.folder} has optimizer state {next(iter(self.whole[fqn]))!r} of {fqn} in a list "
+                f"{self.checkpoint.folder} has optimizer state {next(iter(whole))!r} of {next(iter(found))} in a list "
                 "or dict, which is of whole parameters: step them by fsdp_c.optim.WholeParameters"
             )
-        for name, state in self.whole[fqn].items() if fqn and owns else ():
-            self._state.setdefault(param, {})[name] = state._replace(is_of_unit=known.module is not None)
-            for _, key in state.keys:
-                entry = self.checkpoint.entries[key]
-                if isinstance(entry, TensorEntry):
-                    self.memory[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=param.device)
-                    self.tensors[key] = whole_value(self.memory[key])
-                else:
-                    self.early_keys.append(key)
-
-    def _take_other_shapes(self, known: OptimParam) -> None:
-        (fqn,) = known.fqns
-        shape = known.layout.full_shape
-        for name, key in [*self.found.get(fqn, {}).items()]:
-            entry = self.checkpoint.entries[key]
-            if isinstance(entry, TensorEntry) and entry.shape not in ((), tuple(shape)):
-                self.whole.setdefault(fqn, {})[name] = _Whole([((), key)])
-                del self.found[fqn][name]
-
-    def _add_param(self, param: nn.Parameter, known: OptimParam) -> None:
-        self._add_whole_states(param, known)
-        present = [fqn for fqn in known.fqns if fqn in self.found]
-        if not present or (known.module is not None and not holds_elements(known)):
-            return
-        absent = [fqn for fqn in known.fqns if fqn not in self.found and not _is_without_elements(known, fqn)]
-        names = set(self.found[present[0]])
-        for fqn in present:
-            if set(self.found[fqn]) != names or absent:
+        if not isinstance(self.optimizer, WholeParameters) or known.name in self.optimizer.owned_names():
+            state = {name: self._whole_state(param, known, parts) for name, parts in whole.items()}
+        keys = {
+            fqn: {name: parts[()] for name, parts in states.items() if name not in whole}
+            for fqn, states in found.items()
+            if states.keys() - whole
+        }
+        if not keys or (known.module is not None and not holds_elements(known)):
+            return state
+        first, names = next((fqn, {*keys[fqn]}) for fqn in keys)
+        absent = [  # there may be no state of a parameter without elements
+            fqn
+            for fqn in known.fqns
+            if fqn not in keys and (known.module is None or known.layouts[fqn].shape.numel())
+        ]
+        for fqn in (*absent, *keys):
+            if {*keys.get(fqn, ())} != names:
                 raise ValueError(
                     f"{self.checkpoint.folder}: parameters of one flat parameter have different optimizer "
-                    f"state: {present[0]} has {sorted(names)}, {(absent or [fqn])[0]} "
-                    f"{sorted(self.found.get((absent or [fqn])[0], {}))}; load with use_orig_params=True"
+                    f"state: {first} has {sorted(names)}, {fqn} {sorted(keys.get(fqn, ()))}; load with "
+                    "use_orig_params=True"
                 )
-        state = self._state.setdefault(param, {})
-        state |= {name: self._target(param, known, name) for name in self.found[present[0]]}
+        for name in names:
+            state[name] = self._target(param, known, name, {fqn: own[name] for fqn, own in keys.items()})
+        return state
 
-    def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Tensor | list[str]:
-        """The tensor to read into, or the keys whose values must be one."""
-        present = [fqn for fqn in known.fqns if fqn in self.found]
-        keys = [self.found[fqn][name] for fqn in present]
-        shapes = [self._saved_shapes(fqn).get(name) for fqn in present]  # None of an object
+    def _is_whole(self, known: OptimParam, parts: Parts, shape: tuple[int, ...] | None) -> bool:
+        """Whether a saved state is one of a whole parameter: nested, or of another shape, see [Note: Whole state] in
+        fsdp_c/state/whole_state.py."""
+        if () not in parts:
+            return True
+        by_wholes = isinstance(self.optimizer, WholeParameters) and known.module is not None
+        return by_wholes and shape not in (None, (), tuple(known.layout.full_shape))
+
+    def _whole_state(self, param: nn.Parameter, known: OptimParam, parts: Parts) -> Callable[[], object]:
+        for key in parts.values():
+            entry = self.checkpoint.entries[key]
+            if isinstance(entry, TensorEntry):
+                self.values[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=param.device)
+                self.tensors[key] = whole_value(self.values[key])
+            else:
+                self.early_keys.append(key)
+
+        def value() -> object:
+            made: StateDict = {}
+            for path, key in parts.items():
+                put_at(self.checkpoint, key, made, ("", *path), self.values[key])
+            return made[""] if known.module is None else WholeState(made[""], None)
+
+        return value
+
+    def _target(
+        self, param: nn.Parameter, known: OptimParam, name: str, keys: dict[str, str]
+    ) -> Callable[[], object]:
+        """``keys``: of the state of each original parameter, by FQN."""
+        first, own = next(iter(keys)), [*keys.values()]
+        shapes = [self._saved_shapes(fqn).get(name) for fqn in keys]  # None of an object
         is_number = known.module is not None and (
-            name in self._numbers or (not shapes[0] and known.layouts[present[0]].shape)
+            name in self._numbers or (not shapes[0] and known.layouts[first].shape)
         )
         if None in shapes or is_number:
-            self.early_keys += keys
-            return keys
-        entry = self.checkpoint.tensor(keys[0])
+            self.early_keys += own
+            return functools.partial(self._agreed, own)
+        entry = self.checkpoint.tensor(own[0])
         if known.module is None:
             value = self._memory(param, name, entry.shape, entry.dtype)
-            self.tensors[keys[0]] = whole_value(value)
+            self.tensors[own[0]] = whole_value(value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             for fqn, part in _sharded(known, value):
-                if fqn in self.found:
-                    self._add_tensor(self.found[fqn][name], part)
-        return value
+                if fqn not in keys:
+                    continue
+                self.tensors[keys[fqn]], found = part, self.checkpoint.tensor(keys[fqn]).shape
+                if found != tuple(part.shape):
+                    raise ValueError(
+                        f"{keys[fqn]} has shape {found} in {self.checkpoint.folder}, the parameter "
+                        f"{tuple(part.shape)}"
+                    )
+        return lambda: value
 
-    def _add_tensor(self, key: str, part: Tensor) -> None:
-        found = self.checkpoint.tensor(key).shape
-        if found != tuple(part.shape):
-            raise ValueError(
-                f"{key} has shape {found} in {self.checkpoint.folder}, the parameter {tuple(part.shape)}"
-            )
-        self.tensors[key] = part
+    def _agreed(self, keys: list[str]) -> object:
+        """The value of a flat parameter: it must be every original parameter's."""
+        values = [self.values[key] for key in keys]
+        for key, other in zip(keys, values, strict=True):
+            if type(other) is not type(values[0]) or not bool(other == values[0]):
+                raise ValueError(
+                    f"All parameters of one flat parameter must have the same optimizer state: {keys[0]} is "
+                    f"{values[0]}, {key} is {other}; load with use_orig_params=True"
+                )
+        return values[0]
 
     def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the optimizer has already, or new memory: zeros where shards have padding."""
@@ -391,7 +408,7 @@ class OptimTarget:
         """Each group of the optimizer and what was saved for it. Raises ValueError for other groups."""
         saved: dict[str | int, ParamGroup] = {}
         for key, (owner, *rest) in self._group_keys.items():
-            value = self._value(key)
+            value = self.values[key]
             if not rest:
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group"
@@ -424,18 +441,17 @@ class OptimTarget:
     # ------------------------------------------------------------- taking over
 
     def check(self) -> None:
-        """Once ``early`` has been read: ValueError for other groups, or scalars that differ."""
+        """Once ``early_keys`` have been read: ValueError for other groups, or scalars that differ."""
         for _ in self._groups():
             pass
-        for own in self._state.values():
-            for value in own.values():
-                self._final(value)
+        for value in (value for own in self._state.values() for value in own.values()):
+            value()
 
     def apply(self) -> None:
         """Once everything has been read: the optimizer has the state that was saved, and no other."""
         groups = list(self._groups())
         state: dict[Tensor, ParamState] = {
-            param: quantized(self.optimizer, param, {name: self._final(value) for name, value in own.items()})
+            param: quantized(self.optimizer, param, {name: value() for name, value in own.items()})
             for param, own in self._state.items()
         }
         for param, _ in (each for group in self.groups for each in group):
@@ -443,28 +459,3 @@ class OptimTarget:
         self.optimizer.state.update(state)
         for group, saved in groups:
             group.update(copy.deepcopy(saved))
-
-    def _value(self, key: str) -> Any:
-        """What was read."""
-        return self.memory[key] if key in self.memory else self.early[key]
-
-    def _final_whole(self, state: _Whole) -> object:
-        made: StateDict = {}
-        for path, key in state.keys:
-            put_at(self.checkpoint, key, made, ("", *path), self._value(key))
-        return WholeState(made[""], None) if state.is_of_unit else made[""]
-
-    def _final(self, value: Tensor | list[str] | _Whole) -> object:
-        """A flat parameter has one value for all: it must be every original parameter's."""
-        if isinstance(value, _Whole):
-            return self._final_whole(value)
-        if not isinstance(value, list):
-            return value
-        values = list(map(self._value, value))
-        for key, other in zip(value, values, strict=True):
-            if type(other) is not type(values[0]) or not bool(other == values[0]):
-                raise ValueError(
-                    f"All parameters of one flat parameter must have the same optimizer state: {value[0]} is "
-                    f"{values[0]}, {key} is {other}; load with use_orig_params=True"
-                )
-        return values[0]

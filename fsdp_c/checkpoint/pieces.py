@@ -4,7 +4,7 @@
 DCP keeps each part of a tensor as a file of ``torch.save`` of its own, one behind the other in a ``.distcp``
 file. That is a zip archive of stored members; around the tensor's bytes (the *data*) it has a few hundred
 bytes that are equal for equal shapes (the *framing*). The archive wants a CRC-32 of the data: it is the
-checksum of the piece too, made once, and kept with the place of the data in DCP's metadata. So torch reads
+checksum of the piece too, made once, and kept with the place of the data in the layout. So torch reads
 the piece as its own, and we read the data without unpickling anything, into place where that fits.
 """
 
@@ -35,16 +35,6 @@ _DATA = b"archive/data/0"
 _ZIP32_LIMIT = 2**32 - 2**16
 
 
-class Place(NamedTuple):
-    """Where a piece's data are in its file, and how they lie: ``_StorageInfo.piece`` in DCP's metadata."""
-
-    offset: int  # from the beginning of the file
-    nbytes: int
-    crc32: int
-    # of the tensor, None for a contiguous one, or for bytes that are no tensor
-    strides: tuple[int, ...] | None
-
-
 def memory(tensor: Tensor) -> memoryview:
     """The bytes of a dense CPU tensor, without a copy; the tensor lives as long as the view."""
     if not tensor.nbytes:
@@ -68,13 +58,6 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
-def span(tensor: Tensor) -> int:
-    """How many elements of its storage lie between a tensor's first and last, with both."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
     """A view of a box of it."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
@@ -95,29 +78,30 @@ class FileWriter:
         self.file.write(content)
         self.size += len(content)
 
-    def write_tensor(self, tensor: Tensor) -> Place:
-        """Append a dense CPU tensor. Raises ValueError for one that zip archives of this kind do not hold."""
+    def write_tensor(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Append a dense CPU tensor: where the piece begins, how much of it is before the data, and their CRC-32.
+
+        Raise ValueError for a tensor that zip archives of this kind do not hold.
+        """
         if tensor.nbytes > _ZIP32_LIMIT:
             raise ValueError(
                 f"a piece of {tensor.nbytes} bytes: divide it into pieces of at most {MAX_NBYTES} bytes"
             )
-        data = memory(tensor)
+        data, start = memory(tensor), self.size
         crc32 = zlib.crc32(data)
         head, tail = _framing(
             tensor.dtype, tuple(tensor.shape), tensor.stride(), crc32, self.size % _ALIGNMENT
         )
         self._frame(head)
-        place = Place(self.size, len(data), crc32, None if tensor.is_contiguous() else tensor.stride())
         self._write_data(data)
         self._frame(tail)
-        return place
+        return start, len(head), crc32
 
-    def write_bytes(self, content: bytes | memoryview) -> Place:
-        """Append an object that is not a tensor."""
-        data = memoryview(content)
-        place = Place(self.size, len(data), zlib.crc32(data), None)
+    def write_bytes(self, data: memoryview) -> tuple[int, int, int]:
+        """Append an object that is not a tensor: where it begins, its length and its CRC-32."""
+        start = self.size
         self._write_data(data)
-        return place
+        return start, len(data), zlib.crc32(data)
 
     def _write_data(self, data: memoryview) -> None:
         for start in range(0, len(data), _COPY_NBYTES):
@@ -130,22 +114,22 @@ class FileWriter:
         os.fsync(self.file.fileno())
 
 
-def read_data(file: BinaryIO, place: Place, target: memoryview) -> bool:
-    """Read the data of a piece into ``target``, of as many bytes; whether it is what was written.
+def read_data(file: BinaryIO, begin: int, crc32: int, target: memoryview) -> bool:
+    """Read the data of a piece, which begin there, into ``target``, of as many bytes; whether it is what was written.
 
     Several threads may read one file: its position is left alone, and no lock of Python's is held meanwhile.
     """
-    crc32 = 0
+    found = 0
     for start in range(0, len(target), _COPY_NBYTES):
         part = target[start : start + _COPY_NBYTES]
         done = 0
         while done < len(part):
-            count = os.preadv(file.fileno(), [part[done:]], place.offset + start + done)
+            count = os.preadv(file.fileno(), [part[done:]], begin + start + done)
             if not count:
                 return False
             done += count
-        crc32 = zlib.crc32(part, crc32)
-    return crc32 == place.crc32
+        found = zlib.crc32(part, found)
+    return found == crc32
 
 
 def crc32_of(file: BinaryIO, start: int, end: int, crc32: int = 0) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ import torch
 from fsdp_c import _C
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.metadata import PathInDict, do_tile
-from fsdp_c.compat.errors import ranks_text
 from fsdp_c.state.sharded_values import strides_in
 
 Offsets = tuple[int, ...]
@@ -43,14 +43,6 @@ class HeldBox(NamedTuple):
         return math.prod(self.sizes)
 
 
-class Content(NamedTuple):
-    """The values of a parameter's part, of which ranks may hold others: see fsdp_c/checkpoint/replicas.py."""
-
-    unit: str  # its path
-    ranks: tuple[int, ...]  # which are in one of the unit's groups with the rank that has it
-    crc32: int
-
-
 class Held(NamedTuple):
     """The elements [start, start + numel), in memory order, of a box of a tensor."""
 
@@ -61,8 +53,6 @@ class Held(NamedTuple):
     sizes: tuple[int, ...]
     start: int
     numel: int
-    is_one_piece: bool  # however large it is
-    content: Content | None = None  # of contested names
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +67,7 @@ class Held(NamedTuple):
 def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
     """The boxes where no piece is larger than ``max_nbytes``."""
     found = []
-    if held.is_one_piece or not math.prod(held.sizes):
+    if not math.prod(held.sizes):
         parts: Iterator[tuple[Offsets, tuple[int, ...]]] = iter([((0,) * len(held.sizes), held.sizes)])
     else:
         parts = range_boxes(
@@ -92,18 +82,13 @@ def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
 def range_boxes(
     shape: Sequence[int], start: int, end: int, order: Order, step: int
 ) -> Iterator[tuple[Offsets, tuple[int, ...]]]:
-    """Offsets and sizes of the boxes of a range, in memory order; none of more than ``step`` elements."""
+    """Offsets and sizes of the boxes of a range, in memory order, cut at multiples of ``step`` elements: all holders of
+    the tensor cut at the same places."""
     outer = list(shape) if order is None else [shape[dim] for dim in order]
-    for first, last in _steps(start, end, step):
-        for offsets, sizes in _C.flat_range_boxes(outer, first, last):
-            yield (offsets, sizes) if order is None else (_natural(offsets, order), _natural(sizes, order))
-
-
-def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut at multiples of ``step``, so that all holders of the tensor cut at the same places."""
     while start < end:
         following = min(end, (start // step + 1) * step)
-        yield start, following
+        for offsets, sizes in _C.flat_range_boxes(outer, start, following):
+            yield (offsets, sizes) if order is None else (_natural(offsets, order), _natural(sizes, order))
         start = following
 
 
@@ -119,6 +104,10 @@ def _strides(sizes: tuple[int, ...], order: Order) -> tuple[int, ...] | None:
 
 
 # ----------------------------------------------------------------- who writes what
+
+# where a piece begins in its file, how much of it is before its data (of an object: its length), their
+# CRC-32, whose file it is
+RECORD = struct.Struct("<QQII")
 
 Positions = Sequence[int]  # in a list of keys
 
@@ -171,6 +160,7 @@ class Group:
     paths: list[PathInDict]
     boxes: list[Box]
     sources: list[Source]  # of objects
+    records: bytes = b""  # of what was written: by box, range, key and box of the range; of objects by key
 
 
 class Planned(NamedTuple):
@@ -242,7 +232,6 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
         raise ValueError(f"{key} is a tensor on some ranks and another value on others")
     if first is None:
         return Group(paths, [], writers.share_out(rows, len(paths)))
-    _refuse_different(key, rows)
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
     for row in rows:
         # of replicas that differ it is the first rank's
@@ -255,24 +244,6 @@ def _group(paths: list[PathInDict], rows: list[_Row], writers: _Writers) -> Grou
             f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice"
         )
     return Group(paths, boxes, [])
-
-
-def _refuse_different(key: str, rows: list[_Row]) -> None:
-    """ValueError for a contested name of which ranks hold different values."""
-    found: dict[tuple[Offsets, int], dict[tuple[Held, int], Content]] = {}
-    for row in rows:
-        if row.held is not None and row.held.content is not None:
-            place, content = (row.held.offsets, row.held.start), row.held.content
-            found.setdefault(place, {})[row.held._replace(content=None), content.crc32] = content
-    for values in found.values():
-        if len(values) > 1:
-            one, other, *_ = values.values()
-            raise ValueError(
-                f"{key}: {ranks_text(one.ranks)} and {ranks_text(other.ranks)} hold different values of it, in units "
-                f"of the name {one.unit!r} over process groups that share no rank, as for experts. Give modules of "
-                "different parameters different names, and load with strict=False; or save the modules of each group "
-                "to a path of its own, with process_group=..."
-            )
 
 
 def _box(key: str, held: list[tuple[Held, _Row]], count: int, writers: _Writers) -> Box:
@@ -314,3 +285,34 @@ class _Writers:
             self.shares[row.rank].append((row.part, row.positions[nth :: len(rows)]))
             self.loads[row.rank] += len(slots) * (row.held.nbytes if row.held else 1)
         return sources
+
+
+# ----------------------------------------------------------------- what was written
+
+
+class RankResult(NamedTuple):
+    """What a rank has written."""
+
+    size: int  # of its file
+    framing_crc32: int
+    records: list[bytes]  # by its shares, by key, by box
+
+
+def put_records(planned: Planned, results: dict[int, RankResult]) -> None:
+    """Give the groups the records of ``results``, by rank."""
+
+    def records(sources: list[Source], keys: int) -> bytes:
+        """Of all keys of a group."""
+        parts = [b""] * keys
+        for rank, share, slots in sources:
+            content = results[rank].records[share]
+            if len(slots) == keys:
+                return content
+            nbytes = len(content) // len(slots)
+            for nth, slot in enumerate(slots):
+                parts[slot] = content[nth * nbytes : (nth + 1) * nbytes]
+        return b"".join(parts)
+
+    for group in planned.groups:
+        of_ranges = [each for box in group.boxes for each in box.sources] or [group.sources]
+        group.records = b"".join(records(each, len(group.paths)) for each in of_ranges)

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.utils import _DistWrapper, find_tensor_shard
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from fsdp_c import _C
 from fsdp_c.checkpoint import background as in_background
-from fsdp_c.checkpoint.background import BackgroundSave, GlooRanks
+from fsdp_c.checkpoint.background import BackgroundSave
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
     StrPath,
     absolute,
+    check_keep,
     check_path,
     check_target,
-    locate,
     new_data,
+    remove_older,
     unless_replaced,
 )
 from fsdp_c.checkpoint.host_copies import EXTRA, HostCopies
-from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
-from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry
 from fsdp_c.checkpoint.model_state import (
     EXTRA_STATE,
     _model_state,
@@ -49,19 +48,9 @@ from fsdp_c.checkpoint.model_state import (
 )
 from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import Optimizers, OptimTarget, as_list, optim_state
-from fsdp_c.checkpoint.replicas import HeldUnit, contested, units_of_some
-from fsdp_c.checkpoint.series import check_keep, remove_older
-from fsdp_c.checkpoint.storage import (
-    Item,
-    Reader,
-    Report,
-    read_entry,
-    read_items,
-    read_nested,
-)
-from fsdp_c.checkpoint.table import RankResult
+from fsdp_c.checkpoint.storage import Item, items_of, read_checkpoint, read_entries, read_items, read_nested
 from fsdp_c.checkpoint.values import TOO_DEEP, mapped_tensors, whole_value
-from fsdp_c.checkpoint.writing import Writer
+from fsdp_c.checkpoint.writing import HeldUnit, Writer, contested, units_of_some
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import tell
@@ -70,38 +59,6 @@ from fsdp_c.tools import collective_errors, phases
 
 T = TypeVar("T")
 _TRIES = 100  # to find one checkpoint on all ranks, while others save
-
-
-@overload
-def save(
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    path: StrPath,
-    *,
-    extra: StateDict | None = None,
-    model_key: str = "model",
-    optim_key: str = "optim",
-    process_group: dist.ProcessGroup | None = None,
-    progress: bool = False,
-    keep: int | None = None,
-    background: Literal[False] = False,
-) -> None: ...
-
-
-@overload
-def save(
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    path: StrPath,
-    *,
-    extra: StateDict | None = None,
-    model_key: str = "model",
-    optim_key: str = "optim",
-    process_group: dist.ProcessGroup | None = None,
-    progress: bool = False,
-    keep: int | None = None,
-    background: Literal[True],
-) -> BackgroundSave: ...
 
 
 @phases.enter(_C.PROGRESS_SAVE)
@@ -114,10 +71,9 @@ def save(
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
-    progress: bool = False,
     keep: int | None = None,
     background: bool = False,
-) -> BackgroundSave | None:
+) -> BackgroundSave:
     """Save the model, its optimizer (or optimizers, in a list) and rank 0's ``extra`` as the folder ``path``, which
     DCP reads too.
 
@@ -131,12 +87,12 @@ def save(
     groups of the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
     fsdp_c/checkpoint/objects.py. Scalars of numpy are saved as numbers.
 
-    ``background``: return a ``BackgroundSave`` once this rank's part has been copied into memory of the
+    ``background``: return the ``BackgroundSave`` once this rank's part has been copied into memory of the
     host's, which is kept for the next save, and write it from a thread while training goes on: see [Note:
-    Saves in the background] in fsdp_c/checkpoint/background.py. The next save waits for it. On a GPU the copy
-    is made beside the next step: until an optimizer's step, or ``wait()``, nothing else may write to
-    parameters and the optimizer's state. A save beside which something does fails, unless that was through
-    ``.data``, which torch does not count.
+    Saves in the background] in fsdp_c/checkpoint/background.py. Otherwise it is over when it is returned. The
+    next save waits for it. On a GPU the copy is made beside the next step: until an optimizer's step, or
+    ``wait()``, nothing else may write to parameters and the optimizer's state. A save beside which something
+    does fails, unless that was through ``.data``, which torch does not count.
 
     ``keep``: once the checkpoint is in its place, remove the older of those beside it whose names differ in
     the last number alone (step-100, step-200, ...), so that as many stay; see ``latest``.
@@ -166,18 +122,14 @@ def save(
         return _saved_state(model, optimizer, own, model_key, optim_key, count, waits=not background)
 
     if not background:
-        _write(path, target, state, ranks, progress, keep)
-        return None
-    beside = _Ranks(own_group, in_background.gloo_ranks(own_group) if ranks.is_distributed else None)
+        _write(path, target, state, ranks, keep)
+        return BackgroundSave(f"saving {target}")
+    beside = _Ranks(in_background.gloo_group(own_group) if ranks.is_distributed else None)
     copies = _copies(state, model)
-    return in_background.start(
-        f"saving {target}", lambda: _write(path, target, copies, beside, progress, keep)
-    )
+    return in_background.start(f"saving {target}", lambda: _write(path, target, copies, beside, keep))
 
 
-def _write(
-    path: StrPath, target: Path, made: Callable[[], _State], ranks: _Ranks, progress: bool, keep: int | None
-) -> None:
+def _write(path: StrPath, target: Path, made: Callable[[], _State], ranks: _Ranks, keep: int | None) -> None:
     what = f"saving {target}"
     with ExitStack() as stack:
 
@@ -186,22 +138,19 @@ def _write(
             return made(), stack.enter_context(new_data(target)) if ranks.is_first else None
 
         (state, _), told = ranks.agree(what, prepare, lambda prepared: (prepared[1], prepared[0].units))
-        with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
-            found = contested(state.units, (units for _, units in told))
-            data = told[0][0]
-            writer = Writer(state.values, state.paths, ranks.is_first, data, report, set_total, found)
+        found = contested(state.units, (units for _, units in told))
+        writer = Writer(state.values, state.paths, told[0][0], found)
+        _, plans = ranks.agree(what, writer.plan, lambda plan: (plan, writer.contents), is_callers=False)
+        own, _ = ranks.agree(what, lambda: writer.write(ranks.rank, plans), is_callers=False)
+        results = ranks.gather(what, own)
 
-            def finish(results: list[RankResult | None]) -> None:
+        def finish() -> None:
+            if results is not None:
                 writer.finish(results)
                 if keep is not None:
                     remove_older(target, keep)
 
-            try:
-                with collective_errors.explained(what):
-                    own = ranks.dcp.reduce_scatter("plan", writer.plan, writer.divided)
-                    ranks.dcp.all_reduce("write", lambda: writer.write(own), finish)
-            except CheckpointException as failure:
-                raise _error(what, {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
+        ranks.agree(what, finish, is_callers=False)
 
 
 @phases.enter(_C.PROGRESS_LOAD)
@@ -214,7 +163,6 @@ def load(
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
-    progress: bool = False,
 ) -> StateDict:
     """Load what ``save``, or torch's DCP, wrote into ``path``; returns ``extra``.
 
@@ -232,26 +180,21 @@ def load(
     ranks = _Ranks(process_group or group_of_model(model))
     what = f"loading {os.fspath(path)}"
 
-    def check() -> tuple[int, int] | None:
-        check_path(path)
-        folder = locate(Path(path))
-        return unless_replaced(folder, lambda: checked_layout(folder)) if ranks.is_first else None
-
     def prepare() -> _Loading:
-        read = functools.partial(read_checkpoint, whole=False) if checked is None else read_layout
-        make = functools.partial(_Loading, model, optimizer, Path(path), read, model_key, optim_key, strict)
+        check_path(path)
+        read = functools.partial(read_checkpoint, Path(path), compare=ranks.is_first)
+        make = functools.partial(_Loading, model, optimizer, read, model_key, optim_key, strict)
         return unless_replaced(Path(path), make)
 
     for _ in range(_TRIES):
-        _, (checked, *_) = ranks.agree(what, check, lambda found: found)
         loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
-        if {*found} == {checked or found[0]}:
+        if len({*found}) == 1:
             break
         loading.checkpoint.close()
     else:
         raise CheckpointError(f"{what} failed: ranks found different checkpoints there, {_TRIES} times")
     with closing(loading.checkpoint):
-        ranks.agree(what, lambda: loading.read_tensors(progress and ranks.is_first))
+        ranks.agree(what, loading.read_tensors)
     ranks.agree(what, loading.show)
     return loading.finish()
 
@@ -262,17 +205,24 @@ def load(
 class _Ranks:
     """The ranks that save or load together; one where there is no process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, gloo: GlooRanks | None = None) -> None:
-        """``gloo``: these ranks in a group of their own, which is talked over in place of ``group``."""
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.group = group if gloo is None else gloo.group
-        self.dcp: _DistWrapper = gloo or _DistWrapper(group, self.is_distributed, 0)
-        self.is_first = self.dcp.is_coordinator
+        self.group = (group or _get_default_group()) if self.is_distributed else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.is_first = self.rank == 0
 
     def agree(
-        self, what: str, work: Callable[[], T], share: Callable[[T], Any] = lambda _: None
+        self,
+        what: str,
+        work: Callable[[], T],
+        share: Callable[[T], Any] = lambda _: None,
+        *,
+        is_callers: bool = True,
     ) -> tuple[T, list[Any]]:
-        """The result of ``work``, and what each rank shares of its own; an exception on one is one on all."""
+        """The result of ``work``, and what each rank shares of its own; an exception on one is one on all.
+
+        An exception of one type on all ranks is the caller's mistake, and raised as it is, where it ``is_callers``.
+        """
         result, error, shared = None, None, None
         try:
             result = work()
@@ -281,24 +231,31 @@ class _Ranks:
             error = caught
         with collective_errors.explained(what):
             own = (type(error).__name__, _text(error)) if error else None, shared
-            everything = tell(own, self.group) if self.is_distributed else [own]
-        errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
-        kinds = [failed[0] if failed else None for failed, _ in everything]
-        if error is not None and kinds == [type(error).__name__] * len(kinds):
-            raise error  # the same mistake on all ranks: it is the caller's
-        if errors:
-            raise _error(what, errors) from error
+            everything = [own] if self.group is None else tell(own, self.group)
+        kinds = {failed[0] if failed else None for failed, _ in everything}
+        if error is not None and is_callers and len(kinds) == 1:
+            raise error
+        ranks: dict[str, int] = {}  # by the error, the first rank that has it
+        for rank, (failed, _) in enumerate(everything):
+            if failed:
+                ranks.setdefault(failed[1], rank)
+        if ranks:
+            lines = [f"{what} failed on rank {rank}: {text}" for text, rank in ranks.items()]
+            raise CheckpointError("\n".join(lines)) from error
         return result, [one for _, one in everything]  # type: ignore[return-value]  # a result, where no rank has an error
+
+    def gather(self, what: str, value: T) -> list[T] | None:
+        """The values of all ranks, on the first one."""
+        if self.group is None:
+            return [value]
+        told = [value] * self.group.size() if self.is_first else None
+        with collective_errors.explained(what):
+            dist.gather_object(value, told, group=self.group, group_dst=0)
+        return told
 
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _error(what: str, errors: dict[int, str]) -> CheckpointError:
-    return CheckpointError(
-        "\n".join(f"{what} failed on rank {rank}: {text}" for rank, text in sorted(errors.items()))
-    )
 
 
 # ----------------------------------------------------------------- saving
@@ -307,7 +264,7 @@ def _error(what: str, errors: dict[int, str]) -> CheckpointError:
 class _State(NamedTuple):
     values: StateDict  # what is saved, by key
     paths: dict[str, PathInDict]  # of each key in nested dicts and lists
-    units: list[HeldUnit]  # see fsdp_c/checkpoint/replicas.py
+    units: list[HeldUnit]  # see [Note: Replicas or experts]
 
 
 _host_copies = HostCopies()
@@ -380,18 +337,6 @@ def _plain_values(values: StateDict) -> StateDict:
     return made
 
 
-@contextmanager
-def progress_bar(title: str, shown: bool) -> Iterator[tuple[Report, Report]]:
-    """Two functions to report progress to: one takes the bytes just done, the other the total."""
-    if not shown:
-        yield (lambda nbytes: None), (lambda nbytes: None)
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=title, unit="B", unit_scale=True, unit_divisor=1024) as bar:
-        yield bar.update, bar.reset
-
-
 # ----------------------------------------------------------------- loading
 
 
@@ -403,15 +348,14 @@ class _Loading:
         self,
         model: nn.Module,
         optimizer: Optimizers | None,
-        path: Path,
-        read: Callable[[Path], Checkpoint],
+        read: Callable[[], Checkpoint],
         model_key: str,
         optim_key: str,
         strict: bool,
     ) -> None:
         self.model = model
         self.own = model_state(model)
-        self.checkpoint = read(path)
+        self.checkpoint = read()
         _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
         self.nested: dict[str, str] = {}  # the keys of modules' own state, by its name
@@ -427,7 +371,7 @@ class _Loading:
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
         self.checkpoint.hold(item.chunk.file for items in self.items.values() for item in items)
         for optim in self.optims:
-            optim.early = {key: read_entry(self.checkpoint, key) for key in optim.early_keys}
+            optim.values |= read_entries(self.checkpoint, optim.early_keys)
             optim.check()
         self.own_state = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
@@ -485,7 +429,7 @@ class _Loading:
             if box.sizes.numel():
                 numel += box.sizes.numel()
                 memory = find_tensor_shard(target, MetadataIndex(key, box.offsets)).detach()
-                items += read_items(key, self.checkpoint.tensor(key), box.offsets, memory)
+                items += items_of(key, self.checkpoint.tensor(key), box.offsets, memory)
         found = sum(item.target.numel() for item in items)
         if found != numel:
             raise CheckpointError(
@@ -494,12 +438,9 @@ class _Loading:
         return items
 
     @torch.no_grad()
-    def read_tensors(self, progress: bool) -> None:
+    def read_tensors(self) -> None:
         """Into the model's and the optimizer's own memory: from here on they are changed."""
-        items = [item for each in self.items.values() for item in each]
-        with progress_bar("loading", progress) as (report, set_total):
-            set_total(sum(item.target.nbytes for item in items))
-            Reader(self.checkpoint, report).read(items)
+        read_items(self.checkpoint, (item for each in self.items.values() for item in each))
 
     @torch.no_grad()
     def show(self) -> None:

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint: objects, whole tensors, and parts of tensors into place."""
+"""Reading of a checkpoint: its contents, objects, whole tensors, and parts of tensors into place."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import itertools
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint import objects
-from fsdp_c.checkpoint.folder import CheckpointError, refusing
+from fsdp_c.checkpoint.folder import METADATA, CheckpointError, footer_of, locate, refusing
+from fsdp_c.checkpoint.layout_file import read_layout
 from fsdp_c.checkpoint.metadata import (
     BytesEntry,
     Checkpoint,
     Chunk,
     PathInDict,
     TensorEntry,
+    checkpoint_of_torch,
 )
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, memory, narrowed, read_data
 from fsdp_c.checkpoint.planning import path_below
@@ -32,40 +35,31 @@ _MAX_THREADS = 8
 _JOB_NBYTES = 4 * 2**20  # that are worth a thread's turn
 _UNDERWAY_NBYTES = 4 * MAX_NBYTES  # of what threads have read or will: also a bound of memory
 
-Report = Callable[[int], object]  # takes the number of bytes that were just done
+
+def read_checkpoint(path: Path, *, compare: bool = True) -> Checkpoint:
+    """The contents of the folder ``path``, of its layout, or of ``.metadata`` where torch wrote it; tensors' data are
+    not read.
+
+    ``compare`` both files with their checksums. Raise FileNotFoundError for no checkpoint, CheckpointError for one
+    that is damaged or not of DCP.
+    """
+    folder = locate(path)
+    with (folder / METADATA).open("rb") as file:
+        footer = footer_of(file, folder, compare=compare)
+        return checkpoint_of_torch(folder, file) if footer is None else read_layout(folder, footer, compare)
 
 
-def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: BinaryIO) -> Tensor:
+def read_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk) -> Tensor:
     """One part of a tensor, verified. Raises CheckpointError naming the file and the key."""
-    if chunk.place is None:
-        return _torch_load_chunk(checkpoint, key, chunk, file)
-    tensor = _empty(chunk, checkpoint.tensor(key).dtype)
-    _read_into(checkpoint, key, chunk, tensor, file)
-    return tensor
-
-
-def _empty(chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    assert chunk.place is not None
-    if chunk.place.strides is None:
-        return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
-    return torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=dtype, device="cpu")
-
-
-def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, file: BinaryIO) -> None:
-    assert chunk.place is not None
-    if not read_data(file, chunk.place, memory(tensor)):
-        raise damaged(checkpoint, chunk.file, key)
-
-
-def damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.folder / file}: the data of {key} are damaged: their checksum does not match"
-    )
-
-
-def _torch_load_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: BinaryIO) -> Tensor:
-    what, dtype = f"{checkpoint.folder / chunk.file}: {key}", checkpoint.tensor(key).dtype
-    loaded = _torch_load(what, _content(file, chunk))
+    dtype = checkpoint.tensor(key).dtype
+    with checkpoint.open(chunk.file) as file:
+        if chunk.crc32 is not None:
+            tensor = _empty(chunk, dtype)
+            _read_into(checkpoint, key, chunk, tensor, file)
+            return tensor
+        content = _content(file, chunk)
+    what = f"{checkpoint.folder / chunk.file}: {key}"
+    loaded = _torch_load(what, content)
     if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
         raise CheckpointError(
             f"{what} is not a tensor of shape {chunk.sizes} and {dtype}, as the metadata say"
@@ -73,9 +67,27 @@ def _torch_load_chunk(checkpoint: Checkpoint, key: str, chunk: Chunk, file: Bina
     return loaded
 
 
+def _empty(chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    if chunk.strides is None:
+        return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
+    return torch.empty_strided(chunk.sizes, chunk.strides, dtype=dtype, device="cpu")
+
+
+def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, file: BinaryIO) -> None:
+    assert chunk.crc32 is not None
+    if not read_data(file, chunk.start, chunk.crc32, memory(tensor)):
+        raise _damaged(checkpoint, chunk.file, key)
+
+
+def _damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.folder / file}: the data of {key} are damaged: their checksum does not match"
+    )
+
+
 def _content(file: BinaryIO, part: Chunk | BytesEntry) -> bytes:
     file.seek(part.start)
-    return file.read(part.length)
+    return file.read(part.nbytes)
 
 
 def _torch_load(what: str, content: bytes) -> Any:
@@ -89,30 +101,26 @@ def read_object(checkpoint: Checkpoint, key: str) -> Any:
     assert isinstance(entry, BytesEntry)
     with checkpoint.open(entry.file) as file:
         content = _content(file, entry)
-    if entry.place is not None and zlib.crc32(content) != entry.place.crc32:
-        raise damaged(checkpoint, entry.file, key)
+    if entry.crc32 is not None and zlib.crc32(content) != entry.crc32:
+        raise _damaged(checkpoint, entry.file, key)
     return _torch_load(f"{checkpoint.folder / entry.file}: {key}", content)
 
 
-def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
-    """Read a whole tensor: the chunk that is all of it, or a copy of each."""
-    entry = checkpoint.tensor(key)
-    whole: Tensor | None = None
-    for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
-        with checkpoint.open(chunk.file) as file:
-            part = read_chunk(checkpoint, key, chunk, file)
-        if tuple(part.shape) == entry.shape:
-            return part
-        if whole is None:
-            whole = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
-        narrowed(whole, chunk.offsets, part.shape).copy_(part)
-    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu") if whole is None else whole
-
-
-def read_entry(checkpoint: Checkpoint, key: str) -> Any:
-    """Read a whole tensor, or an object."""
-    is_tensor = isinstance(checkpoint.entries[key], TensorEntry)
-    return read_tensor(checkpoint, key) if is_tensor else read_object(checkpoint, key)
+def read_entries(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
+    """Read whole tensors, and objects, by their keys."""
+    found: dict[str, Any] = {}
+    items: list[Item] = []
+    for key in keys:
+        entry = checkpoint.entries[key]
+        if isinstance(entry, BytesEntry):
+            found[key] = read_object(checkpoint, key)
+        else:
+            chunks = entry.chunks
+            whole = chunks[0] if len(chunks) == 1 else Chunk((), entry.shape, "", 0, 0)
+            found[key] = _empty(whole, entry.dtype)
+            items += items_of(key, entry, (0,) * len(entry.shape), found[key])
+    read_items(checkpoint, items)
+    return found
 
 
 def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
@@ -128,10 +136,10 @@ def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict
 def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     """What was saved as ``root``: one value, or a nested dict of them; None for nothing."""
     result: StateDict = {}
-    for key in checkpoint.entries:
-        if key == root or key.startswith(f"{root}."):
-            below = path_below(checkpoint.paths[key], root) or key.removeprefix(root).split(".")[1:]
-            put_at(checkpoint, key, result, ("", *below), read_entry(checkpoint, key))
+    keys = [key for key in checkpoint.entries if key == root or key.startswith(f"{root}.")]
+    for key, value in read_entries(checkpoint, keys).items():
+        below = path_below(checkpoint.paths[key], root) or key.removeprefix(root).split(".")[1:]
+        put_at(checkpoint, key, result, ("", *below), value)
     return result.get("")
 
 
@@ -144,7 +152,7 @@ class Item(NamedTuple):
     target: Tensor
 
 
-def read_items(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) -> Iterator[Item]:
+def items_of(key: str, entry: TensorEntry, offsets: Sequence[int], box: Tensor) -> Iterator[Item]:
     """What to read of which chunk, to fill ``box``, which lies at ``offsets`` of a tensor."""
     for chunk in entry.find((tuple(offsets), tuple(box.shape))):
         boxes = list(zip(chunk.offsets, chunk.sizes, offsets, box.shape, strict=True))
@@ -164,74 +172,59 @@ class _Part(NamedTuple):
     data: Tensor | None  # into which it is read: a target, or of its own; None for what torch wrote
 
 
-class _Job(NamedTuple):
-    """Parts of one file that one thread reads."""
-
-    parts: list[_Part]
-    nbytes: int
-
-
-class Reader:
-    """Reads parts of tensors into place, each part of a file once, in the order of the file.
+def read_items(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
+    """Fill the memory of each item, from each part of a file once, in the order of the file. Raise CheckpointError;
+    elements that were read until then stay.
 
     [Note: Threads of a load]
     Threads read and sum up bytes; tensors are made, and copied from, by the caller's. A job of one is some
     MiB, so that small tensors do not wait for each other. Jobs end in their order: of errors the first is
     raised, and tensors that share memory have the values of the last.
     """
+    by_chunk: dict[tuple[str, Chunk], list[Item]] = {}
+    for item in items:
+        by_chunk.setdefault((item.key, item.chunk), []).append(item)
+    in_order = sorted(by_chunk.values(), key=lambda wanted: (wanted[0].chunk.file, wanted[0].chunk.start))
+    seen: set[int] = set()  # where targets begin
+    underway: deque[tuple[int, list[_Part], Future[None]]] = deque()  # with the size of each job
+    with ThreadPoolExecutor(reading_threads()) as pool:
+        for nbytes, job in _jobs(_part(checkpoint, wanted, seen) for wanted in in_order):
+            underway.append((nbytes, job, pool.submit(_fill, checkpoint, job)))
+            while sum(each[0] for each in underway) > _UNDERWAY_NBYTES:
+                _finish(checkpoint, *underway.popleft()[1:])
+        while underway:
+            _finish(checkpoint, *underway.popleft()[1:])
 
-    def __init__(self, checkpoint: Checkpoint, report: Report | None = None) -> None:
-        self.checkpoint = checkpoint
-        self.report = report or (lambda nbytes: None)
 
-    def read(self, items: Iterable[Item]) -> None:
-        """Fill the memory of each. Raises CheckpointError; what was read until then stays."""
-        by_chunk: dict[tuple[str, Chunk], list[Item]] = {}
-        for item in items:
-            by_chunk.setdefault((item.key, item.chunk), []).append(item)
-        of_chunks = sorted(
-            by_chunk.values(), key=lambda wanted: wanted[0].chunk[2:4]
-        )  # by file, and place in it
-        seen: set[int] = set()  # where targets begin
-        parts = (self._part(wanted, seen) for wanted in of_chunks)
-        underway: deque[tuple[_Job, Future[None]]] = deque()
-        with ThreadPoolExecutor(reading_threads()) as pool:
-            for job in _jobs(parts):
-                underway.append((job, pool.submit(self._fill, job)))
-                while sum(one.nbytes for one, _ in underway) > _UNDERWAY_NBYTES:
-                    self._finish(*underway.popleft())
-            while underway:
-                self._finish(*underway.popleft())
+def _part(checkpoint: Checkpoint, wanted: list[Item], seen: set[int]) -> _Part:
+    key, chunk, _, target = wanted[0]
+    dtype = checkpoint.tensor(key).dtype
+    known = len(seen)
+    seen.update(item.target.data_ptr() for item in wanted)
+    if chunk.crc32 is None:
+        data = None
+    elif len(seen) - known == len(wanted) == 1 and _can_read_into(chunk, dtype, target):
+        data = target
+    else:
+        data = _empty(chunk, dtype)
+    return _Part(key, chunk, wanted, data)
 
-    def _part(self, wanted: list[Item], seen: set[int]) -> _Part:
-        key, chunk, _, target = wanted[0]
-        dtype = self.checkpoint.tensor(key).dtype
-        known = len(seen)
-        seen.update(item.target.data_ptr() for item in wanted)
-        if chunk.place is None:
-            data = None
-        elif len(seen) - known == len(wanted) == 1 and _can_read_into(chunk, dtype, target):
-            data = target
-        else:
-            data = _empty(chunk, dtype)
-        return _Part(key, chunk, wanted, data)
 
-    def _fill(self, job: _Job) -> None:
-        with self.checkpoint.open(job.parts[0].chunk.file) as file:
-            for part in job.parts:
-                if part.data is not None:
-                    _read_into(self.checkpoint, part.key, part.chunk, part.data, file)
+def _fill(checkpoint: Checkpoint, job: list[_Part]) -> None:
+    with checkpoint.open(job[0].chunk.file) as file:
+        for part in job:
+            if part.data is not None:
+                _read_into(checkpoint, part.key, part.chunk, part.data, file)
 
-    def _finish(self, job: _Job, filled: Future[None]) -> None:
-        filled.result()
-        for key, chunk, wanted, data in job.parts:
-            if data is None:
-                with self.checkpoint.open(chunk.file) as file:
-                    data = _torch_load_chunk(self.checkpoint, key, chunk, file)
-            if data is not wanted[0].target:
-                for item in wanted:
-                    item.target.copy_(narrowed(data, item.offsets, item.target.shape))
-            self.report(sum(item.target.nbytes for item in wanted))
+
+def _finish(checkpoint: Checkpoint, job: list[_Part], filled: Future[None]) -> None:
+    filled.result()
+    for key, chunk, wanted, data in job:
+        if data is None:
+            data = read_chunk(checkpoint, key, chunk)
+        if data is not wanted[0].target:
+            for item in wanted:
+                item.target.copy_(narrowed(data, item.offsets, item.target.shape))
 
 
 def reading_threads() -> int:
@@ -241,26 +234,25 @@ def reading_threads() -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
-def _jobs(parts: Iterable[_Part]) -> Iterator[_Job]:
+def _jobs(parts: Iterable[_Part]) -> Iterator[tuple[int, list[_Part]]]:
+    """Parts of one file that one thread reads, after their size."""
     for _, of_file in itertools.groupby(parts, lambda part: part.chunk.file):
         job: list[_Part] = []
         nbytes = 0
         for part in of_file:
             job.append(part)
-            nbytes += part.chunk.length
+            nbytes += part.chunk.nbytes
             if nbytes >= _JOB_NBYTES:
-                yield _Job(job, nbytes)
+                yield nbytes, job
                 job, nbytes = [], 0
         if job:
-            yield _Job(job, nbytes)
+            yield nbytes, job
 
 
 def _can_read_into(chunk: Chunk, dtype: torch.dtype, target: Tensor) -> bool:
     """Whether a target is all of a chunk, and lies in memory as the chunk does in the file."""
-    if chunk.place is None or tuple(target.shape) != chunk.sizes:
+    if tuple(target.shape) != chunk.sizes:
         return False
     if target.device.type != "cpu" or target.dtype != dtype or target.is_conj() or target.is_neg():
         return False
-    if chunk.place.strides is None:
-        return target.is_contiguous()
-    return target.stride() == chunk.place.strides
+    return target.is_contiguous() if chunk.strides is None else target.stride() == chunk.strides

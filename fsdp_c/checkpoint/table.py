@@ -1,4 +1,4 @@
-"""Where all that ranks have written lies, in a few bytes for each box; and ``.metadata``, made of that."""
+"""``.metadata``, made of where all that ranks have written lies."""
 
 from __future__ import annotations
 
@@ -15,80 +15,34 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place
-from fsdp_c.checkpoint.planning import Group, HeldBox, Planned, Source, key_of
-
-# where a piece begins in its file, how much of it is before its data (of an object: its length), their
-# CRC-32, whose file it is
-RECORD = struct.Struct("<QQII")
-
-
-class RankResult(NamedTuple):
-    """What a rank has written."""
-
-    size: int  # of its file
-    framing_crc32: int
-    records: list[bytes]  # by its shares, by key, by box
-
-
-class Stored(NamedTuple):
-    """A group, and the records of its keys: by box, range, key and box of the range; of objects by key."""
-
-    group: Group
-    records: bytes
-
-
-def stored(planned: Planned, results: dict[int, RankResult]) -> list[Stored]:
-    """``results`` by rank."""
-
-    def records(sources: list[Source], keys: int) -> bytes:
-        """Of all keys of a group."""
-        parts = [b""] * keys
-        for rank, share, slots in sources:
-            content = results[rank].records[share]
-            if len(slots) == keys:
-                return content
-            nbytes = len(content) // len(slots)
-            for nth, slot in enumerate(slots):
-                parts[slot] = content[nth * nbytes : (nth + 1) * nbytes]
-        return b"".join(parts)
-
-    table = []
-    for group in planned.groups:
-        of_ranges = [each for box in group.boxes for each in box.sources] or [group.sources]
-        table.append(Stored(group, b"".join(records(each, len(group.paths)) for each in of_ranges)))
-    return table
-
-
-# ----------------------------------------------------------------- .metadata
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES
+from fsdp_c.checkpoint.planning import RECORD, Group, key_of
 
 
 def metadata_content(
-    table: list[Stored], order: list[str], path: Path, files: dict[int, str]
+    groups: list[Group], order: list[str], path: Path, files: dict[int, str]
 ) -> Iterator[bytes]:
     """The pickle of DCP's ``Metadata``, part by part. ``order``: of keys. ``files``: names by rank.
 
     It has an object for each box and each place. The boxes are objects that all tensors of a group share; the
     places are written as bytes, as a pickler would, without an object of each.
     """
-    where = {key_of(path): (each, slot) for each in table for slot, path in enumerate(each.group.paths)}
+    where = {key_of(path): (group, slot) for group in groups for slot, path in enumerate(group.paths)}
     keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
     pickled = _Pickled()
     yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
-    chunks = {id(each): _chunks(each.group) for each in table}
+    chunks = {id(group): _chunks(group) for group in groups}
     for key in keys:
-        each, _ = where[key]
-        yield pickled(key) + pickled(_entry(each.group, chunks[id(each)]))
+        group, _ = where[key]
+        yield pickled(key) + pickled(_entry(group, chunks[id(group)]))
     yield (
-        b"u"
-        + pickled("planner_data")
-        + pickled({key: where[key][0].group.paths[where[key][1]] for key in keys})
+        b"u" + pickled("planner_data") + pickled({key: where[key][0].paths[where[key][1]] for key in keys})
     )
     yield pickled("storage_data") + b"}("
-    places = {id(each): _Places(each, chunks[id(each)], files, pickled) for each in table}
+    places = {id(group): _Places(group, chunks[id(group)], files, pickled) for group in groups}
     for key in keys:
-        each, slot = where[key]
-        yield places[id(each)].of(key, slot)
+        group, slot = where[key]
+        yield places[id(group)].of(key, slot)
     yield b"u" + pickled("storage_meta") + pickled(dcp.StorageMeta(checkpoint_id=str(path)))
     yield pickled("version") + pickled(CURRENT_DCP_VERSION) + b"ub."
 
@@ -128,14 +82,9 @@ def _by_value(member: enum.Enum) -> tuple[Any, ...]:
     return type(member), (member.value,)
 
 
-def boxes_of(group: Group) -> Iterator[HeldBox]:
-    return (box for each in group.boxes for held in each.ranges() for box in held.boxes())
-
-
 def _chunks(group: Group) -> list[dcp.ChunkStorageMetadata]:
-    return [
-        dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes_of(group)
-    ]
+    boxes = (box for each in group.boxes for held in each.ranges() for box in held.boxes())
+    return [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
 
 
 def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
@@ -148,7 +97,7 @@ def _entry(group: Group, chunks: list[dcp.ChunkStorageMetadata]) -> Any:
 
 
 _LONG = b"\x8a\x08"  # before an integer in eight bytes
-_PLACE = struct.Struct("<2sq7sq8sq2sq2sq")
+_PLACE = struct.Struct("<2sq7sq")
 
 
 class _Row(NamedTuple):
@@ -158,51 +107,43 @@ class _Row(NamedTuple):
     step: int  # how much further on it is for the next tensor
     nbytes: int
     at: bytes  # with its number and offsets
-    end: bytes  # with its strides
 
 
 class _Places:
     """The places of the boxes of each tensor of a group."""
 
     def __init__(
-        self, each: Stored, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
+        self, group: Group, chunks: list[dcp.ChunkStorageMetadata], files: dict[int, str], pickled: _Pickled
     ) -> None:
-        self.group, self.records, self.chunks = each.group, each.records, chunks
+        self.group, self.chunks = group, chunks
         self.pickled, self.files = pickled, files
         self.rows: list[_Row] = []
 
     def of(self, key: str, slot: int) -> bytes:
         if not self.group.boxes:
-            start, length, crc32, rank = RECORD.unpack_from(self.records, slot * RECORD.size)
+            start, length, _, rank = RECORD.unpack_from(self.group.records, slot * RECORD.size)
             info = _StorageInfo(self.files[rank], start, length)
-            place = Place(start, length, crc32, None)
-            info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
             return self.pickled(dcp.MetadataIndex(key)) + self.pickled(info)
         parts = [] if self.rows else [self._prepare()]
         name = self.pickled.again(key)
         for row in self.rows:
             number = row.record + slot * row.step
-            start, head, crc32, rank = RECORD.unpack_from(self.records, number * RECORD.size)
-            length = head + row.nbytes + TAIL_NBYTES
-            packed = _PLACE.pack(
-                _LONG, start, self.length, length, self.piece, start + head, _LONG, row.nbytes, _LONG, crc32
-            )
-            parts += (self.head, name, row.at, self.file_gets[rank], self.offset, packed, row.end)
+            start, head, _, rank = RECORD.unpack_from(self.group.records, number * RECORD.size)
+            packed = _PLACE.pack(_LONG, start, self.length, head + row.nbytes + TAIL_NBYTES)
+            parts += (self.head, name, row.at, self.file_gets[rank], self.offset, packed, b"ub")
         return b"".join(parts)
 
     def _prepare(self) -> bytes:
         """What is equal in all tensors of the group; the bytes that stand before the first of them."""
         again = self.pickled.again
-        strides = dict.fromkeys(box.strides for box in boxes_of(self.group))
-        texts = ("fqn", "index", "offset", "relative_path", "length", "piece")
+        texts = ("fqn", "index", "offset", "relative_path", "length")
         # these are made and taken off the stack again, as later they are only named
-        named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values(), *strides)
+        named = (dcp.MetadataIndex, _StorageInfo, *texts, *self.files.values())
         first = b"".join(self.pickled(one) + b"0" for one in named)
-        fqn, index, self.offset, path, length, piece = map(again, texts)
-        self.length, self.piece = length + _LONG, piece + b"(" + _LONG
+        fqn, index, self.offset, path, length = map(again, texts)
+        self.length = length + _LONG
         self.head = again(dcp.MetadataIndex) + b")\x81}(" + fqn
         self.file_gets = {rank: again(name) for rank, name in self.files.items()}
-        ends = {each: (b"N" if each is None else again(each)) + b"tub" for each in strides}
         before = 0
         for held in (held for each in self.group.boxes for held in each.ranges()):
             boxes = held.boxes()
@@ -211,6 +152,6 @@ class _Places:
                 at = index + b"J" + struct.pack("<i", number) + self.offset
                 at += again(self.chunks[number].offsets) + b"ub" + again(_StorageInfo) + b")\x81}(" + path
                 nbytes = box.numel * held.dtype.itemsize
-                self.rows.append(_Row(before + nth, len(boxes), nbytes, at, ends[box.strides]))
+                self.rows.append(_Row(before + nth, len(boxes), nbytes, at))
             before += len(boxes) * len(self.group.paths)
         return first

@@ -9,20 +9,17 @@ rank saves its shard without asking any other for elements, and loads into it.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.pieces import is_dense
 from fsdp_c.checkpoint.planning import Held, Offsets, Order
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
@@ -87,22 +84,16 @@ class RangeTensor(Tensor):
         return not self.is_replica and (self.local.numel() > 0 or not self.shape.numel())
 
     @property
-    def held(self) -> Held | None:
-        """What this rank saves of it."""
-        return self._range if self.is_saved else None
-
-    @property
-    def _range(self) -> Held:
+    def held(self) -> Held:
+        """What this rank has of the tensor."""
         numel = self.local.numel()
-        return Held(
-            self.dtype, tuple(self.shape), self.order, *self.box, self.start, numel, is_one_piece=False
-        )
+        return Held(self.dtype, tuple(self.shape), self.order, *self.box, self.start, numel)
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
         """Views of ``local`` in the shapes of the boxes, by the offsets of the boxes."""
         is_nothing = not self.local.numel() and self.shape.numel()
-        return {} if is_nothing else dict(boxes_of(self.local, self._range))
+        return {} if is_nothing else dict(boxes_of(self.local, self.held))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way to say so
 
@@ -131,7 +122,6 @@ class RangeTensor(Tensor):
         """DCP's protocol: what this rank writes."""
         properties = TensorProperties(dtype=self.dtype)
         boxes = {} if self.is_replica else self.boxes
-        _refuse_safetensors_writer(fqn, self.shape, boxes.values())
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
@@ -159,26 +149,6 @@ class RangeTensor(Tensor):
         return self.boxes[offsets]
 
 
-def _refuse_safetensors_writer(fqn: str, shape: torch.Size, boxes: Collection[Tensor]) -> None:
-    """Raise NotImplementedError where ``dcp.save`` is planning for a writer that would drop boxes without an error.
-
-    torch's HuggingFaceStorageWriter writes one box of a tensor for each rank, and without ``save_distributed`` all
-    ranks write the same file. DCP does not pass the writer to what it plans, so it is looked up on the stack.
-    """
-    if all(box.shape == shape for box in boxes):
-        return
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name != "local_step":
-        frame = frame.f_back
-    writer = frame.f_locals.get("storage_writer")
-    if isinstance(writer, HuggingFaceStorageWriter) and (len(boxes) > 1 or not writer.save_distributed):
-        raise NotImplementedError(
-            f"{fqn}: {len(boxes)} boxes of it on this rank cannot be saved by torch's HuggingFaceStorageWriter, which "
-            "writes one box of a tensor for each rank, and without save_distributed=True those of one rank: save with "
-            "fsdp_c.checkpoint.save, then run python -m fsdp_c.checkpoint export"
-        )
-
-
 def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), box.shape)
 
@@ -202,17 +172,17 @@ def box_of_rank(spec: DTensorSpec) -> Box:
 
 
 def whole_value(tensor: Tensor) -> Tensor:
-    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece; or this rank's
-    part of a DTensor. Raises NotImplementedError for a plain tensor that says it is a part of another."""
+    """A tensor that every rank has whole, or this rank's part of a DTensor. Raises NotImplementedError for a plain
+    tensor that says it is a part of another."""
     tensor = unless_part(tensor).detach()
     if isinstance(tensor, DTensor):
         return in_box(tensor.to_local(), tensor.shape, box_of_rank(tensor._spec))
-    if tensor.nbytes <= pieces.MAX_NBYTES or not is_dense(tensor):
-        return tensor
-    return in_box(tensor, tensor.shape, None)
+    return tensor
 
 
-def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: bool = False) -> RangeTensor:
+def in_box(
+    local: Tensor, shape: Sequence[int], box: Box | None = None, is_replica: bool = False
+) -> RangeTensor:
     """``local`` as one whole box of a tensor of ``shape``. Shares its memory."""
     if not is_dense(local):
         raise NotImplementedError(

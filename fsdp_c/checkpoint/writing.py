@@ -1,110 +1,108 @@
-"""The two ends of a save: the plan of what each rank writes, and the writing of it."""
+"""The two ends of a save: the plan of what each rank writes, and the writing of it.
+
+[Note: Replicas or experts]
+Parameters of one name over several process groups are replicas of each other, or an expert of each group. Groups do
+not say which of the two. So ranks tell each other over which groups they hold what. A name is contested if groups do
+not connect all ranks that have it: it is saved once only if its values are equal on all of them.
+"""
 
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch import Tensor, nn
 
 from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, Counted, file_of, publish, write_file
 from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.model_state import uncompiled_names
 from fsdp_c.checkpoint.objects import pickled
-from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
-from fsdp_c.checkpoint.planning import Held, Planned, RankPart, RankPlan, Share, merged
-from fsdp_c.checkpoint.replicas import HeldUnit, with_content
-from fsdp_c.checkpoint.storage import Report
-from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
-from fsdp_c.checkpoint.values import RangeTensor
+from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense, memory
+from fsdp_c.checkpoint.planning import (
+    RECORD,
+    Held,
+    Offsets,
+    Planned,
+    RankPart,
+    RankPlan,
+    RankResult,
+    Share,
+    merged,
+    put_records,
+)
+from fsdp_c.checkpoint.table import metadata_content
+from fsdp_c.checkpoint.values import RangeTensor, in_box
 from fsdp_c.compat.aliases import StateDict
-from fsdp_c.state.sharded_values import from_memory_order, memory_order
+from fsdp_c.compat.errors import ranks_text
+from fsdp_c.sharding.common import managed_params
+from fsdp_c.sharding.holders import Holders, Ranks
+from fsdp_c.sharding.sharded_module import units_with_paths
+from fsdp_c.sharding.traversal import clean_name, clean_path, joined
+from fsdp_c.state.sharded_values import memory_order
 
 
 class _Write(NamedTuple):
-    """A key of a part of this rank's plan."""
+    """A value that this rank holds."""
 
-    part: int
-    position: int
     key: str
     held: Held | None  # None for an object
-    fetch: Callable[[], Any]
+    fetch: Callable[[], Any]  # its boxes, or what it is pickled as
 
 
-def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """The tensor with the strides of its order of dimensions, also where a dimension of one element has others."""
-    return (
-        tensor if order is None else from_memory_order(tensor.permute(order).reshape(-1), tensor.shape, order)
-    )
+def _held(value: Any) -> tuple[Held | None, Callable[[], Any]]:
+    """What this rank holds of a value, None for an object; and what makes its boxes, or pickles it."""
+    if not isinstance(value, Tensor):
+        return None, lambda: pickled(value)
+    if isinstance(value, RangeTensor):
+        return value.held, lambda: value.boxes.values()
+    shape, is_copied = tuple(value.shape), not is_dense(value)
+    order = None if is_copied or value.is_contiguous() else memory_order(value.stride())
+    whole = Held(value.dtype, shape, order, (0,) * len(shape), shape, 0, value.numel())
+    return whole, lambda: in_box(value.contiguous() if is_copied else value, shape).boxes.values()
 
 
 class Writer:
     """A rank's part of a save: what it holds, as a ``RankPlan``; its file, in the folder ``data``; and on the first
-    rank who writes what, and the end, which publishes it all: see [Note: In place at once]."""
+    rank the end, which publishes it all: see [Note: In place at once]."""
 
     def __init__(
-        self,
-        state: StateDict,
-        paths: dict[str, PathInDict],
-        is_first: bool,
-        data: Path,
-        report: Report,
-        set_total: Report,
-        contested: dict[str, HeldUnit],
+        self, state: StateDict, paths: dict[str, PathInDict], data: Path, contested: dict[str, HeldUnit]
     ) -> None:
-        """``paths``: in nested dicts and lists, of the keys of ``state``. ``contested``: see
-        fsdp_c/checkpoint/replicas.py."""
+        """``paths``: in nested dicts and lists, of the keys of ``state``. ``contested``: the unit of each name."""
         self.contested = contested
-        self.state, self.paths, self.is_first = state, paths, is_first
-        self.data, self.report, self.set_total = data, report, set_total
-        self.planned = Planned([], [])  # on the first rank
-        self.writes: list[_Write] = []
+        self.state, self.paths = state, paths
+        self.data = data
+        self.planned = Planned([], [])  # what all ranks write
+        self.writes: list[list[_Write]] = []  # by the parts of this rank's plan
+        self.contents: Contents = {}  # of contested names
 
     def plan(self) -> RankPlan:
         """What this rank holds."""
-        paths: dict[Held | None, list[PathInDict]] = {}
-        numbers: dict[Held | None, int] = {}
+        parts: dict[Held | None, list[_Write]] = {}
         for key, value in self.state.items():
-            names = self.contested.keys() & {*self.paths.get(key, ())}
-            for held, fetch in self._held(key, value):
-                if names and held is not None:
-                    held = with_content(held, fetch(), self.contested[min(names)])
-                number = numbers.setdefault(held, len(numbers))
-                own = paths.setdefault(held, [])
-                self.writes.append(_Write(number, len(own), key, held, fetch))
-                own.append(self.paths.get(key, (key,)))
-        return [RankPart.of(*each) for each in paths.items()]
+            if isinstance(value, RangeTensor) and not value.is_saved:
+                continue
+            held, fetch = _held(value)
+            names = self.contested.keys() & {*self._path(key)}
+            if names and held is not None:
+                content = _content(held, fetch(), self.contested[min(names)])
+                self.contents[key, held.offsets, held.start] = content
+            parts.setdefault(held, []).append(_Write(key, held, fetch))
+        self.writes = [*parts.values()]
+        return [RankPart.of(held, [self._path(one.key) for one in writes]) for held, writes in parts.items()]
 
-    def _held(self, key: str, value: Any) -> Iterable[tuple[Held | None, Callable[[], Any]]]:
-        if isinstance(value, RangeTensor):
-            held = value.held
-            return [] if held is None else [(held, lambda: value.boxes.values())]
-        items = create_default_local_save_plan({key: value}, self.is_first).items
-        return [self._held_of_item(item) for item in items]
+    def _path(self, key: str) -> PathInDict:
+        return self.paths.get(key, (key,))
 
-    def _held_of_item(self, item: WriteItem) -> tuple[Held | None, Callable[[], Any]]:
-        value = find_state_dict_object(self.state, item.index)
-        if item.type == WriteItemType.BYTE_IO:
-            return None, lambda: pickled(value)
-        assert item.tensor_data is not None and isinstance(value, Tensor)
-        size, chunk = item.tensor_data.size, item.tensor_data.chunk
-        order = None if value.is_contiguous() or not is_dense(value) else memory_order(value.stride())
-        where = tuple(size), order, tuple(chunk.offsets), tuple(chunk.sizes), 0, chunk.sizes.numel(), True
-        return Held(value.dtype, *where), lambda: [_in_order(value, order)]
-
-    def divided(self, plans: list[RankPlan]) -> list[tuple[int, list[Share]]]:
-        """On one rank: what each is to write."""
-        self.planned = merged(plans)
-        return [*enumerate(self.planned.shares)]
-
-    def write(self, own: tuple[int, list[Share]]) -> RankResult | None:
-        """Write this rank's file, if it has anything to write."""
-        rank, shares = own
+    def write(self, rank: int, told: list[tuple[RankPlan, Contents]]) -> RankResult | None:
+        """Write this rank's file, if it has anything to write. ``told``: ``plan()`` and ``contents`` of all ranks."""
+        _refuse_different(contents for _, contents in told)
+        self.planned = merged([plan for plan, _ in told])
+        shares = self.planned.shares[rank]
         if not shares:
             return None
         # exclusively: an existing file is another rank's
@@ -113,24 +111,20 @@ class Writer:
 
     def _write(self, rank: int, shares: list[Share], writer: FileWriter) -> RankResult:
         records = [[b""] * len(positions) for _, positions in shares]
-        places = {
-            (part, position): (share, nth)
+        writes = [
+            (share, nth, self.writes[part][position])
             for share, (part, positions) in enumerate(shares)
             for nth, position in enumerate(positions)
-        }
-        writes = [(*places[one[:2]], one) for one in self.writes if one[:2] in places]
+        ]
         writes.sort(key=lambda write: write[2].held is not None)  # what is pickled stands first
-        self.set_total(sum(one.held.nbytes for *_, one in writes if one.held is not None))
         known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
         for share, nth, one in writes:
             try:
                 if one.held is None:
-                    place = writer.write_bytes(one.fetch().getbuffer())
-                    records[share][nth] = RECORD.pack(place.offset, place.nbytes, place.crc32, rank)
+                    records[share][nth] = RECORD.pack(*writer.write_bytes(one.fetch().getbuffer()), rank)
                 else:
                     written = [_write_box(box, rank, writer, known) for box in one.fetch()]
                     records[share][nth] = b"".join(written)
-                    self.report(one.held.nbytes)
             except OSError:
                 raise
             except Exception as error:
@@ -142,15 +136,16 @@ class Writer:
         """On one rank, once all have written: write where everything lies, in both forms, with the checksums, and
         publish it. See [Note: The layout of a checkpoint]."""
         by_rank = {rank: each for rank, each in enumerate(results) if each is not None}
-        table = stored(self.planned, by_rank)
-        layout = Counted(layout_content(table, [*self.state]))
+        put_records(self.planned, by_rank)
+        layout = Counted(layout_content(self.planned.groups, [*self.state]))
         write_file(self.data / LAYOUT, layout)
         files = {LAYOUT: (layout.size, layout.crc32)}
         for rank, each in by_rank.items():
             self._check_is_there(self.data / file_of(rank), each.size)
             files[file_of(rank)] = each.size, each.framing_crc32
         names = {rank: f"{self.data.name}/{file_of(rank)}" for rank in by_rank}
-        publish(self.data, metadata_content(table, [*self.state], self.data.parent, names), files)
+        content = metadata_content(self.planned.groups, [*self.state], self.data.parent, names)
+        publish(self.data, content, files)
 
     def _check_is_there(self, written: Path, size: int) -> None:
         found = written.stat().st_size if written.exists() else None
@@ -168,9 +163,83 @@ def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, 
         key = data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
     record = known.get(key)
     if record is None:
-        start = writer.size
-        place = writer.write_tensor(in_memory(data))
-        record = RECORD.pack(start, place.offset - start, place.crc32, rank)
+        record = RECORD.pack(*writer.write_tensor(in_memory(data)), rank)
         if key is not None:
             known[key] = record
     return record
+
+
+# ----------------------------------------------------------------- replicas or experts
+
+Groups = frozenset[Ranks]  # all with this rank in them
+
+
+class HeldUnit(NamedTuple):
+    """A unit that fewer ranks hold than save, as far as its groups say."""
+
+    path: str
+    groups: Groups
+    names: tuple[str, ...]  # of its parameters, in the model
+
+
+def units_of_some(model: nn.Module, count: int) -> list[HeldUnit]:
+    """The units that fewer than ``count`` ranks hold. Ranks of tensor parallelism are in one group."""
+    uncompiled = uncompiled_names(model)
+    found = []
+    for path, module in units_with_paths(model):
+        if module._handle is not None and (holders := Holders.of(module)).size < count:
+            names = (clean_name(joined(path, param.fqn)) for param in managed_params(module._handle))
+            found.append(HeldUnit(clean_path(path), holders.groups, tuple(map(uncompiled, names))))
+    return found
+
+
+def contested(own: list[HeldUnit], told: Iterable[list[HeldUnit]]) -> dict[str, HeldUnit]:
+    """The parameters of ``own`` units that ranks hold over unconnected groups. ``told``: the units of all ranks."""
+    held: dict[str, set[Groups]] = {}
+    for unit in (unit for units in told for unit in units):
+        for name in unit.names:
+            held.setdefault(name, set()).add(unit.groups)
+    return {name: unit for unit in own for name in unit.names if not _are_connected(held[name])}
+
+
+def _are_connected(held: Iterable[Groups]) -> bool:
+    pools: list[set[int]] = []
+    for groups in held:
+        pool = {rank for ranks in groups for rank in ranks}
+        pools = [pool.union(*(one for one in pools if one & pool)), *(one for one in pools if not one & pool)]
+    return len(pools) == 1
+
+
+class _Content(NamedTuple):
+    """The values of a part of a parameter, of which ranks may hold others."""
+
+    held: Held
+    crc32: int
+    unit: str  # its path
+    ranks: list[int]  # which are in one of the unit's groups with the rank that has it
+
+
+Contents = dict[
+    tuple[str, Offsets, int], _Content
+]  # by key, the offsets of a box, and the start of a range in it
+
+
+def _content(held: Held, boxes: Iterable[Tensor], unit: HeldUnit) -> _Content:
+    crc32 = 0
+    for box in boxes:
+        crc32 = zlib.crc32(memory(in_memory(box)), crc32)
+    return _Content(held, crc32, unit.path, sorted(frozenset().union(*unit.groups)))
+
+
+def _refuse_different(told: Iterable[Contents]) -> None:
+    """Raise ValueError for a contested name of which ranks hold different values."""
+    found: Contents = {}
+    for place, one in (each for contents in told for each in contents.items()):
+        other = found.setdefault(place, one)
+        if other[:2] != one[:2]:
+            raise ValueError(
+                f"{place[0]}: {ranks_text(other.ranks)} and {ranks_text(one.ranks)} hold different values of it, in "
+                f"units of the name {one.unit!r} over process groups that share no rank, as for experts. Give modules "
+                "of different parameters different names, and load with strict=False; or save the modules of each "
+                "group to a path of its own, with process_group=..."
+            )

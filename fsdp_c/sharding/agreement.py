@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Comparison of the model that each rank wraps, once, before the first collective of a tree.
-=======
-"""Whether all ranks wrap the same model: compared once, before the first collective of a tree.
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 
 Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups.
 Only where they differ are the plans themselves exchanged, and every rank raises the same error, which names

@@ -110,44 +110,6 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return param
 
 
-<<<<<<< HEAD
-=======
-def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether ``tensor`` is contiguous, with a last stride of 1 even if that size is 1."""
-    return (not stride or stride[-1] == 1) and tensor.is_contiguous()
-
-
-def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or
-    elements that share memory."""
-    is_whole = are_dense(tensor.shape, tensor.stride()) or not tensor.numel()
-    return tensor if is_whole else tensor.detach().contiguous()
-
-
-def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor of these fills one piece of memory, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _memory_order(dense: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor without gaps in the order they have in memory, 1-D, without a copy."""
-    data = dense.detach()
-    return (
-        data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
-    )
-
-
-def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
-    """The alignment of a unit's parameters in elements; 0 for none."""
-    return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
-
-
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 class Occurrences:
     """Every place in the tree where one of the parameters stands, in flatten order."""
 
@@ -205,44 +167,6 @@ def _way_to_set(module: nn.Module) -> int:
     return _C.SET_DIRECTLY if are_ours and is_plain and not is_wrapped else _C.SET_BY_SETATTR
 
 
-<<<<<<< HEAD
-=======
-def check_uniform(
-    params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool, floating: bool = True
-) -> None:
-    """Raise ValueError, naming the parameters, unless they can live in one flat parameter."""
-    dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
-    for fqn, param in zip(fqns, params, strict=True):
-        if getattr(param, "_is_flat_param", False):
-            raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
-        if param.is_complex() or (floating and not param.is_floating_point()):
-            kind = "complex" if param.is_complex() else "integer"
-            raise ValueError(
-                f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states. "
-                f"{IGNORED_AND_TRAINED}."
-            )
-        if param.dtype != dtype:
-            raise ValueError(
-                f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} "
-                f"({fqn}). Cast the module to one dtype, or wrap the modules of the other dtype as units of "
-                "their own."
-            )
-        if param.device != device:
-            raise ValueError(
-                f"Must flatten tensors on the same device but got both {device} ({fqns[0]}) and "
-                f"{param.device} ({fqn}). Move the module to one device."
-            )
-        if not use_orig_params and param.requires_grad != requires_grad:
-            trainable = [name for name, p in zip(fqns, params, strict=True) if p.requires_grad]
-            frozen = [name for name, p in zip(fqns, params, strict=True) if not p.requires_grad]
-            raise ValueError(
-                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: trainable "
-                f"are {first_names(trainable)}, frozen are {first_names(frozen)}. Pass use_orig_params=True, "
-                "or wrap the frozen modules on their own."
-            )
-
-
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 class _Watched(type):
     """Tells the runtime when ``unshard`` is replaced, so that it calls the replacement, and the user when
     another method of the runtime's is, which it would not call."""
@@ -449,13 +373,8 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
             self.collect_user_grads()
 
     def _follow_dtype(self, dtype: torch.dtype) -> None:
-<<<<<<< HEAD
         """Take dtypes that mixed precision leaves open from the parameters, which ``.to(dtype)`` changes."""
         param_dtype, reduce_dtype = self._config.param_dtype, self._config.reduce_dtype
-=======
-        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` changes."""
-        param_dtype, reduce_dtype = self._mixed_precision_dtypes
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
         self._orig_param_dtype = dtype
         self._fwd_bwd_param_dtype = param_dtype or dtype
         self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
@@ -464,63 +383,9 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         """True if ``tensor`` has the size of a shard; never under NO_SHARD."""
         return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
 
-<<<<<<< HEAD
     def step_in_backward(self) -> None:
         """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced
         , on the device's stream for that.
-=======
-    @property
-    def _skipped_use_sharded_views(self) -> bool:
-        """True between forward and backward where the strategy keeps the modules' views meanwhile."""
-        flat_param = self.flat_param
-        if not self._use_orig_params or not self.uses_sharded_strategy or self.training_state != _C.USE_IDLE:
-            return False
-        info = flat_param._param_infos[0]
-        shown = info.module._parameters.get(info.param_name)
-        return shown is not None and not isinstance(shown, nn.Parameter)
-
-    @property
-    def _training_state(self) -> HandleTrainingState:
-        return list(HandleTrainingState)[self.training_state]
-
-    @_training_state.setter
-    def _training_state(self, state: HandleTrainingState) -> None:
-        refuse_torchs_functions(self.name)
-
-    def _reset_flat_param_grad_info_if_needed(self) -> None:
-        """Torch's ``optim_state_dict`` calls it. Nothing is left to do: every step follows gradients."""
-
-    @property
-    def _uses_param_mixed_precision(self) -> bool:
-        return self._fwd_bwd_param_dtype != self._orig_param_dtype
-
-    @property
-    def _uses_reduce_mixed_precision(self) -> bool:
-        return self._reduce_dtype != self._orig_param_dtype
-
-    @property
-    def _force_full_precision(self) -> bool:
-        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is
-        asked for by FSDP_USE_FULL_PREC_IN_EVAL."""
-        if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
-            return False
-        in_eval = self._use_full_prec_in_eval and not self._fully_sharded_module.training
-        return in_eval or self.training_state == _C.USE_SUMMON_FULL_PARAMS
-
-    @property
-    def _has_optim_in_backward(self) -> bool:
-        """True when the user has attached an optimizer to an original parameter
-        (_apply_optimizer_in_backward)."""
-        return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
-
-    @_has_optim_in_backward.setter
-    def _has_optim_in_backward(self, value: bool) -> None:
-        refuse_torchs_functions(self.name)
-
-    def step_in_backward(self) -> None:
-        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced,
-        on the device's stream for that.
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 
          One that several parameters share steps once: afterwards none of those has a gradient.
         """
@@ -549,140 +414,6 @@ class FlatParamHandle(HandleNames, metaclass=_Watched):
         """The parameters that the script has of the unit: the original ones, or the flat one."""
         return self.flat_param._params or [self.flat_param]
 
-<<<<<<< HEAD
-=======
-    @property
-    def _fqns_in_shard(self) -> list[str]:
-        flat_param = self.flat_param
-        infos = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)
-        return [fqn for fqn, info in infos if info.in_shard]
-
-    def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
-        """One 1-D tensor of ``tensors``, of one dtype, in memory order; padded as parameters are.
-
-        ``aligned_numel`` is the alignment in elements, 0 for none. ValueError for tensors that do not fit.
-        """
-        if not tensors:
-            raise ValueError("Expects non-empty `tensors`")
-        if aligned_numel < 0:
-            raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
-        check_uniform(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
-        numels = [tensor.numel() for tensor in tensors]
-        return _own_part(tensors, _C.FlatLayout(numels, aligned_numel, self.world_size, self.rank, False))
-
-    def flatten_tensors_into_flat_param(
-        self, tensors: Sequence[torch.Tensor], aligned_numel: int, requires_grad: bool
-    ) -> FlatParameter:
-        """``flatten_tensors`` as a new flat parameter, without metadata."""
-        return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
-
-    if not TYPE_CHECKING:  # which would find any attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            left_out.explain("FlatParamHandle", name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @property
-    def _device_handle(self) -> ModuleType:
-        module: ModuleType = torch.get_device_module(self.device)
-        return module
-
-    @property
-    def _low_prec_param_dtype_specified(self) -> bool:
-        return self._mixed_precision_dtypes[0] is not None
-
-    @property
-    def _low_prec_reduce_dtype_specified(self) -> bool:
-        return self._mixed_precision_dtypes[1] is not None
-
-    def _get_modules(self) -> set[nn.Module]:
-        return set(self.flat_param._modules)
-
-    def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """(first, last) element of each piece of the unsharded flat parameter, with padding, as in torch."""
-        ends = list(itertools.accumulate(self.layout.numels_with_padding))
-        return [
-            (end - numel, end - 1) for end, numel in zip(ends, self.layout.numels_with_padding, strict=True)
-        ]
-
-    def _get_shard_metadata(
-        self, unsharded_start_idx: int, unsharded_end_idx: int
-    ) -> tuple[_ShardParamInfo, ...]:
-        """What a shard of these elements of the unsharded flat parameter, both included, has of each one."""
-        first, last = unsharded_start_idx, unsharded_end_idx
-        starts = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
-        return tuple(_part_in_range(start, start + numel - 1, first, last) for start, numel in starts)
-
-    def _get_unflat_views_aligned(self, tensor: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The parameters as views of ``tensor``, an unsharded flat one; by default of the flat parameter."""
-        whole = self.flat_param if tensor is None else tensor
-        layout, flat_param = self.layout, self.flat_param
-        places = zip(
-            layout.param_offsets, layout.param_numels, flat_param._shapes, flat_param._strides, strict=True
-        )
-        views = tuple(
-            whole.narrow(0, offset, numel).as_strided(shape, strides)
-            for offset, numel, shape, strides in places
-        )
-        return list(views if self._wrap_views is None else self._wrap_views(views))
-
-    def _get_unflat_views_unaligned(self, tensor: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The same, as an iterator."""
-        return iter(self._get_unflat_views_aligned(tensor))
-
-    @property
-    def _get_unflat_views(self) -> Callable[[torch.Tensor | None], Iterable[torch.Tensor]]:
-        """The first of the two with use_orig_params, else the second, as in torch."""
-        return self._get_unflat_views_aligned if self._use_orig_params else self._get_unflat_views_unaligned
-
-    @staticmethod
-    def _get_unpadded_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-        """What ``rank`` holds of ``tensor``, a 1-D view, and how many elements of padding follow."""
-        flat = _memory_order(_without_gaps(tensor))
-        step = -(-flat.numel() // world_size)
-        start = min(rank * step, flat.numel())
-        part = flat.narrow(0, start, min(step, flat.numel() - start))
-        return part, step - part.numel()
-
-    @staticmethod
-    def _get_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-        """A copy of what ``rank`` holds of ``tensor``, padded with zeros, and how many they are."""
-        part, padding = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
-        return torch.cat([part, part.new_zeros(padding)]), padding
-
-    @staticmethod
-    def _get_sharded_size(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Size:
-        """Of the shard of a 1-D ``tensor``, padding included. AssertionError for another shape."""
-        if tensor.dim() != 1:
-            raise AssertionError(f"expected a 1-D tensor, got one of shape {tuple(tensor.shape)}")
-        return torch.Size((-(-tensor.numel() // world_size),))
-
-    def _get_padded_unsharded_flat_param(self) -> torch.Tensor | None:
-        return self.padded_unsharded_flat_param
-
-    def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's shard holds."""
-        of, infos = self.flat_param, self.flat_param._shard_param_infos
-        bounds = [(info.intra_param_start_idx, info.intra_param_end_idx) for info in infos]
-        columns = (of._fqns, of._shapes, of._strides, of._contiguities, of._numels, bounds)
-        held: list[tuple[Any, ...]] = [
-            tuple(one for one, info in zip(column, infos, strict=True) if info.in_shard) for column in columns
-        ]
-        return FlatParamShardMetadata(*held)
-
-    def param_module_names(self) -> Iterator[tuple[str, str]]:
-        """(parameter name, module name) of every occurrence, shared ones last."""
-        infos: list[ParamInfo | SharedParamInfo] = [
-            *self.flat_param._param_infos,
-            *self.flat_param._shared_param_infos,
-        ]
-        return ((info.param_name, info.module_name) for info in infos)
-
-    def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
-        """(parameter name, module name) of the further occurrences of shared parameters."""
-        return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
-
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
     def __repr__(self) -> str:
         return f"FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
 
@@ -691,17 +422,6 @@ def _clean_fqn(info: ParamInfo | SharedParamInfo) -> str:
     return clean_name(joined(info.module_name, info.param_name))
 
 
-<<<<<<< HEAD
-=======
-def predivide_factor(data_parallel_size: int) -> float:
-    """The power of two near the square root by which gradients are divided before they are summed."""
-    factor = 1
-    while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
-        factor *= 2
-    return float(factor)
-
-
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 _WARNINGS = {
     "FSDP_SKIP_WRITEBACK_CHECK": "FSDP will not check for replaced parameters and gradients: training may be wrong.",
     "FSDP_USE_FAKE_ALL_GATHER": "FSDP will not execute all-gather: results are wrong, the time shows what it costs.",
@@ -710,13 +430,8 @@ _WARNINGS = {
 
 
 def _switched_on(name: str) -> bool:
-<<<<<<< HEAD
     """``is_set(name)``, which is logged once per process."""
     if not is_set(name):
-=======
-    """Whether the environment sets ``name`` to 1, which is logged once per process."""
-    if os.environ.get(name, "") != "1":
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
         return False
     _warn_once(name)
     return True

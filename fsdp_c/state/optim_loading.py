@@ -246,26 +246,11 @@ def _shards(targets: Sequence[_Target], options: LoadOptions) -> Iterator[tuple[
     yield from _own_parts(whole)
 
 
-<<<<<<< HEAD
 def _whole_of(target: _Target, options: LoadOptions) -> Tensor:
     """The value of a target, on every rank. Collective where rank 0 has it."""
     if isinstance(target.value, _OnRank0):
         return target.value.broadcast(target.module.compute_device, options.group)
     return target.value.detach()
-=======
-def _shards_over_meshes(
-    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Where tensor parallelism divides too: whole over the unit's ranks, then this one's."""
-    for group in dict.fromkeys(target.module.process_group for target in targets):
-        _agree_on([target for target in targets if target.module.process_group is group], group)
-    for target in targets:
-        value = target.value
-        if isinstance(value, _OnRank0):
-            value = _broadcast_value(target, source, options)
-        local = local_part(value.detach(), target.layout.parallel)
-        yield target.key, _own_part(target, local)
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 
 
 def _parts_of_rows(

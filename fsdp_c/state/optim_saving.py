@@ -342,36 +342,6 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[Optim
     return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
 
 
-<<<<<<< HEAD
-=======
-def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
-    """This rank's part of one state of the original parameters that ``known`` stands for."""
-    module = known.owner
-    value = value.detach() if value.requires_grad else value
-    sharded = handle_of(module).layout.sharded
-    if known.is_original:
-        part = value.reshape(-1) if sharded and value.dim() != 1 else value
-        return [_Piece((known.fqns[0], name), known.layout, part)]
-    return [
-        _Piece((fqn, name), layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
-        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
-    ]
-
-
-def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, options: SaveOptions) -> Tensor:
-    """What is whole over the ranks of a unit, as it is over those of tensor parallelism.
-
-    In the form of the model's own state dict: a DTensor. Rank 0 alone, which has all, gets plain tensors.
-    """
-    extension, mesh = module._fsdp_extension, module._device_mesh
-    if extension is not None and layout.parallel is not None:
-        whole = extension.post_unflatten_transform(whole, layout.parallel)
-    if options.shard_state and extension is not None and mesh is not None:
-        return divide_over_mesh(whole, extension, module.rank, mesh)
-    return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole
-
-
->>>>>>> 0e5e77ec (Drop ids of removed pages from comments of the package)
 # ----------------------------------------------------------------- the result
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import StateDictType
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, saving
-from fsdp_c.checkpoint.metadata import read_checkpoint
+from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.distributed.test_checkpoint import (
     assert_same_tensors,
     folder_of_ranks,
@@ -229,7 +229,7 @@ def test_a_name_that_would_stand_twice_is_left_alone():
     class Entry:
         pass
 
-    from fsdp_c.checkpoint.metadata import Checkpoint, Files
+    from fsdp_c.checkpoint.metadata import Checkpoint
 
     keys = [
         "model.a._orig_mod.w",
@@ -238,8 +238,9 @@ def test_a_name_that_would_stand_twice_is_left_alone():
         "model.x._extra_state._orig_mod.y",
         "extra._orig_mod.z",
     ]
-    paths = {key: tuple(key.split(".", 1)) for key in keys}
-    renamed = Checkpoint(Files(Path(), None), {key: Entry() for key in keys}, paths, (0, 0))
+    renamed = Checkpoint(Path(), None, (0, 0))
+    renamed.entries = {key: Entry() for key in keys}
+    renamed.paths = {key: tuple(key.split(".", 1)) for key in keys}
     saving._rename_uncompiled(renamed, ["a.w", "b"])
     assert set(renamed.entries) == {*keys} - {"model._orig_mod.b"} | {"model.b"} == set(renamed.paths)
     assert renamed.paths["model.b"] == ("model", "b")

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint.folder import METADATA
+from fsdp_c.checkpoint.storage import read_checkpoint, read_chunk
 from tests.ranks import device, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,7 +57,7 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
     optimizer = torch.optim.AdamW(model.parameters())
     model[1](model[0](torch.ones(3, 3, 5))[None]).sum().backward()
     optimizer.step()
-    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 16):
+    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 24):
         checkpoint.save(
             model, optimizer, tmp_path / "saved", extra={"b": [1, {"c": torch.ones(2)}], "a": "x"}
         )
@@ -70,6 +71,8 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
         "c",
     )
     assert found.version == "1.0.0" and found.storage_meta.checkpoint_id == str(tmp_path / "saved")
+    ours = read_checkpoint(tmp_path / "saved")  # from the layout
+    assert [*ours.entries] == [*found.state_dict_metadata] and ours.paths == found.planner_data
     indices = {index: index.index for index in found.storage_data}
     places = set()
     for key, entry in found.state_dict_metadata.items():
@@ -80,13 +83,17 @@ def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older
             stored = (tmp_path / "saved" / info.relative_path).read_bytes()
             loaded = torch.load(io.BytesIO(stored[info.offset :][: info.length]))
             assert loaded.shape == chunk.sizes and loaded.dtype == entry.properties.dtype
-            offset, nbytes, _, strides = info.piece
-            assert (
-                nbytes == loaded.nbytes and info.offset < offset < offset + nbytes < info.offset + info.length
+            own = ours.entries[key].chunks[number]
+            assert (own.offsets, own.sizes, own.file) == (
+                *map(tuple, vars(chunk).values()),
+                info.relative_path,
             )
-            assert (loaded.stride() == strides) if strides else loaded.is_contiguous()
+            assert torch.equal(read_chunk(ours, key, own), loaded)
+            assert [*ours.entries[key].find((own.offsets, own.sizes))] == [own] or not loaded.numel()
+            assert (loaded.stride() == own.strides) if own.strides else loaded.is_contiguous()
             places.add((info.relative_path, info.offset))
     assert {*indices.values()} == {None} and len(places) > 25  # what is left is objects
+    assert any(chunk.strides for chunk in ours.tensor("model.1.weight").chunks)
     state = model.state_dict()
     torch_reads = {"model": {key: torch.zeros_like(value) for key, value in state.items()}}
     dcp.load(torch_reads, checkpoint_id=tmp_path / "saved", no_dist=True)

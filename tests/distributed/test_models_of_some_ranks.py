@@ -106,7 +106,7 @@ def test_a_save_that_would_mix_experts_is_refused(
     model, optimizer = trained_expert(rank, world_size, seed=rank, use_orig_params=use_orig_params)
     path = folder_of_ranks() / "saved"
     with pytest.raises(CheckpointError, match=EXPERTS.format("rank 0", "rank 1")):
-        handle: Any = checkpoint.save(model, optimizer, path, background=background)  # type: ignore[call-overload]
+        handle = checkpoint.save(model, optimizer, path, background=background)
         handle.wait()
     dist.barrier()
     assert [*path.parent.iterdir()] == []
@@ -174,9 +174,8 @@ def test_experts_with_names_of_their_own_are_saved_apart(
     group, name = groups_of_experts(rank, world_size), f"expert{rank % 2}"
     model, optimizer = trained_expert(rank, world_size, seed=rank % 2, group=group, name=name)
     expected, path = values(model, optimizer), folder_of_ranks() / "saved"
-    handle: Any = checkpoint.save(model, optimizer, path, background=background)  # type: ignore[call-overload]
-    if background:
-        handle.wait()
+    handle = checkpoint.save(model, optimizer, path, background=background)
+    handle.wait()
     dist.barrier()
     model, optimizer = trained_expert(rank, world_size, seed=8, group=group, name=name)
     checkpoint.load(model, optimizer, path, strict=False)

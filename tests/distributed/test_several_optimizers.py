@@ -167,9 +167,8 @@ def test_a_checkpoint_takes_several_optimizers(use_orig_params: bool, background
     optimizers, path = two_optimizers(model), folder_of_ranks() / "saved"
     train(model, *optimizers)
     expected = own_state(*optimizers)
-    handle: Any = checkpoint.save(model, optimizers, path, background=background)  # type: ignore[call-overload]
-    if background:
-        handle.wait()
+    handle = checkpoint.save(model, optimizers, path, background=background)
+    handle.wait()
     fresh = built(1, use_orig_params)
     loaded = two_optimizers(fresh)
     checkpoint.load(fresh, loaded, path)

@@ -41,10 +41,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, layout_file
+from fsdp_c.checkpoint import CheckpointError, cli
 from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.metadata import TensorEntry
-from tests.checkpoints import contents, pickle_of, with_right_checksums
+from fsdp_c.checkpoint.storage import read_checkpoint
+from tests.checkpoints import contents, with_right_checksums
 
 NOTE = "note.distcp"  # the file of an object that is made to harm
 SECONDS_OF_A_TRIAL = 20
@@ -206,23 +207,11 @@ class Pieces(Subject):
         ), "wrong"
 
 
-class Headers(Subject):
-    """The metadata, with the right checksum, so that what they say is read."""
+class Layouts(Subject):
+    """The layout, with right checksums, so that what it says is read: by a load, with the data behind."""
 
     def make(self) -> None:
         checkpoint.save(*plain(), self.folder, extra={"list": [1, torch.ones(2)]})
-
-    def change(self, rng: random.Random) -> str:
-        if rng.random() < 0.5:
-            content = mutated(pickle_of(self.sound[METADATA]), rng)
-        else:
-            content = changed(pickle.loads(self.sound[METADATA]), rng)
-        with_right_checksums(self.folder, content)
-        return METADATA
-
-
-class Layouts(Headers):
-    """The layout, with right checksums, so that what it says is read: by a load, with the data behind."""
 
     def change(self, rng: random.Random) -> str:
         content = self.sound[self.layout]
@@ -251,7 +240,7 @@ class Layouts(Headers):
             checkpoint.load(*plain(), self.folder)
         except ValueError as error:  # state of another optimizer
             raise CheckpointError(str(error)) from error
-        found = layout_file.read_layout(self.folder)
+        found = read_checkpoint(self.folder)
         assert all(len([*entry.chunks]) for entry in found.entries.values() if isinstance(entry, TensorEntry))
 
 
@@ -263,7 +252,7 @@ def nodes(value: Any) -> list[Any]:
     return ([value] if inner else []) + [node for one in inner for node in nodes(one)]
 
 
-class HeadersOfTorch(Headers):
+class Headers(Subject):
     """The metadata or the data of a checkpoint that torch wrote, without checksums."""
 
     def make(self) -> None:
@@ -374,9 +363,8 @@ class Objects(Subject):
 
 SUBJECTS = {
     "pieces": Pieces,
-    "headers": Headers,
     "layouts": Layouts,
-    "torch-headers": HeadersOfTorch,
+    "headers": Headers,
     "objects": Objects,
 }
 REFUSALS = (CheckpointError, FileNotFoundError, NotADirectoryError)

@@ -53,8 +53,8 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_c import checkpoint as fsdp_c_checkpoint
-from fsdp_c.checkpoint.metadata import read_checkpoint
-from fsdp_c.checkpoint.storage import narrowed, read_tensor
+from fsdp_c.checkpoint.pieces import narrowed
+from fsdp_c.checkpoint.storage import read_checkpoint, read_entries
 from fsdp_c.checkpoint.values import RangeTensor
 from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.models import WIDTH
@@ -345,10 +345,11 @@ class Recorded(Side):
         def check() -> None:
             handle.wait()
             found = read_checkpoint(path)
-            for key in [key for key in found.entries if key.startswith("model.")]:
-                self.trace[f"{label} {key.removeprefix('model.')}"] = read_tensor(found, key).to(device())
+            own = read_entries(found, [key for key in found.entries if key.startswith("model.")])
+            for key, value in own.items():
+                self.trace[f"{label} {key.removeprefix('model.')}"] = value.to(device())
             for key, value, boxes in shards:
-                whole = read_tensor(found, key)
+                whole = read_entries(found, [key])[key]
                 for offsets, box in boxes.items():
                     assert torch.equal(narrowed(whole, offsets, box.shape), box.cpu()), (key, value.shape)
 

@@ -3,7 +3,6 @@ torch's own."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -21,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, folder, layout_file, metadata, saving
+from fsdp_c.checkpoint import CheckpointError, cli, folder, layout_file, metadata, saving, storage
 from tests.processes import as_nobody
 
 pytestmark = [
@@ -426,28 +425,23 @@ def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[...
 
 
 @pytest.mark.parametrize(
-    ("owner", "at", "with_layout"),
+    ("owner", "at"),
     [
-        (metadata, "footer_of", False),
-        (metadata.Files, "size", False),
-        (metadata._Reader, "_stored", False),
-        (saving, "checked_layout", True),
-        (layout_file, "_layout_of", True),
-        (layout_file._Layout, "checkpoint", True),
-        (saving, "read_layout", True),
+        (storage, "footer_of"),
+        (metadata.Checkpoint, "size"),
+        (storage, "read_layout"),
+        (layout_file, "size_and_crc32"),
+        (layout_file._Layout, "read"),
+        (saving, "read_checkpoint"),
     ],
 )
-def test_a_load_whose_checkpoint_is_replaced_begins_anew(
-    owner: Any, at: str, with_layout: bool, tmp_path: Path
-) -> None:
+def test_a_load_whose_checkpoint_is_replaced_begins_anew(owner: Any, at: str, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     save(path, 1)
-    checked = {} if with_layout else {"checked_layout": mock.Mock(return_value=None)}
     original = getattr(owner, at)
-    with mock.patch.multiple(saving, **checked) if checked else contextlib.nullcontext():
-        with mock.patch.object(owner, at, once(lambda: save(path, 2), original)):
-            assert loaded(path) == 2
-    if not with_layout:
+    with mock.patch.object(owner, at, once(lambda: save(path, 2), original)):
+        assert loaded(path) == 2
+    if owner is not saving:
         with mock.patch.object(owner, at, once(lambda: save(path, 3), original)):
             assert cli.main(["verify", str(path)]) == 0
 
@@ -457,9 +451,9 @@ def test_a_load_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> 
     save(path, 1)
     read = saving._Loading.read_tensors
 
-    def replaced(self: Any, progress: bool) -> Any:
+    def replaced(self: Any) -> Any:
         save(path, 2)
-        return read(self, progress)
+        return read(self)
 
     with mock.patch.object(saving._Loading, "read_tensors", replaced):
         assert loaded(path) == 1
@@ -473,10 +467,10 @@ def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None
     path = tmp_path / "ckpt"
     save(path, 1)
     with mock.patch("resource.getrlimit", return_value=(1, 1)):
-        found = metadata.read_checkpoint(path)
-        found.hold(found.file_sizes)
+        found = storage.read_checkpoint(path)
+        found.hold(found.sizes)
     save(path, 2)
-    (name,) = [name for name in found.file_sizes if name.endswith(".distcp")]
+    (name,) = [name for name in found.sizes if name.endswith(".distcp")]
     with pytest.raises(CheckpointError, match="__0_0.distcp: gone while the checkpoint was read"):
         with found.open(name):
             pass
@@ -487,7 +481,7 @@ def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> No
     save(path, 1)
     (file,) = path.rglob("*.distcp")
     file.unlink()
-    with mock.patch.object(saving, "read_layout", wraps=saving.read_layout) as reading:
+    with mock.patch.object(saving, "read_checkpoint", wraps=saving.read_checkpoint) as reading:
         with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
             loaded(path)
     assert reading.call_count == 1

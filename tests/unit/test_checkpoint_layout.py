@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, layout_file, metadata
-from fsdp_c.checkpoint.folder import LAYOUT, METADATA
+from fsdp_c.checkpoint.folder import LAYOUT
 from fsdp_c.checkpoint.metadata import TensorEntry
+from fsdp_c.checkpoint.storage import read_checkpoint
 from tests.checkpoints import with_right_checksums
 
 EXTRA = {"z": [1, {"c": torch.ones(2)}], "a": "x", "empty": torch.zeros(0, 3)}
@@ -45,31 +46,10 @@ def saved(path: Path, value: float = 3.0) -> Path:
 def loaded(path: Path) -> float:
     """What all parameters are, of a load that reads no ``.metadata``."""
     model, optimizer = trained(0.0)
-    with mock.patch.object(metadata._Reader, "read", side_effect=AssertionError("read")):
+    with mock.patch.object(metadata._MetadataReader, "read", side_effect=AssertionError("read")):
         checkpoint.load(model, optimizer, path)
     (value,) = {value for param in model.parameters() for value in param.unique().tolist()}
     return value
-
-
-def test_it_says_what_metadata_say(tmp_path: Path) -> None:
-    path = saved(tmp_path / "ckpt")
-    found, expected = layout_file.read_layout(path), metadata.read_checkpoint(path)
-    assert found.identity == expected.identity and found.paths == expected.paths
-    assert vars(found.files) == vars(expected.files)
-    assert [*found.entries] == [*expected.entries]  # the order in which dicts are made
-    pieces = 0
-    for key, entry in expected.entries.items():
-        own = found.entries[key]
-        if not isinstance(entry, TensorEntry):
-            assert own == entry
-            continue
-        assert isinstance(own, TensorEntry) and (own.shape, own.dtype) == (entry.shape, entry.dtype)
-        assert own.chunks == entry.chunks
-        whole = (0,) * len(entry.shape), entry.shape
-        for box in (whole, *((chunk.offsets, chunk.sizes) for chunk in entry.chunks)):
-            assert [*own.find(box)] == [*entry.find(box)]
-        pieces += len(entry.chunks)
-    assert pieces > 40
 
 
 def test_a_load_reads_it_and_not_metadata(tmp_path: Path) -> None:
@@ -77,37 +57,29 @@ def test_a_load_reads_it_and_not_metadata(tmp_path: Path) -> None:
     assert loaded(path) == 3
 
 
-def from_metadata(path: Path, warning: bool) -> float:
-    """What all parameters are, of a load that reads ``.metadata`` alone."""
-    model, optimizer = trained(0.0)
-    with (
-        mock.patch.object(layout_file._Layout, "checkpoint", side_effect=AssertionError("read")),
-        warnings.catch_warnings(record=True) as said,
-    ):
-        warnings.simplefilter("always")
-        checkpoint.load(model, optimizer, path)
-    of_load = [str(each.message) for each in said if each.category is UserWarning]
-    assert [f"{LAYOUT}: damaged, or of another checkpoint" in each for each in of_load] == [True] * warning
-    (value,) = {value for param in model.parameters() for value in param.unique().tolist()}
-    return value
-
-
-def test_metadata_are_read_in_place_of_one_that_is_damaged_or_missing(tmp_path: Path, capsys: Any) -> None:
+def test_a_damaged_one_is_refused_and_torch_reads_the_checkpoint(tmp_path: Path, capsys: Any) -> None:
     path, other = saved(tmp_path / "ckpt"), saved(tmp_path / "other", 4.0)
     (layout,), (of_other,) = path.rglob(LAYOUT), other.rglob(LAYOUT)
     sound = layout.read_bytes()
     flips = (0, 20, 60, len(sound) - 30, len(sound) - 1)
     damaged = [sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :] for at in flips]
-    for content in (*damaged, b"", sound[:-1], sound + b"x", of_other.read_bytes()):
-        layout.write_bytes(content)
-        assert from_metadata(path, True) == 3
+    for content in (*damaged, b"", sound[:-1], sound + b"x", of_other.read_bytes(), None):
+        if content is None:
+            layout.unlink()
+        else:
+            layout.write_bytes(content)
+        with pytest.raises(
+            CheckpointError, match=f"{LAYOUT}: (damaged: .*checkpoint.load|missing|.*torn or replaced)"
+        ):
+            checkpoint.load(*trained(0.0), path)
         assert cli.main(["verify", str(path)]) == 1
-        assert f"{layout}: damaged: loads read {METADATA}" in capsys.readouterr().out
-    layout.unlink()
-    rewrite(other, lambda header: None, magic=b"fsdp_c.layout 0\n")  # another version
-    for each, version in ((path, 3), (other, 4)):
-        assert from_metadata(each, False) == version
-        assert cli.main(["verify", str(each)]) == 0
+        assert f"error: {layout}: " in capsys.readouterr().err
+    model, _ = trained(0.0)
+    dcp.load({"model": checkpoint.model_state(model)}, checkpoint_id=path, no_dist=True)
+    assert all((param == 3).all() for param in model.parameters())
+    rewrite(other, lambda header: None, magic=b"fsdp_c.layout 0\n")
+    with pytest.raises(CheckpointError, match=f"{LAYOUT}: damaged, or of another version"):
+        checkpoint.load(*trained(0.0), other)
 
 
 def rewrite(
@@ -160,7 +132,6 @@ def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (put_box(starts=[0, 2**40]), "ranges of .* are torn"),
         (put_box(pieces=[0, 2**40]), "its records are torn|ranges of"),
         (put_box(pieces=[0, 1]), "pieces|ranges of"),
-        (put_box(is_one_piece=True), "pieces where"),
         (lambda header: header.update(piece_nbytes=2**40), "pieces where"),
         (lambda header: header.update(piece_nbytes=-1), "pieces are missing"),
         (lambda header: header.update(piece_nbytes=1), "by zero|pieces are missing"),
@@ -193,7 +164,7 @@ def test_records_lead_nowhere_else(tmp_path: Path) -> None:
             lambda rest, at=at, n=number: rest[:at] + n + rest[len(rest) + at + len(n) :],
         )
         with pytest.raises(CheckpointError, match="ends at .*: torn|__7_0.distcp: missing"):
-            for entry in layout_file.read_layout(work).entries.values():
+            for entry in read_checkpoint(work).entries.values():
                 _ = [*entry.chunks] if isinstance(entry, TensorEntry) else None
 
 
@@ -202,7 +173,7 @@ def test_a_load_asks_for_the_same_records_however_many_there_are(tmp_path: Path)
         model = nn.Linear(64, 64, bias=False)
         with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", nbytes):
             checkpoint.save(model, None, tmp_path / str(nbytes))
-        found = layout_file.read_layout(tmp_path / str(nbytes)).entries["model.weight"]
+        found = read_checkpoint(tmp_path / str(nbytes)).entries["model.weight"]
         assert isinstance(found, TensorEntry) and len(found.chunks) >= 64 * 64 * 4 // nbytes
         with mock.patch.object(
             layout_file._Layout, "record", autospec=True, side_effect=layout_file._Layout.record

@@ -16,8 +16,18 @@ import pytest
 import torch
 
 from fsdp_c import _C
-from fsdp_c.checkpoint.planning import Held, Planned, RankPart, RankPlan, merged
-from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
+from fsdp_c.checkpoint.pieces import TAIL_NBYTES
+from fsdp_c.checkpoint.planning import (
+    RECORD,
+    Held,
+    Planned,
+    RankPart,
+    RankPlan,
+    RankResult,
+    merged,
+    put_records,
+)
+from fsdp_c.checkpoint.table import metadata_content
 
 SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 40, 30), "norm": (40,)}
 
@@ -27,7 +37,7 @@ ORDERS = {"experts": (1, 2, 0)}  # of dimensions in memory
 
 def of_range(shape: tuple[int, ...], start: int, numel: int, order: tuple[int, ...] | None = None) -> Held:
     where = order, (0,) * len(shape), shape, start, numel
-    return Held(torch.float32, shape, *where, is_one_piece=False)
+    return Held(torch.float32, shape, *where)
 
 
 def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
@@ -51,7 +61,7 @@ def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
     return plans
 
 
-def written(plans: list[RankPlan]) -> tuple[Planned, list[Stored]]:
+def written(plans: list[RankPlan]) -> Planned:
     """The plan of all ranks, and where all would lie that they write: a record tells rank, part and key."""
     planned = merged(plans)
     results = {}
@@ -63,19 +73,20 @@ def written(plans: list[RankPlan]) -> tuple[Planned, list[Stored]]:
             places = ((number * 1000 + key, box) for key in positions for box in range(boxes))
             records.append(b"".join(RECORD.pack(key * 64, 64 + box, 7, rank) for key, box in places))
         results[rank] = RankResult(1, 0, records)
-    return planned, stored(planned, results)
+    put_records(planned, results)
+    return planned
 
 
-def content_of(table: list[Stored], ranks: int) -> bytes:
+def content_of(planned: Planned, ranks: int) -> bytes:
     files = {rank: f"__{rank}_0.distcp" for rank in range(ranks)}
-    return b"".join(metadata_content(table, ["optim.param_groups.0.lr"], Path("x"), files))
+    return b"".join(metadata_content(planned.groups, ["optim.param_groups.0.lr"], Path("x"), files))
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (7, 1), (6, 2), (8, 4), (4, 4)])
 def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int, replicas: int) -> None:
     plans = plans_of(ranks, replicas=replicas)
-    planned, table = written(plans)
-    metadata = pickle.loads(content_of(table, ranks))
+    planned = written(plans)
+    metadata = pickle.loads(content_of(planned, ranks))
     assert next(iter(metadata.state_dict_metadata)) == "optim.param_groups.0.lr"
     found: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
@@ -85,9 +96,8 @@ def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int,
         number, key = divmod(info.offset // 64, 1000)
         part = plans[rank][number]
         assert ".".join(part.paths[key]) == index.fqn
-        box = part.held.boxes()[info.piece[0] - info.offset - 64]
-        assert box.offsets == tuple(index.offset) and box.numel * 4 == info.piece[1]
-        assert box.strides == info.piece[3]
+        (box,) = [box for box in part.held.boxes() if box.offsets == tuple(index.offset)]
+        assert info.length == 64 + part.held.boxes().index(box) + box.numel * 4 + TAIL_NBYTES
         found[index.fqn] = found.get(index.fqn, 0) + box.numel
     assert found == {
         key: math.prod(entry.size)
@@ -158,7 +168,7 @@ def test_the_first_ranks_work_grows_no_faster_than_the_ranks() -> None:
 
     assert all(factor < 4.4 for factor in growth(merged))
     assert all(factor < 4.4 for factor in growth(lambda plans: written(plans)))
-    tables = [(ranks, written(plans_of(ranks))[1]) for ranks in (40, 160, 640)]
+    tables = [(ranks, written(plans_of(ranks))) for ranks in (40, 160, 640)]
     counts = [calls_of(functools.partial(content_of, table, ranks)) for ranks, table in tables]
     assert counts[2] / counts[1] < 4.4 and counts[1] / counts[0] < 4.4
 

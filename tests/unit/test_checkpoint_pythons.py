@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
 from fsdp_c.checkpoint.folder import METADATA
-from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry
+from fsdp_c.checkpoint.storage import read_checkpoint
 
-# by record_metadata.py, which says how; the Pythons but 3.11 had no torch, only classes of the same names
+# pickles of one Metadata in base64; the Pythons but 3.11 had no torch, only classes of the same names
 RECORDED = json.loads(Path(__file__).with_name("recorded_metadata.json").read_text())
 
 
@@ -38,8 +39,8 @@ def test_metadata_of_every_python_and_torch_are_read(by: str, tmp_path: Path) ->
     found = read_checkpoint(written(tmp_path / "ckpt", base64.b64decode(RECORDED[by])))
     weight, note = found.entries["model.weight"], found.entries["note"]
     assert isinstance(weight, TensorEntry) and (weight.shape, weight.dtype) == ((2, 3), torch.float32)
-    assert weight.chunks == [((0, 0), (2, 3), "__0_0.distcp", 0, 1200, None)]
-    assert isinstance(note, BytesEntry) and (note.start, note.length) == (1200, 800)
+    assert weight.chunks == [((0, 0), (2, 3), "__0_0.distcp", 0, 1200, None, None)]
+    assert isinstance(note, BytesEntry) and (note.start, note.nbytes) == (1200, 800)
     assert found.paths == {"model.weight": ("model", "weight"), "note": ("note",)}
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import folder, series
+from fsdp_c.checkpoint import folder
 
 
-def save(path: Path, **options: object) -> None:
-    handle = checkpoint.save(nn.Linear(2, 2), None, path, **options)  # type: ignore[call-overload]
-    if handle is not None:
-        handle.wait()
+def save(path: Path, **options: Any) -> None:
+    checkpoint.save(nn.Linear(2, 2), None, path, **options).wait()
 
 
 def names(path: Path) -> list[str]:
@@ -95,4 +94,4 @@ def test_names_without_a_number_and_nothing_kept_are_refused_before_anything_is_
     with pytest.raises(ValueError, match="keep=0: the checkpoint that is saved would be removed"):
         save(tmp_path / "step-1", keep=0)
     assert not names(tmp_path)
-    assert series.latest(str(tmp_path)) is None
+    assert folder.latest(str(tmp_path)) is None

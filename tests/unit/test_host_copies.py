@@ -15,7 +15,7 @@ DTYPES = [
 
 def test_copies_are_what_was_there_of_any_dtype_and_layout() -> None:
     base = torch.randn(6, 8)
-    together = torch.randn(1000)
+    together, halves = torch.randn(1000), torch.randn(20)
     flat = {
         **{str(dtype): torch.arange(7).to(dtype) for dtype in DTYPES},
         "transposed": torch.randn(3, 5).t(),
@@ -27,6 +27,9 @@ def test_copies_are_what_was_there_of_any_dtype_and_layout() -> None:
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
         **{f"part {i}": together[i : i + 10] for i in range(0, 1000, 100)},
         "range": RangeTensor(together[5:17], (3, 4), 0),
+        "first half": halves[:11],
+        "second half": halves[9:],
+        "range of a half": RangeTensor(halves[3:15], (3, 4), 0),
         "text": "as it is",
         "list": [1, 2],
     }
