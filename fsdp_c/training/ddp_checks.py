@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_c.sharding.sharded_module import ShardedModule
@@ -17,7 +18,8 @@ def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
     Raises RuntimeError where ``ddp`` manages a trained parameter whose gradient is sharded or offloaded. Warns,
     with UserWarning, where autograd does not reach the parameter that ``ddp`` manages.
     """
-    managed = {id(param) for param in getattr(ddp, "_module_parameters", None) or ()}
+    params_of_ddp: list[nn.Parameter] = getattr(ddp, "_module_parameters", [])  # type: ignore[assignment]
+    managed = {id(param) for param in params_of_ddp}
     for handle in root._all_handles:
         is_whole = not handle.uses_sharded_strategy and not handle._offload_params
         is_reached = not handle._use_orig_params and not handle._uses_param_mixed_precision
