@@ -10,8 +10,8 @@
 static bool has_exact_inverse(double divisor, enum dtype dtype) {
     int exponent = 0;
     /* exponents at which neither the divisor nor its inverse is denormal */
-    int most = dtype == DTYPE_FLOAT64 ? 1000 : 120;
-    return frexp(divisor, &exponent) == 0.5 && exponent > -most && exponent < most;
+    int max_exponent = dtype == DTYPE_FLOAT64 ? 1000 : 120;
+    return frexp(divisor, &exponent) == 0.5 && exponent > -max_exponent && exponent < max_exponent;
 }
 
 void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,

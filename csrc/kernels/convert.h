@@ -1,16 +1,16 @@
 /* Element types and their conversions on the CPU and the GPU.
  *
- * Invariant: conversions give torch's bits. Each narrowing goes through fp32 and rounds to nearest even. One
+ * Invariant: conversions give torch's bits. Each narrowing rounds through fp32, always to nearest even. One
  * exception: torch's default kernels for aarch64 round once from fp64 to fp16, an instruction of the
- * processor. The kernels for SVE go through fp32 as well, except for strided elements, which FSDP1 never
+ * processor. The kernels for SVE round through fp32 as well, except for strided elements, which FSDP1 never
  * casts.
  *
  * Function bodies have no branches, only selects, so that the compiler can vectorise the loops that call
  * them.
  *
- * [Note: two ways to convert] A GPU has instructions for conversions, which round as the bit operations do but
- * lose the payload of a NaN, as torch does on CUDA. The emulation of the tests compiles these files as plain
- * C++ and gets the CPU's conversions. */
+ * [Note: two ways to convert] A GPU has instructions for conversions, which round as the bit operations do
+ * but lose the payload of a NaN, as torch does on CUDA. The emulation of the tests compiles these files as
+ * plain C++ and gets the CPU's conversions. */
 #ifndef FSDP_KERNELS_CONVERT_H
 #define FSDP_KERNELS_CONVERT_H
 
@@ -49,7 +49,8 @@ HOST_DEVICE static inline float float_from_bfloat16(bfloat16 value) {
     return float_of_bits((uint32_t)value.bits << 16);
 }
 
-/* Add half of the last kept place to round to nearest even. NaN is apart: its sum could carry to infinity. */
+/* Add half of the last kept place to round to nearest even, except to a NaN: the sum could carry to
+ * infinity. */
 HOST_DEVICE static inline bfloat16 bfloat16_from_float(float value) {
     bfloat16 result;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

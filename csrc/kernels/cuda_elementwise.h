@@ -160,13 +160,13 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         return operation(Operation::READS_OUTPUT ? output[i] : Out(), input[i]);
     }
 
-    __device__ void one_by_one(int64_t begin, int64_t end) const {
+    __device__ void run_one_by_one(int64_t begin, int64_t end) const {
         for (int64_t i = begin + threadIdx.x; i < end; i += THREADS)
             output[i] = value(i);
     }
 
     /* Process a chunk of whole steps, all with an input. Every load is issued before the first store. */
-    __device__ void whole(int64_t begin) const {
+    __device__ void run_whole_steps(int64_t begin) const {
         using shape = step<Out, In>;
         In in[shape::DEPTH][shape::NUMEL];
         Out out[shape::DEPTH][shape::NUMEL];
@@ -189,7 +189,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
     }
 
     /* Process the last chunk of a segment, or a chunk that contains the end of the input. */
-    __device__ void ragged(int64_t begin, int64_t end) const {
+    __device__ void run_ragged(int64_t begin, int64_t end) const {
         using shape = step<Out, In>;
         int64_t vectored = begin + (end - begin) / shape::NUMEL * shape::NUMEL;
         for (int64_t i = begin + (int64_t)threadIdx.x * shape::NUMEL; i < vectored; i += shape::BLOCK_NUMEL) {
@@ -199,18 +199,18 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
                 out[j] = value(i + j);
             store_aligned<Out, shape::NUMEL>(output + i, out);
         }
-        one_by_one(vectored, end);
+        run_one_by_one(vectored, end);
     }
 
     __device__ void run(int64_t chunk, int64_t head, int64_t total) const {
         int64_t begin = head + chunk * step<Out, In>::CHUNK_NUMEL;
         int64_t end = begin + step<Out, In>::CHUNK_NUMEL;
         if (chunk == 0)
-            one_by_one(0, head);
+            run_one_by_one(0, head);
         if (end <= numel)
-            whole(begin);
+            run_whole_steps(begin);
         else
-            ragged(begin, end < total ? end : total);
+            run_ragged(begin, end < total ? end : total);
     }
 };
 

@@ -12,7 +12,7 @@ extern "C" {
 #include "kernels/convert.h"
 }
 
-/* The arithmetic type of each element type, with load and store. Every narrowing goes through fp32. */
+/* The arithmetic type of each element type, with load and store. Every narrowing rounds through fp32. */
 template <typename T> struct element;
 
 #define DEFINE_ELEMENT(type, arith, to_arithmetic, from_arithmetic)                                          \

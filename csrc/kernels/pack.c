@@ -195,8 +195,8 @@ static void pack_source_range(const struct pack *pack, const struct pack_source 
     }
     int64_t row = plan.output_strides[0];
     int64_t first = (begin + row - 1) / row;
-    int64_t past = (end + row - 1) / row;
-    plan.sizes[0] = past - first;
+    int64_t end_row = (end + row - 1) / row;
+    plan.sizes[0] = end_row - first;
     if (plan.sizes[0] <= 0)
         return;
     output += first * row * dtype_nbytes(pack->output_dtype);

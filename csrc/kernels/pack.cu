@@ -257,14 +257,14 @@ static int64_t next_offset(const struct pack *pack, int64_t i) {
     return pack->output_numel;
 }
 
-/* Pack the flat sources of one dtype, and zero the gap after each. `others` also zeroes the start of the
- * output and the gap after each source that is not flat. */
-static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool others) {
+/* Pack the flat sources of one dtype, and zero the gap after each. `zero_other_gaps` also zeroes the start of
+ * the output and the gap after each source that is not flat. */
+static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool zero_other_gaps) {
     struct segment_table table;
     enum status status = STATUS_OK;
     table.count = 0;
     int64_t first = next_offset(pack, -1);
-    if (others && !pack->add)
+    if (zero_other_gaps && !pack->add)
         table_add(&table, pack->output, nullptr, 0, first);
     for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++) {
         const struct pack_source *source = &pack->sources[i];
@@ -274,7 +274,7 @@ static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool oth
         int64_t zeros = pack->add ? 0 : next_offset(pack, i) - end;
         if (is_flat(source) && source->view.dtype == dtype)
             table_add(&table, output_at(pack, source->offset), source->view.data, source->numel, zeros);
-        else if (others && !is_flat(source))
+        else if (zero_other_gaps && !is_flat(source))
             table_add(&table, output_at(pack, end), nullptr, 0, zeros);
         if (table_is_full(&table))
             status = flush(pack, &table, dtype);
@@ -294,14 +294,14 @@ static enum status run(const struct pack *pack) {
     enum status status = pack_check(pack);
     device_guard guard(pack->stream);
     status = status == STATUS_OK ? guard.status : status;
-    bool others = true;
+    bool zero_other_gaps = true;
     for (int dtype = 0; dtype < DTYPE_COUNT && status == STATUS_OK; dtype++) {
         if (has_flat(pack, (enum dtype)dtype)) {
-            status = pack_flat(pack, (enum dtype)dtype, others);
-            others = false;
+            status = pack_flat(pack, (enum dtype)dtype, zero_other_gaps);
+            zero_other_gaps = false;
         }
     }
-    if (others && status == STATUS_OK)
+    if (zero_other_gaps && status == STATUS_OK)
         status = pack_flat(pack, pack->output_dtype, true);
     for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++)
         if (is_present(&pack->sources[i]) && !is_flat(&pack->sources[i]))

@@ -20,8 +20,8 @@ enum status cuda_status(cudaError_t error) {
 }
 
 /* The driver's functions for contexts. The current context, unlike the current device, distinguishes a thread
- * that uses no device from one that uses device 0. Restoring the device by cudaSetDevice would create a context
- * there: hundreds of megabytes of the first GPU for each rank. */
+ * that uses no device from one that uses device 0. Restoring the device by cudaSetDevice would create a
+ * context there: hundreds of megabytes of the first GPU for each rank. */
 struct contexts {
     int (*get_current)(void **context);
     int (*set_current)(void *context);
@@ -34,21 +34,21 @@ struct contexts {
         find("cuCtxGetDevice", (void **)&get_device);
     }
     void find(const char *name, void **function) {
-        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+        cudaDriverEntryPointQueryResult query = cudaDriverEntryPointSuccess;
 #if CUDART_VERSION >= 12050
         cudaError_t result =
-            cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &found);
+            cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &query);
 #else
-        cudaError_t result = cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &found);
+        cudaError_t result = cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &query);
 #endif
-        if (result != cudaSuccess || found != cudaDriverEntryPointSuccess)
+        if (result != cudaSuccess || query != cudaDriverEntryPointSuccess)
             error = result != cudaSuccess ? result : cudaErrorNotSupported;
     }
 };
 
 static const contexts &driver_contexts() {
-    static const contexts found;
-    return found;
+    static const contexts instance;
+    return instance;
 }
 
 device_guard::device_guard(const struct kernel_stream *stream) : previous(nullptr), changed(false) {
@@ -126,22 +126,22 @@ static const struct kernel_table cuda_kernels = {
 
 /* Return the table, or NULL with the reason: a toolkit newer than the driver loads, but cannot launch. */
 extern "C" __attribute__((visibility("default"))) const struct kernel_table *
-fsdp_c_cuda_kernels(const char **why) {
+fsdp_c_cuda_kernels(const char **reason) {
     int driver = 0;
     int toolkit = 0;
     cudaError_t error = cudaDriverGetVersion(&driver);
     if (error == cudaSuccess)
         error = cudaRuntimeGetVersion(&toolkit);
     if (error != cudaSuccess) {
-        *why = cudaGetErrorString(error);
+        *reason = cudaGetErrorString(error);
         return nullptr;
     }
     if (driver == 0) {
-        *why = "there is no NVIDIA driver";
+        *reason = "there is no NVIDIA driver";
         return nullptr;
     }
     if (driver / 1000 < toolkit / 1000) {
-        *why = "the NVIDIA driver is older than the CUDA toolkit of the kernels: update the driver";
+        *reason = "the NVIDIA driver is older than the CUDA toolkit of the kernels: update the driver";
         return nullptr;
     }
     return &cuda_kernels;

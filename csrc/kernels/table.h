@@ -24,9 +24,9 @@ struct kernel_table {
 extern const struct kernel_table cpu_kernels;
 extern const struct kernel_table no_kernels; /* no-ops, for tensors without memory (FakeTensorMode) */
 
-/* The exported function of the CUDA library. Returns NULL, and the reason in *why, when no kernel can
+/* The exported function of the CUDA library. Returns NULL, and the reason in *reason, when no kernel can
  * launch. */
 #define CUDA_KERNELS_SYMBOL "fsdp_c_cuda_kernels"
-typedef const struct kernel_table *(*cuda_kernels_function)(const char **why);
+typedef const struct kernel_table *(*cuda_kernels_function)(const char **reason);
 
 #endif

@@ -57,7 +57,7 @@ static enum status plan_parts(struct plan_builder *builder, const struct exchang
                               int64_t index) {
     struct exchange *plan = builder->plan;
     const struct partition_range own = partition_of_rank(&tensor->target, builder->rank);
-    const struct partition_range held = partition_of_rank(&tensor->source, builder->rank);
+    const struct partition_range source_range = partition_of_rank(&tensor->source, builder->rank);
     const int64_t scale = tensor->element_nbytes;
     plan->target_nbytes[index] = (own.end - own.start) * scale;
     for (int64_t start = own.start; start < own.end;) {
@@ -68,7 +68,7 @@ static enum status plan_parts(struct plan_builder *builder, const struct exchang
         const int64_t nbytes = (part.end - part.start) * scale;
         const struct exchange_range range = {
             stays ? index + 1 : EXCHANGE_RECEIVED,
-            stays ? (part.start - held.start) * scale : plan->received_nbytes[part.rank], nbytes};
+            stays ? (part.start - source_range.start) * scale : plan->received_nbytes[part.rank], nbytes};
         if (append(&plan->parts, range) ||
             append(&builder->part_peers, (struct exchange_range){.source = part.rank}))
             return STATUS_NO_MEMORY;

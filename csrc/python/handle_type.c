@@ -83,14 +83,14 @@ METHOD(publish, lazily_initialized_handle, handle_publish)
 
 static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
     struct handle *handle = lazily_initialized_handle(self);
-    int wanted = handle ? PyObject_IsTrue(writeback) : -1;
-    return none_or_error(wanted < 0 ? -1 : handle_summon_enter(handle, wanted));
+    int enabled = handle ? PyObject_IsTrue(writeback) : -1;
+    return none_or_error(enabled < 0 ? -1 : handle_summon_enter(handle, enabled));
 }
 
 static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
     struct handle *handle = initialized_handle(self);
-    int wanted = handle ? PyObject_IsTrue(writeback) : -1;
-    return none_or_error(wanted < 0 ? -1 : handle_summon_grads_exit(handle, wanted));
+    int enabled = handle ? PyObject_IsTrue(writeback) : -1;
+    return none_or_error(enabled < 0 ? -1 : handle_summon_grads_exit(handle, enabled));
 }
 
 static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
@@ -172,8 +172,8 @@ static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = initialized_handle(self);
     PyObject *free_storage = handle ? only_argument(args, kwargs, "free_unsharded_flat_param") : NULL;
-    int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
-    return none_or_error(wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted));
+    int enabled = free_storage ? PyObject_IsTrue(free_storage) : -1;
+    return none_or_error(enabled < 0 ? -1 : storage_reshard(&handle->storage, enabled));
 }
 
 static PyObject *set_comm_hook(PyObject *self, PyObject *args) {

@@ -117,12 +117,12 @@ static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, lo
 }
 
 static PyObject *exchange_plan(PyObject *self, PyObject *args) {
-    PyObject *given, *result = NULL;
+    PyObject *sequence, *result = NULL;
     long long rank, world_size;
     int gathered;
-    if (!PyArg_ParseTuple(args, "OLLp:exchange_plan", &given, &rank, &world_size, &gathered))
+    if (!PyArg_ParseTuple(args, "OLLp:exchange_plan", &sequence, &rank, &world_size, &gathered))
         return NULL;
-    OWNED *items = PySequence_Tuple(given);
+    OWNED *items = PySequence_Tuple(sequence);
     const Py_ssize_t count = items ? PyTuple_Size(items) : 0;
     struct exchange_tensor *tensors = items ? mem_new_array((size_t)count, sizeof *tensors) : NULL;
     bool failed = !tensors;

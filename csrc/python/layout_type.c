@@ -141,9 +141,9 @@ static PyObject *tuple_of(const struct flat_layout *layout, enum tuple_kind kind
 /* Return a tuple of this rank from the cache, new reference, or NULL with an exception. */
 static PyObject *get_cached_tuple(struct layout_object *self, enum tuple_kind kind) {
     if (!self->cached_tuples[kind]) {
-        PyObject *made = tuple_of(&self->layout, kind, self->layout.rank);
+        PyObject *tuple = tuple_of(&self->layout, kind, self->layout.rank);
         Py_XDECREF(self->cached_tuples[kind]); /* garbage collection meanwhile may have filled the cache */
-        self->cached_tuples[kind] = made;
+        self->cached_tuples[kind] = tuple;
     }
     return Py_XNewRef(self->cached_tuples[kind]);
 }

@@ -65,11 +65,11 @@ static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
 }
 
 static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
-    const char *device, *why = NULL;
+    const char *device, *reason = NULL;
     if (!PyArg_ParseTuple(args, "s", &device))
         return NULL;
-    kernels_of(tensor_device_named(device), 0, &why);
-    return why ? PyUnicode_FromString(why) : Py_NewRef(Py_None);
+    kernels_of(tensor_device_named(device), 0, &reason);
+    return reason ? PyUnicode_FromString(reason) : Py_NewRef(Py_None);
 }
 
 static PyObject *bind_operator_kernels(PyObject *self, PyObject *module) {

@@ -69,8 +69,8 @@ static PyObject *recover(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *hold(PyObject *self, PyObject *unused) {
-    int held = runtime_begin_state_dict(runtime_from_object(self));
-    return held < 0 ? NULL : PyBool_FromLong(held);
+    int is_held = runtime_begin_state_dict(runtime_from_object(self));
+    return is_held < 0 ? NULL : PyBool_FromLong(is_held);
 }
 
 static PyObject *let_go(PyObject *self, PyObject *unused) {

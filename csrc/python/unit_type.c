@@ -83,10 +83,10 @@ static PyObject *forward(PyObject *self, PyObject *args) {
 /* Set the phase that stands in for the training state of a handle, which a unit without parameters lacks. */
 static PyObject *set_summoning(PyObject *self, PyObject *value) {
     struct unit *unit = initialized_unit(self);
-    int wanted = unit ? PyObject_IsTrue(value) : -1;
-    if (wanted < 0)
+    int enabled = unit ? PyObject_IsTrue(value) : -1;
+    if (enabled < 0)
         return NULL;
-    return none_or_error(unit_set_phase(unit, wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
+    return none_or_error(unit_set_phase(unit, enabled ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
 METHOD(unshard, unit_from_object, unit_prefetch_by_user)
@@ -157,10 +157,10 @@ static PyObject *get_sync_gradients(PyObject *self, void *unused) {
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     if (!value)
         return RAISED(PyExc_AttributeError, "sync_gradients of a unit cannot be deleted");
-    int wanted = PyObject_IsTrue(value);
-    if (wanted < 0)
+    int enabled = PyObject_IsTrue(value);
+    if (enabled < 0)
         return -1;
-    unit_set_sync_gradients(unit_from_object(self), wanted);
+    unit_set_sync_gradients(unit_from_object(self), enabled);
     return 0;
 }
 

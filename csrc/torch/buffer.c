@@ -6,7 +6,7 @@
 #include "torch/tensor.h"
 
 static int64_t live_nbytes, peak_nbytes;
-static PyObject *zero; /* owned; never freed; the size of a freed storage */
+static PyObject *freed_nbytes; /* owned; never freed; the size of a freed storage */
 
 static void count(const struct buffer *buffer, int64_t change) {
     if (!buffer->counted)
@@ -42,7 +42,7 @@ static int bind_storage(struct buffer *buffer, PyObject *tensor) {
 }
 
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted) {
-    if (!zero && !(zero = PyLong_FromLong(0)))
+    if (!freed_nbytes && !(freed_nbytes = PyLong_FromLong(0)))
         return -1;
     *buffer =
         (struct buffer){.tensor = torch_empty(numel, dtype, device), .numel = numel, .counted = counted};
@@ -92,7 +92,7 @@ int buffer_free(struct buffer *buffer) {
     if (!buffer->allocated)
         return 0;
     data_guard_set(&buffer->guard, false); /* set if the free was deferred */
-    if (resize(buffer, zero) < 0)
+    if (resize(buffer, freed_nbytes) < 0)
         return -1;
     data_guard_set(&buffer->guard, true);
     buffer->view.data = NULL;
@@ -133,11 +133,11 @@ static struct buffer *unlink_held(struct buffer **link) {
 int deferred_free_flush(struct deferred_free *deferred) {
     if (!deferred->held)
         return 0;
-    bool waits = wait_for_last_use(deferred) == 0;
-    int result = waits ? 0 : -1;
+    bool has_waited = wait_for_last_use(deferred) == 0;
+    int result = has_waited ? 0 : -1;
     while (deferred->held) {
         struct buffer *buffer = unlink_held(&deferred->held);
-        if (waits && buffer_free(buffer) < 0)
+        if (has_waited && buffer_free(buffer) < 0)
             result = -1;
     }
     return result;

@@ -49,10 +49,10 @@ static Py_ssize_t find_flags(PyObject *tensor) {
     static const uint8_t expected_before[NUM_FLAGS] = {0},
                          expected_after[NUM_FLAGS] = {[CHECKS] = 1, [THROWS_ON_WRITING] = 1};
     size_t rest = (size_t)(first + NUM_FLAGS);
-    bool found = memcmp(before + first, expected_before, NUM_FLAGS) == 0 &&
-                 memcmp(after + first, expected_after, NUM_FLAGS) == 0 &&
-                 memcmp(before + rest, after + rest, sizeof before - rest) == 0;
-    return found ? first : -1;
+    bool is_expected = memcmp(before + first, expected_before, NUM_FLAGS) == 0 &&
+                       memcmp(after + first, expected_after, NUM_FLAGS) == 0 &&
+                       memcmp(before + rest, after + rest, sizeof before - rest) == 0;
+    return is_expected ? first : -1;
 }
 
 /* Return 1 if `method` of the tensor raises RuntimeError, 0 if it succeeds, -1 for a different error. */

@@ -2,8 +2,8 @@
  * each access to their values and names parameter and unit: fsdp_c/sharding/freed_views.py.
  *
  * The tensor objects stay the same, for modules and for user code that keeps them after a forward. While the
- * storage is allocated, the views are plain tensors, and operators run at full speed. The first change of class
- * assigns `__class__`, which checks that the layouts of both classes agree; later ones store ob_type.
+ * storage is allocated, the views are plain tensors, and operators run at full speed. The first change of
+ * class assigns `__class__`, which checks that the layouts of both classes agree; later ones store ob_type.
  *
  * Invariant: each tensor counts as a reference to both classes at any time. A bound class is never freed. */
 #ifndef FSDP_TORCH_FREED_VIEWS_H

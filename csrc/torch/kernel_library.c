@@ -82,14 +82,14 @@ static const char *torch_operators_reason(enum device_kind device, int32_t devic
     return cuda_kernels ? cuda_kernels->unsupported_reason(device_index) : cuda_unavailable_reason;
 }
 
-const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why) {
-    *why = torch_operators_reason(device, device_index);
-    if (*why)
+const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **reason) {
+    *reason = torch_operators_reason(device, device_index);
+    if (*reason)
         return &operator_kernels;
     return device == DEVICE_CPU ? &cpu_kernels : cuda_kernels;
 }
 
 bool kernels_use_torch_operators(void) {
-    const char *wanted = getenv("FSDP_C_KERNELS");
-    return wanted && !strcmp(wanted, "torch");
+    const char *setting = getenv("FSDP_C_KERNELS");
+    return setting && !strcmp(setting, "torch");
 }

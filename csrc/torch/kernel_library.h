@@ -11,9 +11,9 @@
 
 #include "kernels/table.h"
 
-/* Return the kernels of a device, and in *why the reason why they are torch's operators, else NULL. Never
+/* Return the kernels of a device, and in *reason the reason why they are torch's operators, else NULL. Never
  * returns NULL, never raises, never takes the GIL. */
-const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why);
+const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **reason);
 
 bool kernels_use_torch_operators(void); /* Return true for FSDP_C_KERNELS=torch. */
 

@@ -5,8 +5,8 @@
 #include <inttypes.h>
 
 static int64_t align_up(int64_t value, int64_t alignment) {
-    int64_t over = alignment > 1 ? value % alignment : 0;
-    return over ? value + alignment - over : value;
+    int64_t excess = alignment > 1 ? value % alignment : 0;
+    return excess ? value + alignment - excess : value;
 }
 
 /* fsdp_c::flatten: align each tensor to aligned_numel elements; zero the gaps and the end up to

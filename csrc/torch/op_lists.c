@@ -50,11 +50,11 @@ static AtenTensorHandle new_joined(struct op_call *call, const struct op_list *n
                  "%s: sizes out of range", call->name);
         nbytes *= sizes[dim];
     }
-    int64_t given = 0;
+    int64_t range_nbytes = 0;
     for (size_t i = first; i < first + count; i++)
-        given += op_int(numbers->items[3 * i + 2]);
-    OP_CHECK(given == nbytes, "%s: ranges of %" PRId64 " bytes for a tensor of %" PRId64, call->name, given,
-             nbytes);
+        range_nbytes += op_int(numbers->items[3 * i + 2]);
+    OP_CHECK(range_nbytes == nbytes, "%s: ranges of %" PRId64 " bytes for a tensor of %" PRId64, call->name,
+             range_nbytes, nbytes);
     return op_empty(ndim, sizes, model.dtype_code, &model);
 }
 

@@ -62,12 +62,12 @@ static bool register_kernel(const struct op_kernel *kernel) {
 
 static bool register_all(const struct op_library *ops) {
     TorchLibraryHandle definitions = NULL;
-    bool done = !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &definitions);
-    for (int i = 0; done && i < ops->num_schemas; i++)
-        done = !torch_abi.aoti_torch_library_def(definitions, ops->schemas[i]);
-    for (int i = 0; done && i < ops->num_kernels; i++)
-        done = register_kernel(&ops->kernels[i]);
-    return done;
+    bool success = !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &definitions);
+    for (int i = 0; success && i < ops->num_schemas; i++)
+        success = !torch_abi.aoti_torch_library_def(definitions, ops->schemas[i]);
+    for (int i = 0; success && i < ops->num_kernels; i++)
+        success = register_kernel(&ops->kernels[i]);
+    return success;
 }
 
 int ops_register(struct op_library *ops) {
@@ -82,8 +82,8 @@ int ops_register(struct op_library *ops) {
 /* ---- one call ---- */
 
 const struct kernel_table *op_call_kernels(struct op_call *call) {
-    const char *why = NULL;
-    return kernels_of(call->device, call->device_index, &why);
+    const char *reason = NULL;
+    return kernels_of(call->device, call->device_index, &reason);
 }
 
 void op_call_check(struct op_call *call, enum status status) {

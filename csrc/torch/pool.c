@@ -195,6 +195,6 @@ bool pool_arena_contains(const struct pool *pool, const void *data) {
 }
 
 bool pool_arena_fits(const struct pool *pool, int64_t nbytes) {
-    int64_t wanted = pool_block_nbytes(nbytes);
-    return wanted && pool_arena_nbytes(wanted) <= pool->arena_nbytes;
+    int64_t block_nbytes = pool_block_nbytes(nbytes);
+    return block_nbytes && pool_arena_nbytes(block_nbytes) <= pool->arena_nbytes;
 }

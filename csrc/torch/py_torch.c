@@ -148,15 +148,15 @@ static int make_hook_type(void) {
 /* ---- once per process ---- */
 
 int torch_names_init(void) {
-    static bool done;
-    if (!done && (find_torch_objects() < 0 || find_attribute("grad", &grad_attribute) < 0 ||
-                  find_attribute("data", &data_attribute) < 0 ||
-                  find_attribute("requires_grad", &requires_grad_attribute) < 0 ||
-                  find_attribute("_version", &version_attribute) < 0 || init_float16_rounding() < 0 ||
-                  make_hook_type() < 0))
+    static bool initialised;
+    if (!initialised && (find_torch_objects() < 0 || find_attribute("grad", &grad_attribute) < 0 ||
+                         find_attribute("data", &data_attribute) < 0 ||
+                         find_attribute("requires_grad", &requires_grad_attribute) < 0 ||
+                         find_attribute("_version", &version_attribute) < 0 || init_float16_rounding() < 0 ||
+                         make_hook_type() < 0))
         return -1;
     profiler_dict = PyModule_GetDict(torch_names.profiler);
-    done = true;
+    initialised = true;
     return 0;
 }
 
@@ -215,7 +215,7 @@ int torch_set_grad(PyObject *tensor, PyObject *grad) {
     return write_attribute(tensor, &grad_attribute, torch_names.grad, grad);
 }
 
-/* A tensor with the data of a gradient would look edited by the user, so a failure is retried. */
+/* Set the data again after a failure: a tensor with the data of a gradient would look edited by the user. */
 void torch_restore_data(PyObject *tensor, PyObject *data) {
     PyObject *error = PyErr_GetRaisedException();
     if (torch_set_data(tensor, data) < 0)
@@ -263,13 +263,13 @@ PyObject *torch_active_ddp(void) {
 }
 
 int torch_will_execute(PyObject *node) {
-    OWNED *answer = PyObject_CallFunctionObjArgs(torch_names.will_execute, node, NULL);
-    return answer ? PyObject_IsTrue(answer) : -1;
+    OWNED *result = PyObject_CallFunctionObjArgs(torch_names.will_execute, node, NULL);
+    return result ? PyObject_IsTrue(result) : -1;
 }
 
 int torch_keeps_graph(void) {
-    OWNED *answer = PyObject_CallNoArgs(torch_names.keeps_graph);
-    return answer ? PyObject_IsTrue(answer) : -1;
+    OWNED *result = PyObject_CallNoArgs(torch_names.keeps_graph);
+    return result ? PyObject_IsTrue(result) : -1;
 }
 
 int torch_requires_grad(PyObject *tensor) {

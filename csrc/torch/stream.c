@@ -127,11 +127,11 @@ int stream_join_former(struct streams *streams) {
 int stream_end_backward(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
-    bool waits = streams->former_may_be_gone && !is_capturing(streams);
+    bool must_wait = streams->former_may_be_gone && !is_capturing(streams);
     clear_former(streams);
     streams->former_may_be_gone = false;
-    if (waits && (stream_record(streams, STREAM_COMPUTE, &streams->compute_event) < 0 ||
-                  stream_synchronize(streams, streams->compute_event) < 0))
+    if (must_wait && (stream_record(streams, STREAM_COMPUTE, &streams->compute_event) < 0 ||
+                      stream_synchronize(streams, streams->compute_event) < 0))
         return -1;
     stream_record_external_end(streams);
     return 0;
@@ -183,14 +183,14 @@ int stream_enter_persistent(struct streams *streams) {
 int stream_leave(struct streams *streams) {
     if (!streams_are_real(streams))
         return 0;
-    PyObject *left = streams->previous_device;
+    PyObject *previous_device = streams->previous_device;
     PyObject *error = PyErr_GetRaisedException();
     streams->previous_device = NULL;
     streams->entered = false;
     int result = set_current(streams, streams->roles[STREAM_COMPUTE].object);
-    if (!result && left)
-        result = ref_done(PyObject_CallMethod(streams->module, "set_device", "O", left));
-    Py_XDECREF(left);
+    if (!result && previous_device)
+        result = ref_done(PyObject_CallMethod(streams->module, "set_device", "O", previous_device));
+    Py_XDECREF(previous_device);
     if (error)
         PyErr_SetRaisedException(error);
     return result;

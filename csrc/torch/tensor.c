@@ -274,10 +274,10 @@ int tensor_check(enum status status, const char *operation) {
         PyErr_NoMemory();
         return -1;
     case STATUS_DEVICE: {
-        const char *why = NULL;
+        const char *reason = NULL;
         if (!PyErr_Occurred()) /* set by torch's operators */
             PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", operation,
-                         kernels_of(DEVICE_CUDA, 0, &why)->device_error());
+                         kernels_of(DEVICE_CUDA, 0, &reason)->device_error());
         return -1;
     }
     case STATUS_UNSUPPORTED:

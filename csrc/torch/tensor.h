@@ -31,7 +31,8 @@ void tensor_prefer_large_pages(const struct tensor_view *view);
 /* Return the stream for kernels on the view's device: torch's CPU threads, or the device's current stream. */
 const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view);
 
-/* Turn a kernel's status into a Python exception: 0 for STATUS_OK, else -1. `operation` begins the message. */
+/* Turn a kernel's status into a Python exception: 0 for STATUS_OK, else -1. `operation` begins the
+ * message. */
 int tensor_check(enum status status, const char *operation);
 
 #endif

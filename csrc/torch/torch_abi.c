@@ -50,15 +50,15 @@ static int check_version(void) {
 }
 
 /* Find all symbols. 0, or -1 with an ImportError that names the first missing one. */
-static int find_all(struct torch_abi *found, void *library, void *cuda_library) {
+static int find_all(struct torch_abi *abi, void *library, void *cuda_library) {
     const char *missing = NULL;
 #define FIND_REQUIRED(result, name, arguments)                                                               \
-    if (!find_symbol(library, #name, &found->name) && !missing) {                                            \
+    if (!find_symbol(library, #name, &abi->name) && !missing) {                                              \
         missing = #name;                                                                                     \
     }
 #define FIND_OPTIONAL(result, name, arguments)                                                               \
-    if (!find_symbol(library, #name, &found->name)) {                                                        \
-        find_symbol(cuda_library, #name, &found->name);                                                      \
+    if (!find_symbol(library, #name, &abi->name)) {                                                          \
+        find_symbol(cuda_library, #name, &abi->name);                                                        \
     }
     TORCH_ABI_REQUIRED(FIND_REQUIRED)
     TORCH_ABI_OPTIONAL(FIND_OPTIONAL)
@@ -79,7 +79,7 @@ static int find_cuda_major(void *cuda_library) {
 
 int torch_abi_init(void) {
     static bool initialised = false;
-    struct torch_abi found = {0};
+    struct torch_abi abi = {0};
     if (initialised)
         return 0;
     if (check_version() != 0)
@@ -89,10 +89,10 @@ int torch_abi_init(void) {
     if (!library)
         return RAISED(PyExc_ImportError,
                       "fsdp_c cannot find a loaded libtorch_cpu.so: install an official build of torch");
-    if (find_all(&found, library, cuda_library) != 0)
+    if (find_all(&abi, library, cuda_library) != 0)
         return -1;
-    found.cuda_major = find_cuda_major(cuda_library);
-    torch_abi = found;
+    abi.cuda_major = find_cuda_major(cuda_library);
+    torch_abi = abi;
     initialised = true;
     return 0;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
     Raises RuntimeError where ``ddp`` manages a trained parameter whose gradient is sharded or offloaded. Warns,
     with UserWarning, where autograd does not reach the parameter that ``ddp`` manages.
     """
-    params_of_ddp: list[nn.Parameter] = getattr(ddp, "_module_parameters", [])  # type: ignore[assignment]
+    params_of_ddp = cast("list[nn.Parameter]", getattr(ddp, "_module_parameters", []))
     managed = {id(param) for param in params_of_ddp}
     for handle in root._all_handles:
         is_whole = not handle.uses_sharded_strategy and not handle._offload_params

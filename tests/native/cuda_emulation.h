@@ -60,8 +60,8 @@ inline ucontext_t emulated_scheduler;
 inline emulated_thread *emulated_current; /* null in a kernel that was enqueued without barriers */
 inline std::function<void()> emulated_body;
 
-inline void emulated_stop(const char *why) {
-    fprintf(stderr, "%s\n", why);
+inline void emulated_stop(const char *message) {
+    fprintf(stderr, "%s\n", message);
     abort();
 }
 
@@ -88,8 +88,7 @@ inline void emulated_start(emulated_thread *thread) {
     makecontext(&thread->context, emulated_entry, 0);
 }
 
-/* Run each thread up to its next barrier or its end. Return true if the threads ended; some alone must
- * not. */
+/* Run each thread up to its next barrier or its end. Return true if all ended; abort if only some did. */
 inline bool emulated_round(std::vector<emulated_thread> &threads) {
     size_t ended = 0;
     for (size_t i = 0; i < threads.size(); i++) {

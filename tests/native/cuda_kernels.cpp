@@ -16,7 +16,7 @@ static const struct kernel_table *table;
 /* Memory of exactly `numel` elements, `shift` elements after a 16-byte boundary: the sanitizer finds accesses
  * outside. */
 struct memory {
-    char *whole;
+    char *allocation;
     char *data;
     int64_t nbytes;
     enum dtype dtype;
@@ -24,15 +24,15 @@ struct memory {
     memory(enum dtype of, int64_t numel, int64_t shift = 0) : dtype(of) {
         int64_t before = shift * dtype_nbytes(dtype);
         nbytes = numel * dtype_nbytes(dtype);
-        whole = (char *)malloc((size_t)(before + nbytes) + 1);
-        data = whole + before;
+        allocation = (char *)malloc((size_t)(before + nbytes) + 1);
+        data = allocation + before;
         for (int64_t i = 0; i < nbytes; i++) {
             data[i] = (char)random_below(&random_state, 256);
         }
     }
     memory(const memory &other) = delete;
     ~memory() {
-        free(whole);
+        free(allocation);
     }
     void set(const memory &other) {
         memcpy(data, other.data, (size_t)nbytes);
@@ -162,7 +162,7 @@ TEST(test_accumulate_equals_the_cpus) {
 
 struct source_memory {
     int64_t sizes[MAX_NDIM], strides[MAX_NDIM], output_strides[MAX_NDIM];
-    memory *held;
+    memory *input;
 };
 
 static void draw_order(int32_t ndim, int32_t *order, bool ordered) {
@@ -170,9 +170,9 @@ static void draw_order(int32_t ndim, int32_t *order, bool ordered) {
         order[i] = i;
     }
     for (int32_t i = ndim - 1; i > 0 && !ordered; i--) {
-        int32_t other = (int32_t)random_below(&random_state, i + 1), held = order[i];
+        int32_t other = (int32_t)random_below(&random_state, i + 1), swapped = order[i];
         order[i] = order[other];
-        order[other] = held;
+        order[other] = swapped;
     }
 }
 
@@ -202,12 +202,12 @@ static void draw_source(struct pack_source *source, struct source_memory *in) {
             step = step * in->sizes[order[i]] + random_below(&random_state, 3);
         }
     }
-    in->held = kind == 0 ? nullptr : new memory(dtype, span, random_below(&random_state, 3));
-    if (in->held) {
-        fill_numbers(in->held, dtype, span);
+    in->input = kind == 0 ? nullptr : new memory(dtype, span, random_below(&random_state, 3));
+    if (in->input) {
+        fill_numbers(in->input, dtype, span);
     }
-    source->view.data = in->held ? in->held->data : nullptr;
-    source->view.dtype = in->held ? dtype : DTYPE_OTHER;
+    source->view.data = in->input ? in->input->data : nullptr;
+    source->view.dtype = in->input ? dtype : DTYPE_OTHER;
     source->view.ndim = ndim;
     source->view.sizes = in->sizes;
     source->view.strides = kind == 1 ? nullptr : in->strides;
@@ -237,7 +237,7 @@ static void check_pack(int64_t count, bool add) {
     }
     CHECK(actual.equals(expected));
     for (struct source_memory &one : memories) {
-        delete one.held;
+        delete one.input;
     }
 }
 
@@ -381,8 +381,8 @@ TEST(test_a_failed_launch_returns_its_error) {
 TEST(test_an_unsupported_device_is_named_with_its_architecture) {
     emulated_device_without_code = 1;
     CHECK(table->unsupported_reason(0) == nullptr);
-    const char *why = table->unsupported_reason(1);
-    CHECK(why && strstr(why, "7.5") && strstr(why, "FSDP_C_CUDA_ARCHS=\"75\""));
+    const char *reason = table->unsupported_reason(1);
+    CHECK(reason && strstr(reason, "7.5") && strstr(reason, "FSDP_C_CUDA_ARCHS=\"75\""));
     CHECK_EQUAL(emulated_device, 0);
     CHECK(table->unsupported_reason(0) == nullptr);
     emulated_device_without_code = EMULATED_NO_DEVICE;
@@ -414,11 +414,11 @@ TEST(test_a_cast_moves_vectors_where_both_sides_can) {
     CHECK_EQUAL(emulated_vector_loads, CHUNK / EACH); /* the head makes the last chunk short */
 }
 
-extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **why);
+extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **reason);
 
 int main(void) {
-    const char *why = nullptr;
-    table = fsdp_c_cuda_kernels(&why);
+    const char *reason = nullptr;
+    table = fsdp_c_cuda_kernels(&reason);
     CHECK(table != nullptr && table->version == KERNEL_TABLE_VERSION);
     return run_tests();
 }

@@ -199,7 +199,7 @@ static void check_parts(const struct exchange *plan, const struct exchange_tenso
     for (int64_t i = 0; i < count; i++) {
         const struct partition_range own = partition_of_rank(&tensors[i].target, rank);
         int64_t at = own.start * tensors[i].element_nbytes;
-        for (int64_t left = plan->part_counts[i]; left > 0; left--, part++) {
+        for (int64_t parts_left = plan->part_counts[i]; parts_left > 0; parts_left--, part++) {
             const struct exchange_range *range = &plan->parts.items[part];
             for (int64_t byte = 0; byte < range->nbytes; byte++, at++) {
                 CHECK_EQUAL(range->source, arrivals[i][at].source);
@@ -277,15 +277,15 @@ static void fuzz_gather(void) {
     size_t part = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t numel = size_up_to(TENSOR_NUMEL);
-        const struct partition whole = {numel, numel ? numel : 1, 0};
-        tensors[i] = (struct exchange_tensor){random_partition(numel, world_size), whole, 1 << below(4)};
+        const struct partition on_rank_0 = {numel, numel ? numel : 1, 0};
+        tensors[i] = (struct exchange_tensor){random_partition(numel, world_size), on_rank_0, 1 << below(4)};
     }
     for (int64_t peer = 0; peer < world_size; peer++) {
         int64_t end = 0;
         for (int64_t i = 0; i < count; i++) {
-            const struct partition_range held = partition_of_rank(&tensors[i].source, peer);
+            const struct partition_range source_range = partition_of_rank(&tensors[i].source, peer);
             row_begins[peer][i] = end;
-            end += (held.end - held.start) * tensors[i].element_nbytes;
+            end += (source_range.end - source_range.start) * tensors[i].element_nbytes;
         }
         longest = end > longest ? end : longest;
     }
@@ -294,7 +294,7 @@ static void fuzz_gather(void) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t scale = tensors[i].element_nbytes, nbytes = tensors[i].source.numel * scale;
         int64_t at = 0;
-        for (int64_t left = plan.part_counts[i]; left > 0; left--, part++)
+        for (int64_t parts_left = plan.part_counts[i]; parts_left > 0; parts_left--, part++)
             for (int64_t byte = 0; byte < plan.parts.items[part].nbytes; byte++, at++) {
                 const int64_t peer = owner_of(&tensors[i].source, at / scale);
                 CHECK_EQUAL(plan.parts.items[part].source, EXCHANGE_RECEIVED);
@@ -310,14 +310,14 @@ static void fuzz_gather(void) {
 
 static void check_refused_exchanges(void) {
     const struct partition ten = {10, 3, 0};
-    const struct exchange_tensor behind = {ten, {10, 2, 0}, 4}, other = {ten, {11, 3, 0}, 4},
-                                 huge = {
+    const struct exchange_tensor beyond_last_rank = {ten, {10, 2, 0}, 4}, other_numel = {ten, {11, 3, 0}, 4},
+                                 too_large = {
                                      {INT64_MAX / 2, INT64_MAX / 4, 0}, {INT64_MAX / 2, INT64_MAX / 4, 0}, 8};
     struct exchange plan;
-    CHECK_EQUAL(exchange_init(&plan, &behind, 1, 3, 4, false), STATUS_INVALID);
-    CHECK_EQUAL(exchange_init(&plan, &other, 1, 0, 4, false), STATUS_INVALID);
-    CHECK_EQUAL(exchange_init(&plan, &huge, 1, 0, 4, false), STATUS_INVALID);
-    CHECK_EQUAL(exchange_init(&plan, &behind, 1, 4, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &beyond_last_rank, 1, 3, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &other_numel, 1, 0, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &too_large, 1, 0, 4, false), STATUS_INVALID);
+    CHECK_EQUAL(exchange_init(&plan, &beyond_last_rank, 1, 4, 4, false), STATUS_INVALID);
     CHECK_EQUAL(partition_of_rank(&ten, INT64_MAX - 1).end, 0);
     CHECK_EQUAL(partition_of_rank(&ten, -1).end, 0);
     CHECK(!partition_is_valid(&(struct partition){INT64_MAX - 1, 2, 0}));

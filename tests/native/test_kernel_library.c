@@ -28,10 +28,10 @@ static void check_reason(const char *expected) {
     pid_t child = fork();
     int status = 0;
     if (child == 0) {
-        const char *why = NULL;
-        bool is_torchs = kernels_of(DEVICE_CUDA, 0, &why) == &operator_kernels;
-        fprintf(stderr, "%s\n", why);
-        _exit(is_torchs && why && strstr(why, expected) ? 0 : 1);
+        const char *reason = NULL;
+        bool is_torchs = kernels_of(DEVICE_CUDA, 0, &reason) == &operator_kernels;
+        fprintf(stderr, "%s\n", reason);
+        _exit(is_torchs && reason && strstr(reason, expected) ? 0 : 1);
     }
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
     CHECK_EQUAL(WEXITSTATUS(status), 0);
@@ -65,12 +65,12 @@ TEST(test_the_reason_distinguishes_a_missing_library_from_a_broken_one) {
 }
 
 TEST(test_the_environment_selects_torchs_operators) {
-    const char *why = NULL;
-    CHECK(kernels_of(DEVICE_CPU, 0, &why) == &cpu_kernels && !why);
+    const char *reason = NULL;
+    CHECK(kernels_of(DEVICE_CPU, 0, &reason) == &cpu_kernels && !reason);
     CHECK(setenv("FSDP_C_KERNELS", "torch", 1) == 0);
-    CHECK(kernels_of(DEVICE_CPU, 0, &why) == &operator_kernels && why);
+    CHECK(kernels_of(DEVICE_CPU, 0, &reason) == &operator_kernels && reason);
     CHECK(unsetenv("FSDP_C_KERNELS") == 0);
-    CHECK(kernels_of(DEVICE_PRIVATE, 0, &why) == &operator_kernels && why);
+    CHECK(kernels_of(DEVICE_PRIVATE, 0, &reason) == &operator_kernels && reason);
 }
 
 int main(void) {
