@@ -7,7 +7,7 @@
 
 #include <stdarg.h>
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 static int64_t *integers_from(PyObject *tuple) {
     Py_ssize_t count = PyTuple_Size(tuple);

@@ -101,7 +101,7 @@ void grads_unwatch(struct grads *grads) {
     Py_CLEAR(grads->watched);
 }
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 void grads_init(struct grads *grads, const struct config *config) {
     grads->predivide = config->predivide;

@@ -1,4 +1,4 @@
-/* Life of a handle, its training state, lazy init, moves of the flat parameter, exposed parameters and
+/* Lifecycle of a handle, its training state, lazy init, moves of the flat parameter, exposed parameters and
  * precision. */
 #include "handle/handle.h"
 
@@ -42,7 +42,7 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
     return 0;
 }
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 /* Reset all fields but the pointers between components: getters must work after handle_fini(). */
 static void zero(struct handle *handle) {

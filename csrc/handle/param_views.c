@@ -35,7 +35,7 @@ void param_views_check(const struct param_views *param_views) {
     INVARIANT(!param_views->wrapped_views || param_views->wrap_views);
 }
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 static int param_view_init(struct param_view *param_view, PyObject *entry) {
     long long param;

@@ -6,7 +6,7 @@
 #include "torch/py_torch.h"
 #include "torch/tensor.h"
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 int storage_init(struct storage *storage, const struct config *config) {
     PyObject *param_dtype = config->param_dtype, *reduce_dtype = config->reduce_dtype;

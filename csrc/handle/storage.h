@@ -64,7 +64,7 @@ struct storage {
     /* true if the user requested offload; no effect if the compute device is the CPU */
     bool may_offload;
 
-    /* owned; torch.dtype of the shard; NULL until lazy init, as are all fields below */
+    /* owned; torch.dtype of the shard; set by lazy init, like all fields below */
     PyObject *orig_dtype;
     enum dtype orig_kind;
     /* owned; 1-D, shares storage with the sharded flat parameter */

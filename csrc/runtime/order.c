@@ -4,7 +4,7 @@
 
 #include "base/check.h"
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 int order_init(struct order *order, int64_t num_units) {
     order->num_units = num_units;

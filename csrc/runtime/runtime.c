@@ -1,4 +1,4 @@
-/* Life of a root, start of its step, scripts that iterate over its parameters, and its thread. */
+/* Lifecycle of a root, start of its step, scripts that iterate over its parameters, and its thread. */
 #include "runtime/runtime.h"
 
 #include "runtime/callbacks.h"
@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units) {
     size_t count = (size_t)PyTuple_Size(unit_objects);

@@ -1,4 +1,4 @@
-/* Life of a unit, its phase, and its binding to a root. */
+/* Lifecycle of a unit, its phase, and its binding to a root. */
 #include "runtime/unit.h"
 
 #include <stdarg.h>
@@ -85,7 +85,7 @@ int unit_is_training(const struct unit *unit) {
     return training ? PyObject_IsTrue(training) : -1;
 }
 
-/* ---- life ---- */
+/* ---- init and fini ---- */
 
 /* Detach the views when the module is freed. The garbage collector may run during a compilation, whose
  * dispatch modes would intercept the creation of views: hence the guard. */
