@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -544,31 +543,6 @@ def test_communication_hooks_are_called_for_what_did_not_run(rank: int) -> None:
     units = len(FSDP.fsdp_modules(model))
     skipped = units - 3 - [3, 0][rank]
     assert (len(called), called.count(False)) == (units, skipped)
-
-
-@on_ranks(2)
-def test_state_dicts_and_checkpoints_are_those_of_any_unit(rank: int, tmp_path: Path) -> None:
-    model = optional_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for program in (SOME, NOTHING):
-        model(batch(rank), [program, NOTHING][rank]).square().mean().backward()
-        optimizer.step()
-    names = list(Model().state_dict())
-    assert list(model.state_dict()) == names
-    fsdp_c.checkpoint.save(model, optimizer, tmp_path / "saved")
-    other = FSDP(
-        Model(), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), use_orig_params=True
-    )
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
-    fsdp_c.checkpoint.load(other, other_optimizer, tmp_path / "saved")
-    states = [model.state_dict(), other.state_dict()]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in names)
-    moments = [
-        FSDP.optim_state_dict(*each)["state"] for each in ((model, optimizer), (other, other_optimizer))
-    ]
-    assert moments[0].keys() == moments[1].keys() == set(names)
-    for name in names:
-        assert torch.equal(moments[0][name]["exp_avg"], moments[1][name]["exp_avg"])
 
 
 @on_ranks(2)

@@ -247,7 +247,11 @@ def compare_states(sharded: Side, plain: Side) -> None:
         value = in_shard(replace(part, held=None), shard)
         if part.held is not None and part.view is None:
             value = in_shard(part, part.held)  # new data goes to the shard later
-        if part.view is not None and value is not None and not value.allclose(mine(part, parameter)):
+        if (
+            part.view is not None
+            and value is not None
+            and not value.cpu().allclose(mine(part, parameter).cpu())
+        ):
             value = mine(part, part.view)  # what was written there goes to the shard later
         same(f"parameter {part.name}", mine(part, parameter), value)
         if not plain.local:

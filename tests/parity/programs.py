@@ -295,7 +295,9 @@ class Side(Run):
 
     def start(self, build: Callable[[Run], nn.Module]) -> None:
         torch.manual_seed(7)
-        self.model = build(self).to(device())
+        self.model = build(self)
+        if self.plain:
+            self.model.to(device())
         self.note_parameters()
         self.optimizer = OPTIMIZERS[self.point.optimizer](self.model.parameters())
 
@@ -536,6 +538,8 @@ class Side(Run):
         return found
 
     def do_save(self, kind: str) -> Any:
+        if kind == "LOCAL" and self.program.offload:
+            raise Illegal  # torch cannot clone a ShardedTensor of pinned memory
         if self.plain:
             self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
             return {}

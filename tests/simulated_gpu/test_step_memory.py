@@ -209,15 +209,6 @@ assert len(streams) >= 4 and not any(streams), streams
 """)
 
 
-def test_what_is_idle_at_the_peak_is_reserved_and_not_used() -> None:
-    run("""
-with memory() as taken:
-    forward_backward()
-idle = nbytes_of(taken.idle_at_peak)
-assert idle > 0 and nbytes_of(taken.at_peak) + idle == torch.cuda.memory_reserved()
-""")
-
-
 def test_gradients_go_with_zero_grad_and_nothing_gathered_outlives_the_backward() -> None:
     run("""
 with memory() as taken:
