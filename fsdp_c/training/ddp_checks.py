@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import cast
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_c.sharding.sharded_module import ShardedModule
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 
 __all__ = ["check_ddp"]
 
@@ -19,9 +17,8 @@ def check_ddp(root: ShardedModule, ddp: DistributedDataParallel) -> None:
     Raises RuntimeError where ``ddp`` manages a trained parameter whose gradient is sharded or offloaded. Warns,
     with UserWarning, where autograd does not reach the parameter that ``ddp`` manages.
     """
-    params_of_ddp = cast("list[nn.Parameter]", getattr(ddp, "_module_parameters", []))
-    managed = {id(param) for param in params_of_ddp}
-    for handle in root._all_handles:
+    managed = {id(param) for param in getattr(ddp, "_module_parameters", None) or ()}
+    for handle in [unit._handle for unit in units_of(root) if unit._handle is not None]:
         is_whole = not handle.uses_sharded_strategy and not handle._offload_params
         is_reached = not handle._use_orig_params and not handle._uses_param_mixed_precision
         params = (handle.flat_param._params if handle._use_orig_params else None) or [handle.flat_param]
