@@ -98,10 +98,10 @@ bool schedule_is_flushed(const struct schedule *schedule);
 
 /* Order the unshards of this step after the script's work. */
 int schedule_begin_step(struct schedule *schedule);
-/* Input of an all-gather, inside begin_unshard. */
+/* Enter the stream that makes the input of an all-gather; end_pre_unshard enters the all-gather's again. */
 int schedule_begin_pre_unshard(struct schedule *schedule);
 int schedule_end_pre_unshard(struct schedule *schedule, bool uploads, int result);
-int schedule_begin_unshard(struct schedule *schedule); /* all-gather */
+int schedule_begin_unshard(struct schedule *schedule); /* enter the stream of all-gathers */
 int schedule_end_unshard(struct schedule *schedule, struct unshard_mark *mark, int result);
 /* Make COMPUTE wait for the all-gather. */
 int schedule_wait_unshard(struct schedule *schedule, struct unshard_mark *mark);
