@@ -162,7 +162,7 @@ class FullyShardedDataParallel(UnitNames):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        arguments = dict(locals())
+        arguments = dict(locals()) if auto_wrap_policy is not None else {}
         super().__init__()
         check_module(module)
         if isinstance(sharding_strategy, HandleShardingStrategy):  # torch takes it for groups of one rank

@@ -3,12 +3,12 @@
 
 #include "torch/ref.h"
 
-/* For PyArg_ParseTuple: the value of a member of one of torch's enums; 0 for None. */
+/* For PyArg_ParseTuple: the value of a member of one of torch's enums, past its property `value`; 0 for None. */
 static int enum_value(PyObject *member, void *value) {
     *(int *)value = 0;
     if (member == Py_None)
         return 1;
-    OWNED *number = PyObject_GetAttrString(member, "value");
+    OWNED *number = PyObject_GetAttrString(member, "_value_");
     *(int *)value = number ? (int)PyLong_AsLong(number) : 0;
     return !PyErr_Occurred();
 }

@@ -130,7 +130,7 @@ class Subtree:
 
     def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
         self.root = root
-        wrapping = current_auto_wrapping()
+        wrapping = _auto_wrapping.get()
         self.homes = homes if homes is not None else wrapping.homes if wrapping is not None else {}
         self._inner = inner
         self._is_home = any(home is root for home in self.homes.values())
