@@ -35,7 +35,7 @@ from fsdp_c.checkpoint.planning import (
     put_records,
 )
 from fsdp_c.checkpoint.table import metadata_content
-from fsdp_c.checkpoint.values import RangeTensor, in_box
+from fsdp_c.checkpoint.values import RangeTensor, boxes_of
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.errors import ranks_text
 from fsdp_c.sharding.common import managed_params
@@ -59,10 +59,15 @@ def _held(value: Any) -> tuple[Held | None, Callable[[], Any]]:
         return None, lambda: pickled(value)
     if isinstance(value, RangeTensor):
         return value.held, lambda: value.boxes.values()
-    shape, is_copied = tuple(value.shape), not is_dense(value)
-    order = None if is_copied or value.is_contiguous() else memory_order(value.stride())
+    shape = tuple(value.shape)
+    order = None if value.is_contiguous() or not is_dense(value) else memory_order(value.stride())
     whole = Held(value.dtype, shape, order, (0,) * len(shape), shape, 0, value.numel())
-    return whole, lambda: in_box(value.contiguous() if is_copied else value, shape).boxes.values()
+
+    def boxes() -> list[Tensor]:
+        flat = (value if order is None else value.permute(order)).reshape(-1)
+        return [box for _, box in boxes_of(flat, whole)]
+
+    return whole, boxes
 
 
 class Writer:
