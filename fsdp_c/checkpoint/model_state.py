@@ -36,8 +36,8 @@ def model_state(model: nn.Module) -> StateDict:
     A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's
     memory. So ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any
     exchange of parameters, and its ``load`` loads into the model, whatever the number of ranks and the
-    wrapping were. Not collective. Not for torch's ``HuggingFaceStorageWriter``, which writes wrong weights of it
-    without an error, as it keeps one box of a tensor for each rank: ``python -m fsdp_c.checkpoint export``.
+    wrapping were. Not collective. torch's ``HuggingFaceStorageWriter`` keeps one box of a tensor for each rank, so
+    that it is refused: ``python -m fsdp_c.checkpoint export`` writes safetensors.
 
     Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for a
     DTensor that is a sum over ranks.

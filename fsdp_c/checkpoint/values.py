@@ -9,11 +9,13 @@ rank saves its shard without asking any other for elements, and loads into it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -122,6 +124,7 @@ class RangeTensor(Tensor):
         """DCP's protocol: what this rank writes."""
         properties = TensorProperties(dtype=self.dtype)
         boxes = {} if self.is_replica else self.boxes
+        _refuse_safetensors_writer(fqn, self.shape, boxes.values())
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),
@@ -147,6 +150,26 @@ class RangeTensor(Tensor):
         if offsets not in self.boxes:
             raise ValueError(f"{index.fqn}: this rank holds nothing at {offsets}, but at {list(self.boxes)}")
         return self.boxes[offsets]
+
+
+def _refuse_safetensors_writer(fqn: str, shape: torch.Size, boxes: Collection[Tensor]) -> None:
+    """Raise NotImplementedError where ``dcp.save`` is planning for a writer that would drop boxes without an error.
+
+    torch's HuggingFaceStorageWriter writes one box of a tensor for each rank, and without ``save_distributed`` all
+    ranks write the same file. DCP does not pass the writer to what it plans, so it is looked up on the stack.
+    """
+    if all(box.shape == shape for box in boxes):
+        return
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "local_step":
+        frame = frame.f_back
+    writer = frame.f_locals.get("storage_writer")
+    if isinstance(writer, HuggingFaceStorageWriter) and (len(boxes) > 1 or not writer.save_distributed):
+        raise NotImplementedError(
+            f"{fqn}: {len(boxes)} boxes of it on this rank cannot be saved by torch's HuggingFaceStorageWriter, which "
+            "writes one box of a tensor for each rank, and without save_distributed=True those of one rank: save with "
+            "fsdp_c.checkpoint.save, then run python -m fsdp_c.checkpoint export"
+        )
 
 
 def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 import fsdp_c
 from fsdp_c import checkpoint
@@ -95,6 +95,26 @@ def test_an_export_has_the_parameters_of_flat_shards(rank, use_orig_params):
     if rank == 0:
         assert cli.main(["export", str(folder / "saved"), str(folder / "exported")]) == 0
         assert_same_tensors(expected, library.load_file(folder / "exported" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("save_distributed", [False, True])
+@on_ranks(2)
+def test_torchs_safetensors_writer_is_refused_where_it_would_drop_boxes(rank, save_distributed):
+    pytest.importorskip("safetensors")
+    # 5 x 7 elements for two ranks: either shard ends within a row
+    shape = (5, 7) if save_distributed else (4, 2)
+    model = wrap(nn.Linear(*shape, bias=False), True, auto_wrap_policy=None)
+    folder = folder_of_ranks()
+    writer = dcp.HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=save_distributed)
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"weight: . boxes of it on this rank cannot be saved by"
+    ):
+        dcp.save(checkpoint.model_state(model), storage_writer=writer)
+    dcp.save(checkpoint.model_state(model), checkpoint_id=folder / "dcp")
+    whole = checkpoint.model_state(wrap(nn.Linear(4, 3), True, sharding_strategy=ShardingStrategy.NO_SHARD))
+    if rank == 0:
+        writer = dcp.HuggingFaceStorageWriter(str(folder / "whole"))
+        dcp.save(whole, storage_writer=writer, no_dist=True)
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
