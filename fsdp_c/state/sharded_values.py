@@ -189,12 +189,15 @@ def saved_parts(
             if is_receiver is not None and isinstance(value, DTensor):
                 value = value.full_tensor()
         if is_receiver is not False:
-            device = torch.device("cpu") if offloads(module) else value.device
+            device = torch.device("cpu") if is_offloaded[module] else value.device
             values[index] = value.to(device, copy=not is_new)
 
+    modules = dict.fromkeys(module for module, *_ in parts)
+    is_sharded = {module: handle_of(module).layout.sharded for module in modules}
+    is_offloaded = {module: offloads(module) for module in modules}
     sharded = []
     for index, (module, _, data) in enumerate(parts):
-        if handle_of(module).layout.sharded:
+        if is_sharded[module]:
             sharded.append((module, index))
         else:
             put(index, data, is_new=False)
@@ -207,7 +210,7 @@ def saved_parts(
         with collective_errors.gathering(*dict.fromkeys(handle_of(module) for module, _ in items)):
             # what is offloaded goes before the next batch is made
             for index, own in zip(rows, _rows([parts[index] for index in rows], group), strict=True):
-                values[index] = own.cpu() if offloads(parts[index][0]) else own
+                values[index] = own.cpu() if is_offloaded[parts[index][0]] else own
             found = wholes_of_parts([parts[index] for index in wholes], group, rank0_only)
             for index, whole in zip(wholes, found, strict=True):
                 module = parts[index][0]
