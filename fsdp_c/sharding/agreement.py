@@ -93,7 +93,8 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     try:
         if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks send nothing
-            own = RankPlan(dist.get_rank(), None if error is None else str(error), plan)
+            rank = dist.get_rank() if dist.is_initialized() else root.rank
+            own = RankPlan(rank, None if error is None else str(error), plan)
             if plans := values_if_different(own, compared, groups, root.compute_device):
                 raise RuntimeError(difference(plans))
     finally:
