@@ -93,8 +93,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     compared = digest_of(repr(([one.needs for one in plan], str(error))).encode())
     try:
         if compared != root._agreed_plan and detect_fake_mode() is None:  # fake ranks send nothing
-            rank = dist.get_rank() if dist.is_initialized() else root.rank
-            own = RankPlan(rank, None if error is None else str(error), plan)
+            own = RankPlan(_global_rank(), None if error is None else str(error), plan)
             if plans := values_if_different(own, compared, groups, root.compute_device):
                 raise RuntimeError(difference(plans))
     finally:
@@ -113,11 +112,16 @@ def agree_to_sync(name: str, groups: Sequence[dist.ProcessGroup], device: torch.
         f"unit {name} is wrapped with sync_module_states=True here, and not on all ranks: the others "
         "would never take the values that are sent. Pass the same on every rank."
     )
-    own = RankPlan(dist.get_rank(), failure, [])
+    own = RankPlan(_global_rank(), failure, [])
     if detect_fake_mode() is None and (
         plans := values_if_different(own, b"sync_module_states", groups, device)
     ):
         raise RuntimeError(difference(plans))
+
+
+def _global_rank() -> int:
+    """This process's rank, or 0 where groups are not torch.distributed's."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
