@@ -27,8 +27,8 @@ from fsdp_c.tools import phases
 class BackgroundSave:
     """A save that is being written, or over. ``fsdp_c.checkpoint.save`` returns it."""
 
-    def __init__(self, what: str, work: Callable[[], object] = bool) -> None:
-        """``work``: what its thread does, once that is started."""
+    def __init__(self, what: str, work: Callable[[], object] = lambda: None) -> None:
+        """``work`` runs in the save's thread; without one the save is over."""
         self._what, self._work = what, work
         self._error: BaseException | None = None
         self._is_told = False
