@@ -487,7 +487,7 @@ def test_gradients_leave_the_device_with_the_parameters(
 def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
     rank: int, use_orig_params: bool, after: str
 ) -> None:
-    """As torch does after a step, with use_orig_params; where something must be gathered, X-062 says what to
+    """As torch does after a step, with use_orig_params; where something must be gathered, the error says what to
     do."""
     with over("nccl") as group:
         model = small("NO_SHARD", use_orig_params=use_orig_params, **group)
@@ -517,7 +517,7 @@ def refusal(module: nn.Module, **options: Any) -> str:
 
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int) -> None:
-    """X-025, and parity 7: a group with gloo sends them."""
+    """A group with gloo sends them."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with over("nccl") as group:
         assert f"'0.weight' of unit 'Sequential' on rank {rank}, whose" in refusal(module.cpu(), **group)
@@ -543,7 +543,7 @@ def held() -> tuple[int, int]:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @pytest.mark.usefixtures("one_of_four")
 def test_what_the_computation_waits_for_has_priority(strategy: str) -> None:
-    """D-007: torch gives it under hybrid strategies alone."""
+    """Torch gives it under hybrid strategies alone."""
     raised = {}
     for which, implementation in (("torch", Upstream), ("fsdp_c", FSDP)):
         options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}

@@ -1,4 +1,4 @@
-"""Ranks that wrap different models hear of it before the first collective, all of them (parity 21)."""
+"""Ranks that wrap different models hear of it before the first collective, all of them."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def assert_same(expected: Any, found: Any, path: str = "") -> None:
         assert expected == found, path
 
 
-# ------------------------------------------------------------------ checkpoint_wrapper (H-015, H-027)
+# ------------------------------------------------------------------ checkpoint_wrapper
 
 
 def recompute(module: nn.Module) -> None:
@@ -203,7 +203,7 @@ def test_weights_are_averaged_shard_by_shard(rank: int, use_orig_params: bool) -
         with in_place(way) as fsdp:
             records[way] = averaged(fsdp, use_orig_params, rank)
     torchs = records.pop("torch")
-    for stale in ("output", "whole"):  # of the root's weights before they were averaged anew (parity 4)
+    for stale in ("output", "whole"):  # of the root's weights before they were averaged anew
         torchs.pop(stale)
     assert any(not torch.equal(value, torchs["model"][name]) for name, value in torchs["end"].items())
     for record in records.values():

@@ -209,7 +209,7 @@ def full_optimizer(model: Any, optimizer: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("full", [True, False])
 @on_ranks(2, label="installs")
 def test_state_dicts_of_fsdp2_go_both_ways(full):
-    """get_model_state_dict and set_model_state_dict, whole tensors or DTensors, without a file (H-001)."""
+    """get_model_state_dict and set_model_state_dict, whole tensors or DTensors, without a file."""
     options = StateDictOptions(full_state_dict=full)
     with installed():
         model, theirs = wrap(contiguous(0), True, mesh=True), torch_model("fsdp2", seed=1)

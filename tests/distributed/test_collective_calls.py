@@ -1,5 +1,4 @@
-"""Which collectives a step calls, how often and in what order: counts of surface rows E-012 to E-016, next to
-torch's.
+"""Which collectives a step calls, how often and in what order: their counts, beside torch's.
 
 Collectives are seen by replacing the functions of ``torch.distributed``, which is also what is tested: a
 replacement is called instead of the native path.
@@ -130,10 +129,10 @@ def test_forwards_backwards_and_no_sync_call_what_the_strategy_says(
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale_e016(
+def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale(
     rank: int, strategy: str, use_orig_params: bool, which: str
 ) -> None:
-    """Parity 4: torch saves these gathers with copies that an optimizer step in between would not reach."""
+    """Torch saves these gathers with copies that an optimizer step in between would not reach."""
     model = build(which, strategy, use_orig_params=use_orig_params).eval()
     with torch.no_grad():
         model(batch(rank))

@@ -1,5 +1,4 @@
-"""register_comm_hook (A-119, D-085, D-086, D-090): bitwise equal to torch's FSDP1, and its refusals (X-112 to
-X-115).
+"""register_comm_hook: bitwise equal to torch's FSDP1, and its refusals.
 
 torch's low-precision hooks end in an operation that the CPU lacks; where torch runs them here, that one is
 left out.
@@ -131,8 +130,7 @@ def test_low_precision_hooks_equal_torch(
 def test_kept_low_precision_gradients_equal_torch_where_the_reduction_has_another_dtype(
     rank: int, world_size: int, hook: str | None, strategy: str
 ) -> None:
-    """Sharded strategies hand gradients over in the compute dtype, NO_SHARD in that of the reduction
-    (A-020)."""
+    """Sharded strategies hand gradients over in the compute dtype, NO_SHARD in that of the reduction."""
     keep = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_low_precision_grads=True
     )

@@ -36,14 +36,13 @@ def assert_values_of_rank_0(model: FSDP) -> None:
 
 
 @on_ranks(2)
-def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int) -> None:  # A-043
+def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int) -> None:
     policy = ModuleWrapPolicy({nn.Sequential})
     assert_values_of_rank_0(FSDP(own_model(rank), auto_wrap_policy=policy, sync_module_states=True))
 
 
 @on_ranks(4)
 def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int) -> None:
-    # G-036
     mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
     model = FSDP(
         own_model(rank),
@@ -56,7 +55,7 @@ def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int)
 
 
 @on_ranks(4)
-def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int) -> None:  # G-024
+def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
         model = FSDP(
@@ -80,7 +79,7 @@ def step(model: nn.Module, dtype: torch.dtype) -> None:
 @on_ranks(2)
 def test_model_cast_between_steps_trains_on_in_its_new_dtype(
     use_orig_params: bool,
-) -> None:  # A-069, C-078, C-079
+) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
     policy = ModuleWrapPolicy({nn.Sequential})
@@ -98,7 +97,7 @@ def test_model_cast_between_steps_trains_on_in_its_new_dtype(
 
 
 @on_ranks(2)
-def test_apply_sees_and_keeps_full_parameters(rank: int) -> None:  # A-068
+def test_apply_sees_and_keeps_full_parameters(rank: int) -> None:
     seen = []
 
     @torch.no_grad()
@@ -139,7 +138,7 @@ class Sliced(nn.Module):
 def test_parameters_with_gaps_in_memory_keep_their_values(
     use_orig_params: bool, strategy: str, width: int
 ) -> None:
-    """torch refuses them, with an error about the size of a storage (parity 46)."""
+    """torch refuses them, with an error about the size of a storage."""
     plain = Sliced(width).to(device())
     for param in plain.parameters():
         param.data = param.data.contiguous()  # or the optimizer refuses what shares memory

@@ -1,5 +1,5 @@
-"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, next to torch's FSDP1
-(H-010).
+"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, next to torch's
+FSDP1.
 
 They take our class for torch's after ``fsdp_c.install()``; here it is put in the place where they look.
 """

@@ -35,7 +35,7 @@ def held(model: nn.Module) -> list[nn.Parameter]:
 
 @on_ranks(2)
 def test_parameters_and_gradients_taken_over_are_warned_of(rank: int) -> None:
-    """X-077, C-136: one warning per parameter or gradient, and none without the level."""
+    """One warning per parameter or gradient, and none without the level."""
     counts = {}
     for which in BOTH:
         for level in (dist.DebugLevel.INFO, dist.DebugLevel.OFF):

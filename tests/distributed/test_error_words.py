@@ -34,7 +34,7 @@ FULL, SHARDED, LOCAL = (
     StateDictType.SHARDED_STATE_DICT,
     StateDictType.LOCAL_STATE_DICT,
 )
-# offloaded, torch's is wrong on a CPU: parity 6
+# offloaded, torch's is wrong on a CPU
 WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
 X = torch.ones(2, 3)
 

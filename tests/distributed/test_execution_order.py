@@ -1,6 +1,6 @@
-"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL (D-115, D-116, X-079, X-080), used
-for prefetching with the limits that clients write (A-049, D-110, D-112), run ahead of by ``_unshard``
-(A-072), and ended by the final callback whenever it is called (D-105).
+"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL, used
+for prefetching with the limits that clients write, run ahead of by ``_unshard``, and ended by the final
+callback whenever it is called.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""FSDP_USE_FAKE_ALL_GATHER and FSDP_USE_FAKE_REDUCE: what a step costs without them (C-002 to C-004,
-J-015)."""
+"""FSDP_USE_FAKE_ALL_GATHER and FSDP_USE_FAKE_REDUCE: what a step costs without them."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_data_parallelism_around_shards_is_refused_by_name(rank: int) -> None:
 def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
     rank: int, options: dict[str, Any]
 ) -> None:
-    """parity 48: torch is silent."""
+    """Torch is silent."""
     model = DistributedDataParallel(wrapped(alone=True, **options))
     with pytest.warns(
         UserWarning, match=r"rank 0, unit .*: DistributedDataParallel never averages .*HYBRID_SHARD"

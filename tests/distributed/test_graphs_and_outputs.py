@@ -329,7 +329,7 @@ class Around(nn.Module):
 def test_reentrant_checkpoints_around_parts_of_a_unit(
     rank: int, world_size: int, use_orig_params: bool, strategy: str, around: bool
 ) -> None:
-    """Also where they begin after a step without (parity 45)."""
+    """Also where they begin after a step without."""
 
     def fsdp(module: nn.Module) -> Any:
         return wrap(module, strategy=strategy, use_orig_params=use_orig_params)
@@ -580,7 +580,7 @@ PENALTIES = (
 def test_gradient_penalties_have_the_bits_of_the_plain_model(
     rank: int, world_size: int, use_orig_params: bool, strategy: str, offload: bool
 ) -> None:
-    """parity 83, over three steps of each; nothing stays gathered after any."""
+    """Over three steps of each; nothing stays gathered after any."""
     reference = plain()
     options = {"cpu_offload": CPUOffload(offload)} if strategy != "NO_SHARD" else {}
     held = settled_nbytes()
@@ -873,7 +873,7 @@ def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int) -> None:
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
+def test_recomputed_forwards_cast_their_inputs_under_mixed_precision(
     rank: int, use_orig_params: bool, strategy: str, around: str
 ) -> None:
     """Bit for bit as without checkpoints. Units get fp32 of each other."""

@@ -1,8 +1,8 @@
 """HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the
 pairs.
 
-Bitwise equality with torch's FSDP1 (D-082 to D-084, D-091, E-020), however the groups are given (A-035,
-A-047); and parity row 1 (E-022), where upstream's replicas drift apart.
+Bitwise equality with torch's FSDP1, however the groups are given; and one rank per sharding group, where
+upstream's replicas drift apart.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_no_sync_sends_nothing(rank: int, world_size: int) -> None:
     assert reductions_of_a_step("fsdp_c", rank, world_size, "HYBRID_SHARD", no_sync=True) == []
 
 
-# ------------------------------------------------------------------ parity row 1
+# ------------------------------------------------------------------ one rank per sharding group
 
 
 @on_ranks(2)
@@ -231,7 +231,7 @@ def test_replicas_of_one_shard_stay_equal_over_steps(rank: int, world_size: int)
 def test_hybrid_gradients_are_clipped_as_in_torch(
     rank: int, world_size: int, use_orig_params: bool, norm_type: float
 ) -> None:
-    """A-118: replicas hold equal gradients, so that the norm is over the shards alone."""
+    """Replicas hold equal gradients, so that the norm is over the shards alone."""
 
     def build(run: Run) -> nn.Module:
         return run.wrap(Net(), auto_wrap_policy=PER_BLOCK, process_group=groups(2, 2))

@@ -180,7 +180,7 @@ def test_what_is_ignored_and_averaged_by_a_hook_may_train_outside_of_units(
 def test_what_is_ignored_and_trained_is_told_by_name_in_the_first_step_alone(
     rank: int, world_size: int, by_module: bool
 ) -> None:
-    """parity 85; torch says nothing."""
+    """Torch says nothing."""
     net = Net().to(device())
     backward(wrapped(TorchFSDP, net, ignored_states=list(net.head.parameters())), rank)
     grads = [torch.empty_like(net.head.weight) for _ in range(world_size)]

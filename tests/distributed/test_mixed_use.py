@@ -135,7 +135,7 @@ def test_torchs_no_sync_leaves_gradients_right(rank: int, use_orig_params: bool)
 @on_ranks(2)
 def test_torchs_optimizer_state_is_ours(use_orig_params: bool) -> None:
     trained = Trained(use_orig_params, stepped=True)
-    # with it torch mixes up states (parity 6)
+    # with it torch mixes up states
     settings = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
         given, expected = (

@@ -51,7 +51,7 @@ def move(model: Any) -> None:
 def test_model_that_moves_trains_as_one_that_stays(
     rank: int, use_orig_params: bool, strategy: str, mixed: bool
 ) -> None:
-    """C-079: before the first step, between steps, between a forward and its backward, and after an
+    """Before the first step, between steps, between a forward and its backward, and after an
     evaluation."""
     seen = []
     for moves in (False, True):

@@ -1,7 +1,6 @@
-"""State dicts of optimizers, next to torch's FSDP1: names, values, loading elsewhere (F-060 to F-088, A-140
-to A-145).
+"""State dicts of optimizers, next to torch's FSDP1: names, values, loading elsewhere.
 
-Whole state is asked for without offloading, as torch's offloaded state is wrong on a CPU device (parity 6).
+Whole state is asked for without offloading, as torch's offloaded state is wrong on a CPU device.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ def test_state_between_a_forward_and_its_backward_is_that_before(rank, use_orig_
 @both_views
 @on_ranks(2)
 def test_rank0_only_leaves_the_others_empty(rank, use_orig_params, offload):
-    """F-061; with offload_to_cpu on a CPU device torch's exp_avg is its exp_avg_sq (parity 6)."""
+    """With offload_to_cpu on a CPU device torch's exp_avg is its exp_avg_sq."""
     model, optimizer = trained(use_orig_params, rank)
     whole = saved(model, optimizer)
     state = saved(model, optimizer, config=FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload))
@@ -197,7 +196,7 @@ def test_rank0_only_leaves_the_others_empty(rank, use_orig_params, offload):
 @both_views
 @on_ranks(2)
 def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
-    """F-072: torch's may alias."""
+    """Torch's may alias."""
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         model, optimizer = trained(use_orig_params, rank, sharding_strategy=strategy)
         held = {
@@ -214,7 +213,6 @@ def test_no_tensor_is_shared_with_the_optimizer(rank, use_orig_params):
 @both_views
 @on_ranks(2)
 def test_no_shard_state_equals_torchs(rank, use_orig_params):
-    """F-068."""
     assert_as_torchs(rank, use_orig_params, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
@@ -265,7 +263,7 @@ def adafactor(which: str, rank: int, seed: int = 0, **options: Any) -> tuple[Any
 @pytest.mark.parametrize("form", ["full", "rank 0", "sharded"])
 @on_ranks(2)
 def test_state_of_any_shape_is_kept_where_parameters_are_not_sharded(rank, form):
-    """F-068: Adafactor keeps sums of a matrix's rows and columns."""
+    """Adafactor keeps sums of a matrix's rows and columns."""
     kind = SHARDED if form == "sharded" else FULL
     config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
     results = []
@@ -306,7 +304,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 @both_views
 @on_ranks(2)
 def test_several_groups_keep_their_settings_and_names(rank, use_orig_params):
-    """F-071."""
     states = []
     for which in ("torch", "fsdp_c"):
         model = wrap(net(), use_orig_params, which)
@@ -319,7 +316,6 @@ def test_several_groups_keep_their_settings_and_names(rank, use_orig_params):
 
 @on_ranks(2)
 def test_frozen_and_trained_parameters_may_be_missing_from_the_optimizer(rank):
-    """F-066, X-167."""
     model = wrap(net(), True)
     model.module.inp.weight.requires_grad_(False)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -333,7 +329,6 @@ def test_frozen_and_trained_parameters_may_be_missing_from_the_optimizer(rank):
 @both_views
 @on_ranks(2)
 def test_state_that_belongs_to_no_parameter_is_copied_with_a_warning(rank, use_orig_params):
-    """F-070, X-170."""
     model, optimizer = trained(use_orig_params, rank)
     state = optimizer.state_dict()
     state["state"]["mine"] = {"seen": 3}
@@ -380,7 +375,7 @@ def test_an_optimizer_whose_state_needs_whole_parameters_is_refused_once(rank, u
 
 @on_ranks(2)
 def test_state_that_one_rank_lacks_is_named(rank):
-    """X-166, and the same with original parameters."""
+    """And the same with original parameters."""
     model, optimizer = trained(False, rank)
     if rank == 1:
         del optimizer.state[next(iter(optimizer.state))]
@@ -487,7 +482,6 @@ def test_state_loads_with_the_other_kind_of_parameters_and_other_wrapping(rank, 
 @both_views
 @on_ranks(4)
 def test_state_of_four_ranks_loads_on_two(rank, use_orig_params):
-    """F-085."""
     model, optimizer = trained(use_orig_params, rank)
     state = saved(model, optimizer)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -503,7 +497,6 @@ def test_state_of_four_ranks_loads_on_two(rank, use_orig_params):
 @both_views
 @on_ranks(2)
 def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(world_size, use_orig_params):
-    """F-086, A-143."""
     plain, plain_optimizer = plain_reference("adam", world_size)
     by_id = plain_optimizer.state_dict()
     FSDP = implementation("fsdp_c")
@@ -529,7 +522,6 @@ def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(world_size,
 
 @on_ranks(2)
 def test_parameters_without_rows_here_get_no_state(rank):
-    """F-082."""
     model, optimizer = trained(True, rank)
     loaded = to_load(model, optimizer, saved(model, optimizer))
     for key, param in enumerate(optimizer.param_groups[0]["params"]):
@@ -542,7 +534,7 @@ def test_parameters_without_rows_here_get_no_state(rank):
 def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_through_in_state(
     rank, use_orig_params, form
 ):
-    """X-178, F-070: also of parameters outside of units, which the state names legally."""
+    """Also of parameters outside of units, which the state names legally."""
     kind = SHARDED if form == "sharded" else FULL
     config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
     more = {"is_named_optimizer": True} if form == "named" else {}
@@ -578,7 +570,6 @@ def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_throu
 
 @on_ranks(2)
 def test_load_directly_loads(rank):
-    """A-141."""
     model, optimizer = trained(True, rank)
     state = saved(model, optimizer)
     again = OPTIMIZERS["adam"](model.parameters())
@@ -592,7 +583,6 @@ def test_load_directly_loads(rank):
 @both_views
 @on_ranks(2)
 def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
-    """A-142, A-144, F-087, X-160, X-161."""
     results = []
     for which in ("torch", "fsdp_c"):
         model, optimizer = trained(use_orig_params, rank, which=which)
@@ -617,7 +607,7 @@ def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
         )
     assert_same_osd(saved(model, optimizer), results[1][0])
     assert_same_osd(saved(model, optimizer), results[1][1])
-    # what torch makes of offloaded state with original parameters: parity 6
+    # what torch makes of offloaded state with original parameters
     wrong = 4 if use_orig_params else 0
     for torchs, ours in list(zip(*results, strict=True))[wrong:]:
         assert_same_osd(torchs, ours)
@@ -625,7 +615,7 @@ def test_older_functions_warn_and_equal_torchs(rank, use_orig_params):
 
 @on_ranks(2)
 def test_sharded_config_is_the_default_of_the_sharded_type(rank):
-    """F-073: on the CPU."""
+    """On the CPU."""
     model, optimizer = trained(True, rank)
     with type(model).state_dict_type(model, SHARDED):
         settings = type(model).get_state_dict_type(model)
@@ -647,7 +637,6 @@ def keyed_by_names(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 @both_views
 @on_ranks(2)
 def test_state_keyed_by_names_equals_torchs_and_loads_again(rank, use_orig_params):
-    """F-060."""
     results = []
     for which in ("torch", "fsdp_c"):
         model, optimizer = trained(use_orig_params, rank, which=which)
@@ -665,7 +654,6 @@ def test_state_keyed_by_names_equals_torchs_and_loads_again(rank, use_orig_param
 
 @on_ranks(2)
 def test_state_of_a_parameter_that_the_optimizer_does_not_hold_is_named(rank):
-    """X-178."""
     model, optimizer = trained(True, rank)
     other = torch.optim.Adam([next(p for p in model.parameters() if p.numel())], lr=0.1)
     with pytest.raises(KeyError, match="Can't find .* from the parameters that the optimizer holds"):

@@ -368,7 +368,7 @@ def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, stra
 
 @on_ranks(2)
 def test_parameters_in_a_backward_hook_are_all_there_and_without_gradients(rank: int) -> None:
-    """C-096: in a hook of the root's own layer, to which the backward comes when it has reduced the inner
+    """In a hook of the root's own layer, to which the backward comes when it has reduced the inner
     unit."""
     seen = {}
     for which in ("torch", "fsdp_c"):

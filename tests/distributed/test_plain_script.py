@@ -1,4 +1,4 @@
-"""A torchrun script that knows nothing of fsdp_c, under torch and under ``-m fsdp_c`` (H-004)."""
+"""A torchrun script that knows nothing of fsdp_c, under torch and under ``-m fsdp_c``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's total norms (parity 81) and GradScaler (parity 84) on sharded gradients: the whole model's under
+"""torch's total norms and GradScaler on sharded gradients: the whole model's under
 install(), else one warning."""
 
 from __future__ import annotations

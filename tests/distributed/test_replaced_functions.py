@@ -259,7 +259,7 @@ def test_outputs_are_what_the_replaced_registration_returns() -> None:
 
 @on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
 def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int) -> None:
-    """As upstream's tests and libraries do it: on ``torch.distributed.fsdp._runtime_utils`` (H-025)."""
+    """As upstream's tests and libraries do it: on ``torch.distributed.fsdp._runtime_utils``."""
     from torch.distributed.fsdp import _runtime_utils as torchs
 
     expected = trained(rank, "FULL_SHARD", True)

@@ -1,4 +1,4 @@
-"""Parameters without dimensions, as the temperature of CLIP: torch refuses them (C-021, X-024, parity 87).
+"""Parameters without dimensions, as the temperature of CLIP: torch refuses them.
 
 What is expected comes from the plain module, gradients averaged over the ranks; and, bit for bit, from the same
 model with vectors of one element in their place.

@@ -1,7 +1,6 @@
-"""Units whose parameters differ in dtype, or in whether they are trained: one flat parameter for each kind
-(parity 37).
+"""Units whose parameters differ in dtype, or in whether they are trained: one flat parameter for each kind.
 
-What torch refuses (X-031) trains here.
+What torch refuses trains here.
 """
 
 from __future__ import annotations

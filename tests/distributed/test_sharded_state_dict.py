@@ -1,5 +1,4 @@
-"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, next to torch's FSDP1 (F-030 to
-F-043)."""
+"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, next to torch's FSDP1."""
 
 from __future__ import annotations
 
@@ -130,7 +129,6 @@ def assert_same_full(expected: Any, actual: Any) -> None:
 @both_views
 @on_ranks(4)
 def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, mesh, offload):
-    # F-031
     states = []
     for which in ("torch", "fsdp_c"):
         model = wrap(odd() if mesh else contiguous(), use_orig_params, which, mesh)
@@ -145,7 +143,7 @@ def test_sharded_values_and_their_metadata_equal_torchs(rank, use_orig_params, m
 @both_forms
 @both_views
 @on_ranks(2)
-def test_sharded_dict_loads_into_another_model(rank, use_orig_params, mesh):  # F-033
+def test_sharded_dict_loads_into_another_model(rank, use_orig_params, mesh):
     source, target = wrap(odd(0), use_orig_params, mesh=mesh), wrap(odd(1), use_orig_params, mesh=mesh)
     train(source, rank)
     train(target, rank)
@@ -181,7 +179,7 @@ def test_sharded_dict_is_exchanged_with_torch(mesh, direction):
 
 
 @on_ranks(2)
-def test_saved_values_have_memory_of_their_own(rank):  # F-008
+def test_saved_values_have_memory_of_their_own(rank):
     model = wrap(odd(), True)
     state = saved(model, SHARDED)
     pointers = [
@@ -203,7 +201,7 @@ def test_saved_values_have_memory_of_their_own(rank):  # F-008
 @both_views
 @on_ranks(2)
 def test_empty_parameters_are_saved_and_loaded(use_orig_params):
-    """F-035: torch divides by the number of rows."""
+    """Torch divides by the number of rows."""
 
     def small(value: float) -> nn.Module:
         module = nn.Module()
@@ -240,7 +238,7 @@ def test_transposed_parameter_is_saved_in_rows(rank):
 
 
 @on_ranks(2)
-def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank):  # F-009
+def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank):
     precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
     states = []
     for which in ("torch", "fsdp_c"):
@@ -270,7 +268,7 @@ def test_hybrid_mesh_gives_replicated_rows():
 
 
 @on_ranks(2)
-def test_unit_that_shards_nothing_gives_whole_tensors():  # F-002, E-018
+def test_unit_that_shards_nothing_gives_whole_tensors():
     model = wrap(nn.Linear(3, 4), True, sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=None)
     with pytest.warns(UserWarning, match="full_state_dict will be returned"):
         state = saved(model, SHARDED)
@@ -312,7 +310,6 @@ def test_all_units_are_saved_by_one_transfer():
 @both_views
 @on_ranks(2)
 def test_missing_value_is_skipped_and_reported(use_orig_params):
-    """F-034, X-143."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     state = saved(source, SHARDED)
     before = saved(target, FULL)
@@ -338,7 +335,6 @@ def test_unexpected_value_is_reported(use_orig_params):
 @both_views
 @on_ranks(2)
 def test_wrong_value_is_named_and_nothing_is_loaded(use_orig_params):
-    """X-142, X-144."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     before = saved(target, FULL)
     good = saved(source, SHARDED)
@@ -373,7 +369,7 @@ def test_rows_of_another_number_of_ranks_are_refused(rank):
 @both_views
 @on_ranks(2)
 def test_local_dict_equals_torchs(rank, use_orig_params, offload):
-    """F-040, F-041: with use_orig_params the original parameters stand beside the flat ones (parity 35)."""
+    """With use_orig_params the original parameters stand beside the flat ones."""
     states = []
     for which in ("torch", "fsdp_c"):
         model = wrap(odd(), use_orig_params, which)
@@ -392,7 +388,7 @@ def test_local_dict_equals_torchs(rank, use_orig_params, offload):
 @both_views
 @on_ranks(4)
 def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_orig_params):
-    """F-041, F-042, parity 10: with use_orig_params torch saves what it cannot load. The flat parameters are
+    """With use_orig_params torch saves what it cannot load. The flat parameters are
     taken."""
     source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
     train(source, rank)
@@ -412,7 +408,7 @@ def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, use_ori
 @both_views
 @on_ranks(2)
 def test_local_values_are_loaded_within_a_unit_that_shards_nothing(use_orig_params):
-    """F-002: the outer unit loads whole tensors, the inner one its own part of its flat parameter."""
+    """The outer unit loads whole tensors, the inner one its own part of its flat parameter."""
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -450,7 +446,7 @@ def test_local_values_are_views_of_the_shard():
 @pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch", "fsdp_c to fsdp_c"])
 @on_ranks(4)
 def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, mesh, direction, tmp_path):
-    """F-036: saved by four ranks, loaded by two, in separate groups."""
+    """Saved by four ranks, loaded by two, in separate groups."""
     source_name, target_name = direction.split(" to ")
     path = str(tmp_path)
     source = wrap(contiguous(0), True, source_name, mesh)
@@ -487,7 +483,7 @@ def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, use_
 
 @on_ranks(2)
 def test_full_config_objects_are_shared_by_the_units():
-    """A-131: what is written into the object the caller passed is seen by every unit."""
+    """What is written into the object the caller passed is seen by every unit."""
     model = wrap(odd(), True)
     config = FullStateDictConfig()
     with type(model).state_dict_type(model, FULL, config):

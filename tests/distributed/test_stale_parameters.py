@@ -1,4 +1,4 @@
-"""A forward never computes with parameters from before a change (parity 38): what an earlier one has left
+"""A forward never computes with parameters from before a change: what an earlier one has left
 gathered, for a backward that may never come, is gathered anew. Held to the plain module: both ranks are given
 the same data.
 """

@@ -61,7 +61,7 @@ def memory(tensor: Tensor) -> int:
 
 @both_views
 @on_ranks(2)
-def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, use_orig_params: bool) -> None:  # A-019
+def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, use_orig_params: bool) -> None:
     saved = []
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     for which in ("torch", "fsdp_c"):
@@ -76,7 +76,7 @@ def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, use_orig_para
 @all_strategies
 @both_views
 @on_ranks(2)
-def test_saved_dict_is_the_plain_models(strategy: str, use_orig_params: bool) -> None:  # F-007
+def test_saved_dict_is_the_plain_models(strategy: str, use_orig_params: bool) -> None:
     assert_same(
         plain().state_dict(), full_state_dict(wrap(plain(), use_orig_params, sharding_strategy=strategy))
     )
@@ -86,7 +86,7 @@ def test_saved_dict_is_the_plain_models(strategy: str, use_orig_params: bool) ->
 @on_ranks(2)
 def test_names_skip_checkpoint_wrappers_around_and_inside_units(
     use_orig_params: bool,
-) -> None:  # D-121, F-006, F-007
+) -> None:
     module = plain()
     expected = module.state_dict()
     module.blocks[0] = checkpoint_wrapper(wrap(module.blocks[0], use_orig_params, auto_wrap_policy=None))
@@ -106,9 +106,7 @@ def test_names_skip_checkpoint_wrappers_around_and_inside_units(
 @pytest.mark.parametrize("target", ["torch", "fsdp_c", "plain"])
 @both_views
 @on_ranks(2)
-def test_dict_loads_into_every_implementation(
-    source: str, target: str, use_orig_params: bool
-) -> None:  # F-023
+def test_dict_loads_into_every_implementation(source: str, target: str, use_orig_params: bool) -> None:
     def build(which: str, seed: int) -> nn.Module:
         return plain(seed) if which == "plain" else wrap(plain(seed), use_orig_params, which)
 
@@ -124,7 +122,6 @@ def test_dict_loads_into_every_implementation(
 @both_views
 @on_ranks(2)
 def test_values_own_their_memory(rank: int, strategy: str, use_orig_params: bool) -> None:
-    # F-008
     model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
     saved = model.state_dict(keep_vars=True)
     before = {key: value.clone() for key, value in saved.items()}
@@ -139,7 +136,7 @@ def test_values_own_their_memory(rank: int, strategy: str, use_orig_params: bool
 @both_views
 @on_ranks(2)
 def test_copies_on_every_rank_are_warned_of_once_per_save(use_orig_params: bool) -> None:
-    """X-108. Each unit of torch's warns; on a CPU device it cannot be asked (parity 5)."""
+    """Each unit of torch's warns; on a CPU device it cannot be asked."""
 
     def warned(module: Any, **config: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -162,7 +159,7 @@ def test_copies_on_every_rank_are_warned_of_once_per_save(use_orig_params: bool)
 @on_ranks(2)
 def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
     rank: int, strategy: str, use_orig_params: bool
-) -> None:  # F-020, F-021, F-022
+) -> None:
     module = plain()
     model = wrap(module, use_orig_params, sharding_strategy=strategy, ignored_states=[module.inp.bias])
     saved = full_state_dict(model, offload_to_cpu=True, rank0_only=True)
@@ -204,7 +201,7 @@ def test_save_holds_one_unit_at_a_time(rank: int, use_orig_params: bool) -> None
 
 @both_views
 @on_ranks(2)
-def test_gradients_and_optimizer_views_survive_a_save(use_orig_params: bool) -> None:  # F-003
+def test_gradients_and_optimizer_views_survive_a_save(use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params)
     model(torch.ones(2, WIDTH)).sum().backward()
     before = [(id(param), memory(param), param.grad) for param in model.parameters()]
@@ -322,7 +319,7 @@ FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
 @on_ranks(2)
 def test_buffers_that_come_later_are_saved_as_by_torch(
     change: Callable[[list[Any]], None], form: str, use_orig_params: bool
-) -> None:  # A-019
+) -> None:
     def built(which: str) -> Any:
         torch.manual_seed(1)
         with torch.device(device()):
@@ -411,7 +408,7 @@ def test_what_a_script_puts_on_a_unit_inside_sees_no_buffer_missing() -> None:
 @on_ranks(2)
 def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
     use_orig_params: bool,
-) -> None:  # F-024
+) -> None:
     model = wrap(plain(), use_orig_params)
     other = plain(3).state_dict()
     del other["blocks.0.up.bias"]
@@ -426,7 +423,7 @@ def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
 
 
 @on_ranks(2)
-def test_selection_returns_the_previous_settings_and_warns() -> None:  # A-130
+def test_selection_returns_the_previous_settings_and_warns() -> None:
     holder = nn.Sequential(wrap(plain()), nn.Linear(1, 1))
     fsdp = implementation("fsdp_c")
     with pytest.warns(
@@ -456,7 +453,7 @@ class Refuses(nn.Module):
 
 @on_ranks(2)
 def test_failed_save_leaves_the_model_as_it_was() -> None:
-    """F-004: torch leaves the parameters gathered."""
+    """Torch leaves the parameters gathered."""
     module = Refuses()
     model = wrap(module, auto_wrap_policy=None)
     shown = module.weight
@@ -478,7 +475,6 @@ def test_saving_warns_of_nothing_when_sharded() -> None:
 
 @on_ranks(2)
 def test_saved_entries_are_logged_at_info() -> None:
-    """F-010."""
     import logging
 
     records: list[str] = []
@@ -535,8 +531,6 @@ def versions_seen(model: nn.Module) -> list[int]:
 def test_modules_see_the_version_that_their_dict_was_saved_with(
     use_orig_params: bool, kind: StateDictType
 ) -> None:
-    """parity 86"""
-
     def wrapped(which: str = "fsdp_c") -> Any:
         policy = ModuleWrapPolicy({nn.Sequential, Versioned})
         model = wrap(Tower(), use_orig_params, which, auto_wrap_policy=policy)

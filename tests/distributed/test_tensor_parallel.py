@@ -1,5 +1,4 @@
-"""Tensor parallelism inside FSDP: DTensor parameters on mesh["tp"], wrapped on mesh["dp"], four ranks (A-047,
-G-040).
+"""Tensor parallelism inside FSDP: DTensor parameters on mesh["tp"], wrapped on mesh["dp"], four ranks.
 
 Bitwise equality with torch's FSDP1 where that works, and an unsharded reference where it does not.
 """
@@ -269,7 +268,7 @@ def tied() -> nn.Module:
 @both_views
 @on_ranks(4)
 def test_tied_parameter_stays_tied(rank: int, use_orig_params: bool) -> None:
-    """torch's FSDP1 flattens a tied DTensor twice, and trains two parameters (C-017)."""
+    """torch's FSDP1 flattens a tied DTensor twice, and trains two parameters."""
     arguments = {"auto_wrap_policy": None, "use_orig_params": use_orig_params}
     assert wrap(tied(), "torch", **arguments)._flat_param._fqns == ["a.weight", "b.weight"]
     model, reference = wrap(tied(), **arguments), Tied()
@@ -285,7 +284,7 @@ def test_tied_parameter_stays_tied(rank: int, use_orig_params: bool) -> None:
 def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
     rank: int, use_orig_params: bool
 ) -> None:
-    """Three dimensions: two replicas, of one data parallel rank each (parity 1), of tensor parallel pairs."""
+    """Three dimensions: two replicas, of one data parallel rank each, of tensor parallel pairs."""
     mesh = tp.hybrid_mesh()
     module = parallelize_module(plain(), mesh["tp"], tp.sequence_plan())
     model = wrap(
@@ -409,7 +408,7 @@ def test_rank0_only_shows_the_first_data_parallel_rank_full_parameters(
 def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
     rank: int, use_orig_params: bool, config: dict[str, bool]
 ) -> None:
-    """As torch's FSDP1 gives it; with offload_to_cpu that dies of a signal (parity 5)."""
+    """As torch's FSDP1 gives it; with offload_to_cpu that dies of a signal."""
     model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
     state = full_state(model, **config)
     if config.get("rank0_only") and rank // 2 != 0:
@@ -535,7 +534,7 @@ def sharded_state(model: Any) -> dict[str, Any]:
 @both_plans
 @on_ranks(4)
 def test_sharded_state_dict_equals_torchs_and_loads_again(plan: str, use_orig_params: bool) -> None:
-    """F-032: rows over both dimensions of the mesh."""
+    """Rows over both dimensions of the mesh."""
     states = []
     for which in ("torch", "fsdp_c"):
         model = implementation(which)(
@@ -561,7 +560,7 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(plan: str, use_orig_pa
         assert_close(plain().state_dict(), {name: full(value) for name, value in full_state(other).items()})
 
 
-# ------------------------------------------------------------------ optimizer state (parity 24)
+# ------------------------------------------------------------------ optimizer state
 
 OPTIM_CONFIGS = {
     "full": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)),
@@ -726,7 +725,7 @@ def test_parameters_without_dimensions_are_saved_and_load_again(
 
 @both_views
 @on_ranks(4)
-def test_row_24_dcp_restores_optimizer_state_and_with_torch_it_is_another(
+def test_dcp_restores_optimizer_state_and_with_torch_it_is_another(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     """Through get_state_dict and set_state_dict of torch.distributed.checkpoint. With flat parameters torch

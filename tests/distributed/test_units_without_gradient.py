@@ -1,4 +1,4 @@
-"""A unit that trains and gets no gradient is named, once; what is done on purpose is not (parity 28)."""
+"""A unit that trains and gets no gradient is named, once; what is done on purpose is not."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers_as_there_are_such_parameters(
     rank: int,
 ) -> None:
-    """C-134, parity 20: one is looked at per gather. Each rank holds two of the four, so that both raise
+    """One is looked at per gather. Each rank holds two of the four, so that both raise
     together."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=device())
@@ -358,7 +358,7 @@ def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers
 
 @on_ranks(2)
 def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int) -> None:
-    """Parity 20, 27: before anything is gathered, and nothing is changed by it."""
+    """Before anything is gathered, and nothing is changed by it."""
     model = sharded("fsdp_c")
     with torch.no_grad():
         model(batch(rank, 0))
@@ -449,7 +449,7 @@ def test_optimizer_in_backward_of_hybrid_strategies_steps_as_with_torch(rank: in
 @all_strategies
 @on_ranks(2)
 def test_optimizer_in_backward_steps_at_each_reduction_as_with_torch(rank: int, strategy: str) -> None:
-    """The second recomputation of a unit sees its first step (D-089)."""
+    """The second recomputation of a unit sees its first step."""
 
     def body(model: Any, trace: Trace, rank: int) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})

@@ -24,7 +24,7 @@ def wrap(module: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
 
 @on_ranks(2)
 def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
-    """G-033: gradients with them; neither nested units nor ignored tensors. A dtype stands for the device,
+    """Gradients with them; neither nested units nor ignored tensors. A dtype stands for the device,
     which ``Tensor.to`` takes as well.
     """
     with torch.device("cpu"):
@@ -47,7 +47,7 @@ def test_only_own_tensors_that_are_on_the_cpu_are_moved() -> None:
 @pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "own"])
 @on_ranks(2)
 def test_meta_buffer_of_an_ignored_module_does_not_count(ignored: bool) -> None:
-    """G-035: with one of its own on the meta device a unit is initialised, and param_init_fn called."""
+    """With one of its own on the meta device a unit is initialised, and param_init_fn called."""
     model = plain(blocks=1)
     model.blocks[0].scale = model.blocks[0].scale.to("meta")
     called: list[nn.Module] = []
@@ -67,7 +67,7 @@ def test_meta_buffer_of_an_ignored_module_does_not_count(ignored: bool) -> None:
 def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
     rank: int, use_orig_params: bool
 ) -> None:
-    """H-009: accelerate replaces the data of flat parameters, and says so to the handle."""
+    """Accelerate replaces the data of flat parameters, and says so to the handle."""
     found = []
     for which in ("torch", "fsdp_c"):
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -93,7 +93,7 @@ def test_parameters_upcast_before_the_first_forward_train_as_in_torch(
 @pytest.mark.parametrize("own", [True, False], ids=["with parameters", "without"])
 @on_ranks(1)
 def test_a_root_moves_the_inputs_to_where_its_tree_computes(own: bool) -> None:
-    """D-020: also a root whose parameters all belong to inner units."""
+    """Also a root whose parameters all belong to inner units."""
     inner = wrap(nn.Linear(WIDTH, WIDTH))
     model = wrap(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner), auto_wrap_policy=None

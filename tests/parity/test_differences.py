@@ -1,7 +1,7 @@
-"""Where fsdp_c differs from torch's FSDP1 on purpose: torch's result and ours, one test per row of the parity
-table.
+"""Where fsdp_c differs from torch's FSDP1 on purpose: torch's result and ours, for most rows of
+the tables of docs/migrating.md.
 
-Row numbers are those of "Refuse or be right". Where torch kills the process, the docstring says so and only
+Where torch kills the process, the docstring says so and only
 our result is tested.
 """
 
@@ -72,7 +72,7 @@ def gradients_or_error(step: Callable[[], list[Tensor]]) -> list[Tensor] | str:
 
 
 @on_ranks(2)
-def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -> None:
+def test_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -> None:
     found = {}
     for which in BOTH:
         mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -84,7 +84,7 @@ def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int) -
 
 
 @on_ranks(2)
-def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:
+def test_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> None:
     """Torch writes the reduced inf norm into a zero that it keeps, and counts it in the next norm."""
     norms = {}
     for which in BOTH:
@@ -99,8 +99,8 @@ def test_row_2_norm_after_an_inf_norm_is_right_on_a_rank_without_gradients() -> 
 
 @both_views
 @on_ranks(2)
-def test_row_3_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_params: bool) -> None:
-    """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without
+def test_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_orig_params: bool) -> None:
+    """Torch has no CPU offload on a CPU, so the expected sum is that of its training without
     offload."""
     with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
         model = sharded("torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
@@ -118,7 +118,7 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(rank: int, use_ori
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:
+def test_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy: str) -> None:
     stale = {}
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy=strategy)
@@ -135,7 +135,7 @@ def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, strategy:
 @both_views
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @on_ranks(2)
-def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
+def test_a_forward_sees_the_step_after_one_whose_backward_never_came(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     stale = {}
@@ -150,7 +150,7 @@ def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
 
 
 @on_ranks(2)
-def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next() -> None:
+def test_a_forward_sees_the_step_after_one_that_left_out_what_comes_next() -> None:
     def losses(model: Any) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         seen = []
@@ -172,7 +172,7 @@ def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(
 
 
 @on_ranks(2)
-def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: int) -> None:
+def test_what_is_written_to_whole_parameters_outlives_the_backward(rank: int) -> None:
     kept = {}
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which, strategy="SHARD_GRAD_OP")
@@ -188,7 +188,7 @@ def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: 
 
 
 @on_ranks(2)
-def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
+def test_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
     """Torch frees the storage that it returns and dies with SIGSEGV."""
     model = sharded("fsdp_c")
     config = FullStateDictConfig(offload_to_cpu=True)
@@ -199,7 +199,7 @@ def test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive() -> None:
 
 
 @on_ranks(2)
-def test_row_5_summon_offloaded_on_a_cpu_works(rank: int) -> None:
+def test_summon_offloaded_on_a_cpu_works(rank: int) -> None:
     """Torch dies with SIGSEGV."""
     model = sharded("fsdp_c")
     with type(model).summon_full_params(model, offload_to_cpu=True, rank0_only=True, writeback=False):
@@ -222,7 +222,7 @@ def test_row_5_summon_offloaded_on_a_cpu_works(rank: int) -> None:
     ids=["no device", "no device, sync", "no device, offload", "sync", "offload"],
 )
 @on_ranks(2)
-def test_row_7_the_cpu_is_a_device_like_others(
+def test_the_cpu_is_a_device_like_others(
     rank: int, world_size: int, arguments: dict[str, Any], refusal: str
 ) -> None:
     def step(which: str) -> Tensor:
@@ -241,7 +241,7 @@ def test_row_7_the_cpu_is_a_device_like_others(
 
 
 @on_ranks(2)
-def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:
+def test_state_dict_type_is_restored_when_the_body_raises() -> None:
     found = {}
     for which in BOTH:
         model = sharded(which)
@@ -252,7 +252,7 @@ def test_row_8_state_dict_type_is_restored_when_the_body_raises() -> None:
 
 
 @on_ranks(2)
-def test_row_9_no_shard_honours_rank0_only(rank: int) -> None:
+def test_no_shard_honours_rank0_only(rank: int) -> None:
     sizes = {}
     for which in BOTH:
         model = sharded(which, strategy="NO_SHARD")
@@ -265,7 +265,7 @@ def test_row_9_no_shard_honours_rank0_only(rank: int) -> None:
 
 @pytest.mark.parametrize("query", ["check_is_root", "state_dict"])
 @on_ranks(2)
-def test_row_11_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None:
+def test_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) -> None:
     def nested(which: str) -> Tensor:
         inner = wrap(plain(), which)
         getattr(inner, query)()
@@ -284,7 +284,7 @@ def test_row_11_a_query_on_an_inner_unit_decides_nothing(rank: int, query: str) 
 
 
 @on_ranks(2)
-def test_row_12_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int, world_size: int) -> None:
+def test_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int, world_size: int) -> None:
     """Torch: what the unit's own backward left behind is added to the gradients of the next step."""
 
     def step(which: str) -> list[Tensor]:
@@ -313,9 +313,9 @@ RETAINED: dict[bool, dict[str, str | None]] = {
 @pytest.mark.parametrize("no_sync", RETAINED, ids=["twice reduced", "in no_sync and then reduced"])
 @all_strategies
 @on_ranks(2)
-def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str, no_sync: bool) -> None:
+def test_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str, no_sync: bool) -> None:
     """Torch: freed storage is read, an assertion about `_saved_grad_shard`, or, where nothing is freed, the
-    second gradient is not reduced (parity 34)."""
+    second gradient is not reduced."""
 
     def step(which: str) -> list[Tensor]:
         model = sharded(which, strategy=strategy)
@@ -358,8 +358,8 @@ class AroundUnknown(nn.Module):
 
 
 @on_ranks(2)
-def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> None:
-    """D-044, X-082: torch puts no hook on it, and the backward reads storage that was freed."""
+def test_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> None:
+    """Torch puts no hook on it, and the backward reads storage that was freed."""
 
     def step(which: str) -> list[Tensor]:
         torch.manual_seed(3)
@@ -379,7 +379,7 @@ def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> 
     [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)],
 )
 @on_ranks(2)
-def test_row_15_outputs_are_returned_as_they_were(rank: int, container: type, type_of_torch: type) -> None:
+def test_outputs_are_returned_as_they_were(rank: int, container: type, type_of_torch: type) -> None:
     for which in BOTH:
         unit = Returns(lambda value: container(value=value))
         output = wrap(unit, which)(batch(rank))
@@ -397,7 +397,7 @@ class Recurrent(nn.Module):
 
 
 @on_ranks(2)
-def test_row_16_a_packed_sequence_is_cast() -> None:
+def test_a_packed_sequence_is_cast() -> None:
     def run(which: str) -> Tensor:
         model = wrap(Recurrent(), which, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         return model(pack_sequence([torch.ones(3, WIDTH), torch.ones(2, WIDTH)]))
@@ -430,7 +430,7 @@ def total_norm(gradients: list[Tensor | None]) -> float:
 
 
 @on_ranks(2)
-def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
+def test_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
     """In torch the views of frozen parameters require grad too; under no_sync their gradients stay, and are
     clipped."""
     trained, frozen = {}, {}
@@ -450,7 +450,7 @@ def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_row_28_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(rank: int) -> None:
+def test_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(rank: int) -> None:
     """Torch trains what is inside, as the output of its frozen embeddings requires grad; see
     tests/distributed/test_units_without_gradient.py for what fsdp_c says then."""
 
@@ -488,7 +488,7 @@ def whole_optim_state(
 
 
 @on_ranks(2)
-def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
+def test_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
     """On a CPU device torch's exp_avg is its exp_avg_sq, without a word."""
     for which in BOTH:
         model, optimizer = adam_trained(which, rank)
@@ -499,7 +499,7 @@ def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_row_10_local_state_dict_with_original_parameters_loads() -> None:
+def test_local_state_dict_with_original_parameters_loads() -> None:
     for which in BOTH:
         model = sharded(which)
         with type(model).state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -512,7 +512,7 @@ def test_row_10_local_state_dict_with_original_parameters_loads() -> None:
 
 
 @on_ranks(2)
-def test_row_23_each_parameter_has_a_step_of_its_own(rank: int) -> None:
+def test_each_parameter_has_a_step_of_its_own(rank: int) -> None:
     """Loaded with original parameters, a step that is shared is counted once per parameter."""
     steps = {}
     for which in BOTH:
@@ -557,7 +557,7 @@ def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(use_orig_
 
 
 @on_ranks(2)
-def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
+def test_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
     def run(which: str) -> None:
         first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         second.weight = first.weight
@@ -570,7 +570,7 @@ def test_row_18_a_parameter_of_two_units_is_refused_by_name(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -> None:
+def test_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank: int) -> None:
     """Torch gathers float32 zeros among float64 gradients, and the process dies in the collective
     (SIGABRT)."""
     model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double(), "fsdp_c")
@@ -594,7 +594,7 @@ class Generator(nn.Linear):
 
 
 @on_ranks(2)
-def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int) -> None:
+def test_error_of_an_unregistered_method_names_the_remedy(rank: int) -> None:
     messages = {}
     for which in BOTH:
         model = wrap(Generator(WIDTH, WIDTH), which)
@@ -611,7 +611,7 @@ def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int) -> N
 
 
 @on_ranks(2)
-def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
+def test_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> None:
     outputs = {}
     for which in BOTH:
         model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), which)
@@ -628,7 +628,7 @@ def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int) -> N
 
 
 @on_ranks(2)
-def test_row_25_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size: int) -> None:
+def test_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size: int) -> None:
     keep = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
 
     def step(which: str) -> set[torch.dtype]:
@@ -644,7 +644,7 @@ def test_row_25_low_precision_gradients_of_tied_weights_are_kept(rank: int, worl
 
 @all_strategies
 @on_ranks(2)
-def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward(
+def test_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward(
     rank: int, world_size: int, strategy: str
 ) -> None:
     """Torch runs the second recomputation on parameters that are sharded again, or does not reduce its
@@ -670,7 +670,7 @@ def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward
 
 
 @on_ranks(2)
-def test_row_31_data_put_into_a_flat_parameter_stays(rank: int) -> None:
+def test_data_put_into_a_flat_parameter_stays(rank: int) -> None:
     """Torch takes it for one gather, and then shows its own shard again."""
     found = {}
     for which in BOTH:
@@ -688,7 +688,7 @@ def test_row_31_data_put_into_a_flat_parameter_stays(rank: int) -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
 @on_ranks(2)
-def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_backward(
+def test_zero_grad_of_the_model_clears_gradients_between_forward_and_backward(
     set_to_none: bool,
 ) -> None:
     """Torch shows views there in the place of parameters, so that gradients add up over the steps."""
@@ -709,7 +709,7 @@ def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_back
 
 
 @on_ranks(2)
-def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
+def test_a_model_is_frozen_between_forward_and_backward(rank: int) -> None:
     said = {}
     for which in BOTH:
         model = sharded(which, strategy="SHARD_GRAD_OP")
@@ -724,7 +724,7 @@ def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int) -> Non
 
 @pytest.mark.parametrize("which", BOTH)
 @on_ranks(2)
-def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_past(
+def test_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_past(
     rank: int, which: str
 ) -> None:
     """The remedy: the unit's own, or the optimizer's parameters."""
@@ -747,7 +747,7 @@ def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_
 
 @both_views
 @on_ranks(2)
-def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(rank: int, use_orig_params: bool) -> None:
+def test_a_gradient_zeroed_in_place_after_no_sync_stays_away(rank: int, use_orig_params: bool) -> None:
     """Torch zeroes what no_sync has left, and adds what was reduced before that to the next gradient."""
 
     def step(model: Any, one: int) -> list[Tensor]:
@@ -774,7 +774,7 @@ def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(rank: int, u
 
 @all_strategies
 @on_ranks(2)
-def test_row_42_a_frozen_parameter_keeps_its_gradient(strategy: str) -> None:
+def test_a_frozen_parameter_keeps_its_gradient(strategy: str) -> None:
     """Torch drops it in the next backward, but for a unit that is frozen as a whole under SHARD_GRAD_OP."""
 
     def step(model: Any, net: Net) -> list[Tensor]:
@@ -803,7 +803,7 @@ def test_row_42_a_frozen_parameter_keeps_its_gradient(strategy: str) -> None:
 
 
 @on_ranks(2)
-def test_row_45_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, world_size: int) -> None:
+def test_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, world_size: int) -> None:
     """Torch reduces and frees the unit after the gradients of the first part, whose neighbours are still to
     come."""
 
@@ -833,7 +833,7 @@ class PartlyCheckpointed(nn.Module):
 @both_views
 @all_strategies
 @on_ranks(2)
-def test_row_45_a_checkpointed_part_is_reduced_with_the_rest(
+def test_a_checkpointed_part_is_reduced_with_the_rest(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
     """Torch reduces the gradients of the part with those that no_sync has left, and the rest apart: another
@@ -885,7 +885,7 @@ def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
 
 
 @on_ranks(2)
-def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int) -> None:
+def test_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int) -> None:
     def sliced() -> nn.Linear:
         layer = nn.Linear(WIDTH, WIDTH)
         layer.weight = nn.Parameter(
@@ -901,7 +901,7 @@ def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int)
 
 @both_views
 @on_ranks(2)
-def test_row_87_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_params: bool) -> None:
+def test_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_params: bool) -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(WIDTH, WIDTH)
@@ -920,7 +920,7 @@ def test_row_87_a_parameter_without_dimensions_is_wrapped(rank: int, use_orig_pa
 
 
 @on_ranks(2)
-def test_row_30_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
+def test_gradients_of_transposed_parameters_lie_as_those_do(rank: int) -> None:
     own, contiguous = (1, WIDTH + 1), (WIDTH, 1)
     strides = {}
     for which in BOTH:
@@ -968,7 +968,7 @@ def test_compiled_blocks_are_the_units_that_a_policy_chooses(rank: int, use_orig
 
 
 @on_ranks(2)
-def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int) -> None:
+def test_functional_call_in_a_forward_takes_what_it_is_given(rank: int) -> None:
     expected, own = CalledWithOthers()(batch(rank)), CalledWithOthers().layer(batch(rank))
     found = {which: wrap(CalledWithOthers(), which)(batch(rank)) for which in BOTH}
     assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
@@ -981,7 +981,7 @@ def full_values(model: Any) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_row_90_functional_call_on_a_unit_leaves_its_weights(rank: int) -> None:
+def test_functional_call_on_a_unit_leaves_its_weights(rank: int) -> None:
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which)
         before = full_values(model)
@@ -994,7 +994,7 @@ def test_row_90_functional_call_on_a_unit_leaves_its_weights(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_row_90_flat_parameters_that_are_passed_are_not_ignored(rank: int) -> None:
+def test_flat_parameters_that_are_passed_are_not_ignored(rank: int) -> None:
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=False)
         own = model(batch(rank)).detach()
@@ -1007,7 +1007,7 @@ def test_row_90_flat_parameters_that_are_passed_are_not_ignored(rank: int) -> No
 
 
 @on_ranks(2)
-def test_row_90_a_weight_is_parametrized_before_wrapping(rank: int) -> None:
+def test_a_weight_is_parametrized_before_wrapping(rank: int) -> None:
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which)
         parametrize.register_parametrization(model.module, "weight", nn.Tanh())
@@ -1018,7 +1018,7 @@ def test_row_90_a_weight_is_parametrized_before_wrapping(rank: int) -> None:
 
 @both_views
 @on_ranks(2)
-def test_row_91_averaged_weights_are_taken_out_again(rank: int, use_orig_params: bool) -> None:
+def test_averaged_weights_are_taken_out_again(rank: int, use_orig_params: bool) -> None:
     for which in BOTH:
         model = wrap(nn.Linear(WIDTH, WIDTH), which, use_orig_params=use_orig_params)
         before = full_values(model)
@@ -1062,7 +1062,7 @@ def shared(wrapped: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
 
 @both_views
 @on_ranks(2)
-def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, use_orig_params: bool) -> None:
+def test_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, use_orig_params: bool) -> None:
     """With forwards of both before a backward torch trains under SHARD_GRAD_OP alone."""
 
     def wrapped(which: str) -> tuple[Any, Any]:
@@ -1108,7 +1108,7 @@ def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(rank: int, us
 
 
 @on_ranks(2)
-def test_row_70_compiled_autograd_is_refused_in_words(rank: int) -> None:
+def test_compiled_autograd_is_refused_in_words(rank: int) -> None:
     """Torch trains on with wrong gradients, without a word; larger models end in an error of Dynamo's."""
 
     def two_layers(which: str | None) -> Any:
@@ -1141,10 +1141,6 @@ def test_row_70_compiled_autograd_is_refused_in_words(rank: int) -> None:
     ):
         losses(model, compiled)
     assert_close(losses(model, contextlib.nullcontext), expected)
-
-
-# ----------------------------------------------------------------- other rows of the tables of
-# docs/migrating.md
 
 
 def filled(model: Any) -> dict[str, Tensor]:

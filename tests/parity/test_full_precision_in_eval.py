@@ -1,7 +1,7 @@
 """FSDP_USE_FULL_PREC_IN_EVAL=1: under mixed precision a unit in eval mode gathers and computes in full
 precision.
 
-Bitwise against torch where torch is right (D-021, D-023, D-123), and against the plain model where torch
+Bitwise against torch where torch is right, and against the plain model where torch
 computes with a copy that it gathered before the optimizer's step.
 """
 
@@ -100,7 +100,7 @@ class DtypeProbe(nn.Module):
 
 @on_ranks(2)
 def test_unit_without_parameters_does_not_cast_its_inputs() -> None:
-    """D-031, as in torch: a cast makes inputs fit the parameters."""
+    """As in torch: a cast makes inputs fit the parameters."""
     casting = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     seen = {}
     for which in ("torch", "fsdp_c"):
@@ -127,7 +127,7 @@ def full_copy(model: nn.Module) -> Net:
 def test_evaluation_equals_the_plain_model_after_every_step(
     rank: int, strategy: str, use_orig_params: bool
 ) -> None:
-    """D-123: outputs in fp32, of the parameters as they are now, and nothing stays gathered (parity 4)."""
+    """Outputs in fp32, of the parameters as they are now, and nothing stays gathered."""
     with full_precision_in_eval():
         model = sharded("fsdp_c", strategy, use_orig_params=use_orig_params, mixed_precision=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -195,7 +195,7 @@ def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, use_orig_
 @both_views
 @on_ranks(2)
 def test_buffers_registered_after_wrapping_get_their_own_dtype_back(rank: int, use_orig_params: bool) -> None:
-    """D-021: torch raises where it has not counted them."""
+    """Torch raises where it has not counted them."""
     with full_precision_in_eval():
         model = sharded("fsdp_c", use_orig_params=use_orig_params, mixed_precision=BF16)
     late = torch.tensor([1 / 3])

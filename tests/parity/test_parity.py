@@ -89,8 +89,6 @@ REFUSED = [pytest.param(point, id=point.id) for point in POINTS if refusal(point
 @pytest.mark.parametrize("point", COMPARED)
 @on_ranks(2)
 def test_training_equals_torch(rank: int, world_size: int, point: Point) -> None:
-    # C-050, C-051, C-053, C-057, C-073, C-110, C-111, C-112, C-115,
-    # D-020, D-023, D-030, D-031, D-037, D-040, D-050, D-051, D-060, D-061, D-063, D-080, D-081, D-087,
     compare(point, SCENARIOS[point.scenario], rank, world_size)
 
 

@@ -131,8 +131,7 @@ def plain(value: Any) -> bool:
 @both_views
 @configurations
 def test_plain_attributes_have_torchs_values(name: str, use_orig_params: bool) -> None:
-    """Of flat parameters: B-010, B-012, B-013, B-015 to B-019, B-022, B-031, B-034, B-042, C-010, C-012,
-    C-013, C-020."""
+    """Of flat parameters:"""
     theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
     for has_run in (False, True):
         if has_run:
@@ -185,7 +184,7 @@ class Look(nn.Module):
 def test_storage_is_there_when_torchs_is(
     use_orig_params: bool, mixed_precision: MixedPrecision | None, strategy: str
 ) -> None:
-    """In a forward, in a backward and after it, with torch's sizes and dtypes; B-023 to B-026."""
+    """In a forward, in a backward and after it, with torch's sizes and dtypes."""
     seen = []
     for fsdp in (Upstream, FSDP):
         moments: list[Any] = []
@@ -216,7 +215,7 @@ def test_storage_is_there_when_torchs_is(
 
 
 def test_sharded_gradient_is_told_in_a_backward_and_after_it() -> None:
-    """B-028, C-113: once its reduction has ended, which is when the next one begins."""
+    """Once its reduction has ended, which is when the next one begins."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
     model: Any = FSDP(layers, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))

@@ -351,7 +351,7 @@ def test_an_error_that_lists_parameters_names_ten() -> None:
 def test_norms_that_are_none_are_refused(
     arguments: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
-    """With torch they divide by zero, turn gradients around or make them NaN (parity 82)."""
+    """With torch they divide by zero, turn gradients around or make them NaN."""
     model = FSDP(layer())
     with pytest.raises(error, match=message):
         model.clip_grad_norm_(*arguments)

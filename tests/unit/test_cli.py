@@ -1,4 +1,4 @@
-"""python -m fsdp_c: scripts that are run unmodified, and arguments that are not understood (H-004)."""
+"""python -m fsdp_c: scripts that are run unmodified, and arguments that are not understood."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, attributes and import paths that libraries use of torch's FSDP1: section 8 of the surface, and the
+"""Names, attributes and import paths that libraries use of torch's FSDP1, and the
 contract.
 
 Each path under torch.distributed.fsdp that a library imports from has its counterpart under fsdp_c; the
@@ -122,7 +122,7 @@ def test_path_has_the_names_that_torch_has_there(module: str) -> None:
 
 @both_views
 def test_states_and_handles_are_found(use_orig_params: bool) -> None:
-    """H-002, H-003; torch's own functions and ours agree."""
+    """Torch's own functions and ours agree."""
     model = nested(use_orig_params=use_orig_params)
     units = FSDP.fsdp_modules(model)
     assert units == [model, model.second]
@@ -148,7 +148,7 @@ def test_replicated_module_is_not_entered() -> None:
 
 
 def test_flat_parameters_have_the_names_of_what_they_hold() -> None:
-    """H-008: DCP and accelerate read ``_flat_param._fqns``."""
+    """DCP and accelerate read ``_flat_param._fqns``."""
     model = nested()
     flat_param = model.second._flat_param
     assert flat_param._fqns == ["0.weight", "0.bias"] and flat_param._is_flat_param
@@ -157,7 +157,7 @@ def test_flat_parameters_have_the_names_of_what_they_hold() -> None:
 
 
 def test_what_a_shard_holds_is_pickled_under_torchs_name() -> None:
-    """B-042: OLMo saves it."""
+    """OLMo saves it."""
     infos = nested()._flat_param._shard_param_infos
     saved = pickle.dumps(infos)
     assert b"fsdp_c" not in saved and pickle.loads(saved) == infos
@@ -173,7 +173,7 @@ def test_names_are_cleaned_of_all_wrappers() -> None:
 
 @both_views
 def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
-    """H-010: Lightning looks at the optimizer's parameters."""
+    """Lightning looks at the optimizer's parameters."""
     optimizer = torch.optim.SGD(nested(use_orig_params=use_orig_params).parameters(), lr=1.0)
     assert all(_is_fsdp_flattened(param) for group in optimizer.param_groups for param in group["params"])
 
@@ -229,7 +229,7 @@ def test_unit_has_the_attributes_that_libraries_read() -> None:
 
 
 def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
-    """H-016: ColossalAI replaces it."""
+    """ColossalAI replaces it."""
     with (
         mock.patch.object(FlatParamHandle, "unshard", len),
         mock.patch.object(FlatParamHandle, "new", len, create=True),
@@ -242,7 +242,7 @@ def test_replaced_step_that_is_not_called_is_warned_of(recwarn: pytest.WarningsR
 
 
 def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> None:
-    """H-016: composer writes them."""
+    """Composer writes them."""
     model = nested(use_orig_params=True)
     for _ in range(2):
         model._exec_order_data._forward_prefetch_limit = 3
@@ -254,7 +254,7 @@ def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> Non
 
 @both_views
 def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
-    """A-071. Its ``_use_training_state`` has no counterpart: the states are written by C alone."""
+    """Its ``_use_training_state`` has no counterpart: the states are written by C alone."""
     model = nested(
         use_orig_params=use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
     )
@@ -274,7 +274,7 @@ def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
 
 
 def test_flat_parameters_stand_for_the_original_ones_in_a_context() -> None:
-    """A-071: ``_deregister_orig_params_ctx``."""
+    """``_deregister_orig_params_ctx``."""
     model = nested(use_orig_params=True)
     before = [name for name, _ in model.named_parameters()]
     with model._deregister_orig_params_ctx():
@@ -302,7 +302,7 @@ class Saving(FSDP):
 
 
 def test_class_can_be_subclassed_and_keeps_its_name() -> None:
-    """The contract's types: audiocraft overrides methods, litgpt compares the name of the class."""
+    """Types: audiocraft overrides methods, litgpt compares the name of the class."""
     model = Saving(nn.Linear(2, 2), device_id=CPU, sharding_strategy=ShardingStrategy.NO_SHARD)
     assert [name for name in model.state_dict()] == ["mine.weight", "mine.bias"]
     assert FSDP.fsdp_modules(model) == [model]
@@ -330,7 +330,7 @@ def handle_of(module: nn.Module, **arguments: Any) -> FlatParamHandle:
 
 
 def test_handle_is_built_directly() -> None:
-    """The contract beyond the rows; H-017: the unsharded flat parameter of audiocraft is there once it is
+    """The unsharded flat parameter of audiocraft is there once it is
     sharded."""
     handle = handle_of(nn.Linear(3, 5))
     handle.shard()
@@ -403,7 +403,7 @@ def test_any_extension_object_is_used() -> None:
 
 
 def test_extension_without_its_hooks_is_refused() -> None:
-    """H-022: six abstract hooks."""
+    """Six abstract hooks."""
     assert len(FSDPExtensions.__abstractmethods__) == 6
     with pytest.raises(TypeError, match="abstract"):
         FSDPExtensions()

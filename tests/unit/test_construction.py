@@ -51,7 +51,7 @@ def nested(**kwargs: object) -> FSDP:
 # ----------------------------------------------------------------- ignored states
 
 
-def test_ignored_parameter_stays_as_it_was() -> None:  # G-021
+def test_ignored_parameter_stays_as_it_was() -> None:
     net = Net()
     weight = net.first.weight
     model = FSDP(net, ignored_states=[weight])
@@ -59,13 +59,13 @@ def test_ignored_parameter_stays_as_it_was() -> None:  # G-021
     assert "first.weight" not in model._flat_param._fqns
 
 
-def test_buffers_of_ignored_modules_are_named_without_wrappers() -> None:  # G-022
+def test_buffers_of_ignored_modules_are_named_without_wrappers() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     model = FSDP(net, ignored_modules=[net[0]])
     assert model._ignored_buffer_names == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
 
 
-def test_outer_unit_ignores_what_an_inner_one_ignores() -> None:  # A-040, G-020
+def test_outer_unit_ignores_what_an_inner_one_ignores() -> None:
     net = Net()
     weight = net.second[0].weight
     net.second = FSDP(net.second, ignored_states=[weight])
@@ -87,7 +87,7 @@ def test_pair_of_groups_is_refused_by_a_plain_strategy() -> None:
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
-def test_hybrid_strategy_takes_a_pair_of_groups(strategy: ShardingStrategy) -> None:  # G-023
+def test_hybrid_strategy_takes_a_pair_of_groups(strategy: ShardingStrategy) -> None:
     shard, replicate = dist.new_group([0, 1]), dist.new_group([1, 3])
     model = FSDP(Net(), process_group=(shard, replicate), sharding_strategy=strategy)
     assert (model.process_group, model._inter_node_pg, model.sharding_strategy) == (
@@ -104,7 +104,7 @@ def test_hybrid_strategy_takes_a_mesh_of_replicate_and_shard() -> None:
     assert (model._inter_node_pg, model.process_group) == (mesh.get_group(0), mesh.get_group(1))
 
 
-def test_hybrid_strategy_makes_the_pair_once_for_all_units(monkeypatch: pytest.MonkeyPatch) -> None:  # G-008
+def test_hybrid_strategy_makes_the_pair_once_for_all_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = nested(sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     assert (model.world_size, model._inter_node_pg.size()) == (2, 2)
@@ -127,7 +127,7 @@ def test_no_shard_on_one_rank_does_not_warn() -> None:
 @pytest.mark.parametrize(
     ("size", "factor"), [(1, 1), (2, 2), (4, 2), (6, 4), (8, 4), (9, 2), (64, 8), (512, 32)]
 )
-def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:  # D-082
+def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:
     from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
     assert (
@@ -148,12 +148,12 @@ def test_a_unit_shows_the_factors_by_which_gradients_are_divided() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 @pytest.mark.parametrize("device_id", [0, torch.device("cuda", 0)])
-def test_device_that_is_not_there_is_refused_and_named(device_id: int | torch.device) -> None:
+def test_device_that_is_not_there_is_refused_and_named(device_id: int | torch.device) -> None:
     with pytest.raises(RuntimeError, match=f"rank {RANK}.*leave it out"):
         FSDP(Net(), device_id=device_id)
 
 
-def test_meta_module_is_initialised_by_reset_parameters() -> None:  # G-034
+def test_meta_module_is_initialised_by_reset_parameters() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model = FSDP(net)
@@ -161,7 +161,7 @@ def test_meta_module_is_initialised_by_reset_parameters() -> None:  # G-034
     assert model.module[1].running_var.tolist() == [1.0] * 4
 
 
-def test_meta_module_is_initialised_by_param_init_fn_once_per_module() -> None:
+def test_meta_module_is_initialised_by_param_init_fn_once_per_module() -> None:
     with torch.device("meta"):
         net = Net()
     initialised = []
@@ -187,8 +187,7 @@ def test_param_init_fn_that_forgets_a_parameter_is_refused_and_names_it() -> Non
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_parameter_shared_by_two_units_is_refused_and_both_names_given(
     use_orig_params: bool,
-) -> None:  # parity 33
-    # G-042
+) -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     net[1].weight = net[0][0].weight
     net[0] = FSDP(net[0], use_orig_params=use_orig_params)
@@ -198,7 +197,7 @@ def test_parameter_shared_by_two_units_is_refused_and_both_names_given(
         FSDP(net, use_orig_params=use_orig_params)
 
 
-def test_parameter_that_a_policy_shares_between_units_goes_to_the_outer_one() -> None:  # parity 33
+def test_parameter_that_a_policy_shares_between_units_goes_to_the_outer_one() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     net[1].weight = net[0][0].weight
     model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
@@ -219,7 +218,7 @@ def test_wrapping_the_module_of_a_unit_again_is_refused(use_orig_params: bool) -
         FSDP(model.module, use_orig_params=use_orig_params)
 
 
-def test_unit_without_parameters_has_no_handle() -> None:
+def test_unit_without_parameters_has_no_handle() -> None:
     model = FSDP(nn.ReLU())
     assert model._handle is None and not model._has_params
 
@@ -227,22 +226,22 @@ def test_unit_without_parameters_has_no_handle() -> None:  # A-081
 # ----------------------------------------------------------------- names and lookups
 
 
-def test_unknown_attributes_and_indices_are_those_of_the_wrapped_module() -> None:
+def test_unknown_attributes_and_indices_are_those_of_the_wrapped_module() -> None:
     assert FSDP(Net()).greet() == "hello"
     assert isinstance(FSDP(nn.Sequential(nn.ReLU(), nn.Tanh()))[1], nn.Tanh)
 
 
-def test_attribute_of_an_unfinished_unit_does_not_recurse() -> None:
+def test_attribute_of_an_unfinished_unit_does_not_recurse() -> None:
     with pytest.raises(AttributeError, match="absent"):
         _ = FSDP.__new__(FSDP).absent
 
 
-def test_module_sees_through_a_checkpoint_wrapper() -> None:
+def test_module_sees_through_a_checkpoint_wrapper() -> None:
     net = Net()
     assert FSDP(checkpoint_wrapper(net)).module is net
 
 
-def test_submodules_are_marked_for_dynamo_but_ignored_ones_are_not() -> None:  # G-041
+def test_submodules_are_marked_for_dynamo_but_ignored_ones_are_not() -> None:
     net = Net()
     FSDP(net, use_orig_params=True, ignored_modules=[net.first])
     assert net._is_fsdp_managed_module and net.second[0]._fsdp_use_orig_params is True
@@ -260,7 +259,7 @@ def test_printing_shows_the_tree_as_nn_module_does() -> None:
 
 
 @pytest.mark.parametrize("attempt", [copy.deepcopy, pickle.dumps])
-def test_copying_or_pickling_says_what_to_do_instead(attempt: object) -> None:
+def test_copying_or_pickling_says_what_to_do_instead(attempt: object) -> None:
     with pytest.raises(TypeError, match="copy the plain module and wrap the copy"):
         attempt(nn.ModuleList([FSDP(Net())])[0])
 
@@ -306,12 +305,12 @@ def test_unit_whose_outer_one_is_gone_is_a_root_again() -> None:
     assert inner.check_is_root()
 
 
-def test_units_are_listed_outer_first_and_once() -> None:
+def test_units_are_listed_outer_first_and_once() -> None:
     model = nested()
     assert FSDP.fsdp_modules(nn.ModuleList([model, model])) == [model, model.second]
 
 
-def test_lazy_initialisation_casts_buffers_to_the_innermost_dtype() -> None:  # A-019, D-022
+def test_lazy_initialisation_casts_buffers_to_the_innermost_dtype() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     net[1] = FSDP(net[1], mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
     model = FSDP(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
@@ -323,14 +322,14 @@ def test_lazy_initialisation_casts_buffers_to_the_innermost_dtype() -> None:  # 
     assert model._buffer_name_to_orig_dtype["1.running_mean"] is torch.float32
 
 
-def test_ignored_buffers_are_not_cast() -> None:  # D-022, G-022
+def test_ignored_buffers_are_not_cast() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     model = FSDP(net, ignored_modules=[net[0]], mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
     model._lazy_init()
     assert net[0].running_mean.dtype is torch.float32
 
 
-def test_no_sync_switches_every_unit_off_and_on_again() -> None:
+def test_no_sync_switches_every_unit_off_and_on_again() -> None:
     model = nested()
     with model.no_sync():
         assert not model._sync_gradients and not model.second._sync_gradients
@@ -339,7 +338,6 @@ def test_no_sync_switches_every_unit_off_and_on_again() -> None:  # A-110
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_changing_the_dtype_changes_the_flat_parameter_and_all_that_shows_it(use_orig_params: bool) -> None:
-    #
     model = nested(use_orig_params=use_orig_params)
     names = [name for name, _ in model.named_parameters()]
     flat_params = [unit._flat_param for unit in FSDP.fsdp_modules(model)]

@@ -1,5 +1,5 @@
-"""Every error and warning that torch's FSDP1 has, by its id: what provokes it in both, and the phrase that
-ours keeps.
+"""Every error and warning that torch's FSDP1 has: a program that provokes it in both, and the phrase that ours
+keeps. A key such as X-001 pairs the phrase with its program.
 
 Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that
 answer are in tests/distributed/test_error_words.py.

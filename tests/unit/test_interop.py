@@ -1,4 +1,4 @@
-"""install(), uninstall() and scripts that are run unmodified (H-001, H-002, H-004)."""
+"""install(), uninstall() and scripts that are run unmodified."""
 
 from __future__ import annotations
 

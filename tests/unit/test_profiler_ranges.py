@@ -1,4 +1,4 @@
-"""D-130: the ranges of a step in torch's profiler have upstream's names, and only while a profiler is on."""
+"""The ranges of a step in torch's profiler have upstream's names, and only while a profiler is on."""
 
 from typing import Any
 

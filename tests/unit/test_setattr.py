@@ -1,4 +1,4 @@
-"""How modules are made to show parameters: what their class sees of it, beside torch's (C-002, C-077).
+"""How modules are made to show parameters: what their class sees of it, beside torch's.
 
 For each value of FSDP_USE_UNSAFE_SETATTR.
 """
